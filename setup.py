@@ -1,5 +1,10 @@
-"""Packaging. Tool settings are in pyproject.toml; `scripts/install` sets up everything for work."""
+"""Packaging. Tool settings are in pyproject.toml; `scripts/install` sets up everything for work.
 
+`REPOSITORY_URL=https://... python -m build` makes a release: the links of the README, which are
+relative, become links to its tag there. Without the variable the long description has no links.
+"""
+
+import os
 import re
 from pathlib import Path
 
@@ -9,14 +14,44 @@ HERE = Path(__file__).parent
 VERSION = re.search(
     r'^__version__ = "(.+)"$', (HERE / "megatron_flashckpt/__init__.py").read_text(), re.M
 )[1]
+URL = os.environ.get("REPOSITORY_URL", "").rstrip("/")
+
+
+def long_description() -> str:
+    """Return the README as a package index can show it."""
+
+    def replaced(match: re.Match[str]) -> str:
+        image, text, target = match.groups()
+        if target.startswith("https://"):
+            return match[0]
+        if not URL:
+            return "" if image else text
+        kind = "raw" if image else "blob"
+        return f"{image}[{text}]({URL}/{kind}/v{VERSION}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, (HERE / "README.md").read_text())
+
 
 setup(
     name="megatron_flashckpt",
     version=VERSION,
     description="Flash checkpointing for Megatron-LM: no collectives, restart from memory",
-    long_description=(HERE / "README.md").read_text(),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    author="The megatron_flashckpt developers",
     license="Apache-2.0",
+    project_urls={"Source": URL, "Changelog": f"{URL}/blob/main/CHANGELOG.md"} if URL else {},
+    keywords=["Megatron-LM", "checkpoint", "fault tolerance", "distributed training", "LLM"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Archiving :: Backup",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     # With this line an editable install puts the clone on `sys.path`; without it setuptools adds an
     # import hook. Python asks that after the working directory, so that in the clone's parent
@@ -38,6 +73,8 @@ setup(
         "redundancy": ["pyzmq>=25"],
         # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
+        # `scripts/docs`: the documents as a site. 110 MB, so the tests do without it.
+        "docs": ["zensical>=0.0.70"],
         # The tests, and what they check code and scripts with.
         "dev": [
             "hypothesis",

@@ -54,6 +54,8 @@ class Study:
     """Adds the study's own options to its parser."""
     run: Callable[[argparse.Namespace, Path], Iterator[Result]]
     """Measures with these options, in an empty directory; yields results as they are found."""
+    draw: Callable[[list[Result], Path], None] | None = None
+    """Draws the chart; None: a bar for each row of each table."""
 
     def add_to(self, commands: Any) -> None:
         """Add this study's parser to those of the subcommands."""
@@ -77,18 +79,28 @@ class Study:
             if options.json:
                 options.json.write_text(_encoded(results))
             if options.png:
-                from benchmarks.chart import draw
+                self._draw(results, options.png)
 
-                draw([result for result in results if isinstance(result, Table)], options.png)
+    def _draw(self, results: list[Result], path: Path) -> None:
+        if self.draw is not None:
+            self.draw(results, path)
+            return
+        from benchmarks.chart import draw
+
+        draw([result for result in results if isinstance(result, Table)], path)
 
 
 def show(out: Console, result: Result) -> None:
     """Print a line or a table."""
     if isinstance(result, str):
-        out.print(result)
+        out.print(result, markup=False)
     elif isinstance(result, Table):
         out.print(result.title)
-        printed = rich.table.Table(*result.columns, box=None)
+        # What identifies a row stays in a line; other columns wrap.
+        columns = [
+            rich.table.Column(name, no_wrap=not at) for at, name in enumerate(result.columns)
+        ]
+        printed = rich.table.Table(*columns, box=None)
         for cells in result.cells():
             printed.add_row(*cells)
         out.print(printed)

@@ -1,4 +1,4 @@
-"""The settings of the section `agent`."""
+"""Settings of the section `agent`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-#: No setting is larger: an infinite wait looks like a job that hangs, and no bound stops a NaN.
+#: Largest value of a setting. An infinite wait would look like a job that hangs; the bound also
+#: refuses NaN.
 MOST = 10**9
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
-#: Seconds without an answer: none is given at once.
+#: Seconds to wait for an answer, which always takes some time.
 Patience = Annotated[float, msgspec.Meta(ge=0.1, le=MOST)]
 
 
@@ -20,74 +21,75 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Fields of the section `agent` that every run sends to the agents; see `agent.settings`."""
 
     grace_s: Seconds = 600.0
-    """Seconds that an agent without trainers keeps its slots for a restart, then leaves."""
+    """Seconds that an agent without trainers keeps its slots for a restart before it exits."""
 
     persist_threads: Count = 2
-    """Slots written at the same time per node."""
+    """Slots that a node writes at the same time."""
 
     write_threads: Count = 4
     """Chunks (4 MiB each) of one slot that are digested and written at the same time."""
 
     write_mib_per_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] | None = None
-    """What all ranks of the node together write to storage, at most, MiB/s; `None`: as fast as it
-    goes. Not for an agent that was told to end (SIGTERM)."""
+    """Rate limit for the writes of all ranks of a node to storage, MiB/s. `None`: no limit. An
+    agent that has received SIGTERM ignores the limit."""
 
     writer_nice: CountOrZero = 5
-    """How much lower the priority (CPU, and I/O where the device's scheduler has priorities) of the
-    threads that write is than that of training; at most 19. Where the kernel shares CPUs between
-    sessions first (`kernel.sched_autogroup_enabled`), it counts inside the agent only."""
+    """Niceness of the writing threads relative to training, 0 to 19: lower CPU priority, and lower
+    I/O priority where the device's scheduler supports that. If the kernel first divides CPUs
+    between sessions (`kernel.sched_autogroup_enabled`), it has effect only within the agent."""
 
     session_nice: CountOrZero = 0
-    """How much lower the priority of the whole agent is there; at most 19. While it writes and all
-    CPUs are busy its answers are then late: with 5 after 14 ms instead of 7, in every iteration."""
+    """Niceness of the whole agent where the kernel first divides CPUs between sessions, 0 to 19. A
+    positive value delays the agent's answers while it writes and all CPUs are busy: with 5 they
+    take 14 ms instead of 7 ms, in every iteration."""
 
     cpus: str | int = "all"
-    """CPUs that the agent runs on: `all` of its cpuset; those of the rank that starts it
-    (`inherit`); or a list as in taskset, `0-3,8`. `all` is `inherit` where Slurm gave the job fewer
-    CPUs than its cpuset has."""
+    """CPUs that the agent runs on: `all` of its cpuset; `inherit` those of the rank that starts it;
+    or a list as for taskset, e.g. `0-3,8`. `all` means `inherit` if Slurm gave the job fewer CPUs
+    than its cpuset has."""
 
     direct_io: Literal["auto", "always", "never"] = "auto"
-    """Writing past the page cache (O_DIRECT): wherever the file system can (`always`), nowhere
-    (`never`), or where it can and the first chunks show that it is not slower (`auto`)."""
+    """Writes that bypass the page cache (O_DIRECT). `always`: wherever the file system supports
+    them. `never`: nowhere. `auto`: where they are supported and the first chunks are not slower."""
 
     commit_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1800.0
-    """Seconds from the first staged shard until a save that is not committed counts as failed,
-    because other nodes' shards are missing or the storage hangs."""
+    """Seconds from the first staged shard until a save counts as failed if it is not committed:
+    shards of other nodes are missing, or the storage hangs."""
 
     slow_save_s: Seconds = 300.0
-    """Seconds after which the log says that a save is not durable yet, and why (rank 0, and the
-    first rank of each node whose shard is still being written)."""
+    """Seconds after which the log reports that a save is not durable yet, and why. Rank 0 logs it,
+    and the first rank of each node whose shard is still being written."""
 
     sigterm_timeout_s: Seconds = 120.0
-    """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
-    their last save. A second SIGTERM ends it at once."""
+    """Seconds that an agent has after SIGTERM to write staged checkpoints, and trainers to make
+    their last save. A second SIGTERM ends the agent at once."""
 
     persist_on_leave: bool = True
-    """Write the newest checkpoint if it is only in memory when the agent leaves: nobody came back
-    within the grace time, or the job ended right after a save that was for memory only, or failed
-    (a failed save is tried once more then: the storage may be back)."""
+    """Write the newest checkpoint before the agent exits, if that is only in memory. This is the
+    case if no trainer came back within `grace_s`, or if the job ended right after a save that was
+    memory-only or failed; a failed save is then tried once more."""
 
 
 class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The background process of a node."""
+    """Background process of a node."""
 
     start_timeout_s: Patience = 30.0
-    """Seconds that a rank waits for the agent to answer for the first time."""
+    """Seconds that a rank waits for the first answer of its agent."""
 
     answer_timeout_s: Patience = 10.0
-    """Seconds without an answer after which an agent counts as hung: it is killed and replaced."""
+    """Seconds without an answer after which an agent counts as hung, and is killed and replaced."""
 
     environment: tuple[str, ...] = ()
-    """Variables that the agent gets beyond those for paths, languages, Python, Slurm and
-    `FLASHCKPT_*`; `*` stands for any characters: `[LD_PRELOAD, MY_*]`."""
+    """Environment variables that the agent receives in addition to those for paths, languages,
+    Python, Slurm and `FLASHCKPT_*`. `*` matches any characters: `[LD_PRELOAD, MY_*]`."""
 
     address: str | None = None
-    """Address of this node that the agents of other nodes reach; used with `redundancy` only.
-    `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
+    """Address under which other nodes' agents reach this node; used with `redundancy` only.
+    `None`: the address of the interface that leads to the job's rendezvous (`MASTER_ADDR`)."""
 
     peer_timeout_s: Patience = 20.0
     """Seconds without an answer after which another node's agent counts as gone."""
 
     peer_threads: Count = 2
-    """Streams to each of the nodes that hold something, and threads that encrypt and decrypt:
-    about 0.5 GB/s each."""
+    """Streams to each node that holds redundancy for this one, and threads that encrypt and
+    decrypt: about 0.5 GB/s each."""

@@ -4,8 +4,8 @@ Swap the import in `megatron/training/initialize.py` (core 0.19 and later: `argu
 
     from megatron_flashckpt.arguments import load_args_from_checkpoint
 
-Megatron decides what is taken from a checkpoint's arguments; only where they are read is ours. It
-imports this module while it is being imported itself, so nothing here may need it before a call.
+Megatron selects the arguments to take; this module only reads them from our checkpoint. Megatron
+imports this module during its own import, so the module must not import Megatron at its top level.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ logger = logging.getLogger(__name__)
 
 
 def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
-    """Set arguments from the checkpoint that a load will find; as Megatron's own function does.
+    """Set arguments from the checkpoint that a load will use, as Megatron's own function does.
 
-    Called by every rank, before torch.distributed is initialised. One rank of each node reads (see
+    Every rank calls it before torch.distributed is initialised. One rank of each node reads (see
     `load.node_leader`).
 
     Raises:
-        FlashCkptError: the checkpoint is damaged and `damaged` is `stop`, or no other is there.
+        FlashCkptError: the checkpoint is damaged, and `damaged` is `stop` or no older one is left.
     """
     from megatron_flashckpt.load import argument_source
     from megatron_flashckpt.megatron_lm import stock
 
     module: Any = stock.checkpointing()
-    own = stock.original("checkpointing", "load_args_from_checkpoint")
-    bound = stock.bind(own, (args, *more), named)
+    original = stock.original("checkpointing", "load_args_from_checkpoint")
+    bound = stock.bind(original, (args, *more), named)
     load_arg = bound.get("load_arg", "load")
     root = getattr(args, load_arg, None)
     source = None if root is None else _source(root, getattr(args, "ckpt_step", None))
     argument_source.note(load_arg, None)
     if source is None:
-        return own(args, *more, **named)
+        return original(args, *more, **named)
     state, before = source.state(), _shown(args)
-    # Since core 0.9 the type of the checkpoint comes last; nobody asks for it here.
-    found = (
+    # Since core 0.9 the type of the checkpoint comes last; this caller ignores it.
+    loaded = (
         (state, root, False, None) if hasattr(module, "CheckpointType") else (state, root, False)
     )
     read = module._load_base_checkpoint
-    module._load_base_checkpoint = lambda *_, **__: found
+    module._load_base_checkpoint = lambda *_, **__: loaded
     try:
-        result = own(args, *more, **named)
+        result = original(args, *more, **named)
     finally:
         module._load_base_checkpoint = read
     digest = xxhash.xxh3_64_hexdigest(repr(sorted(_shown(args) - before)).encode())
-    taken = argument_source.ArgumentSource(state["iteration"], source.save_id, digest)
-    argument_source.note(load_arg, taken)
+    source_note = argument_source.ArgumentSource(state["iteration"], source.save_id, digest)
+    argument_source.note(load_arg, source_note)
     return result
 
 
 def _shown(args: Any) -> set[tuple[str, str]]:
-    """Return all arguments and their values but the iteration, which a load sets again."""
+    """Return all arguments and their values, without the iteration, which a load sets again."""
     return {(name, repr(value)) for name, value in vars(args).items() if name != "iteration"}
 
 
 def common_state(root: str, step: int | None) -> dict[str, Any] | None:
-    """Return what is alike on all ranks of the checkpoint to go on from; None: it is none of ours.
+    """Return the common state of the checkpoint to resume from; None if it is not one of ours.
 
     Raises:
-        FlashCkptError: as `load_args_from_checkpoint`.
+        FlashCkptError: as for `load_args_from_checkpoint`.
     """
     source = _source(root, step)
     return None if source is None else source.state()
@@ -96,11 +96,11 @@ def _source(root: str, step: int | None) -> _Source | None:
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """The common state of one checkpoint."""
+    """Common state of one checkpoint."""
 
     save_id: str
     name: str
-    """Of its file."""
+    """Name of the file, for messages."""
     encoded: bytes
 
     def state(self) -> dict[str, Any]:
@@ -110,10 +110,10 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 class _Result(msgspec.Struct, frozen=True):
-    """What the other ranks of the node are told."""
+    """Message of the reading rank to the other ranks of the node."""
 
     source: _Source | None
-    """None: there is no checkpoint of ours, or it was refused."""
+    """None if there is no checkpoint of ours, or it was refused."""
     refusal: Said | None
 
 
@@ -148,12 +148,12 @@ def _read(root: str, step: int | None) -> _Source | None:
             save_id = stored.manifest.save_id
             name = f"{stored.place}/{common_name(save_id)}"
             source = _Source(save_id, name, stored.common())
-            source.state()  # raises if it is damaged, while an older one can be taken instead
+            source.state()  # raises here, where an older checkpoint can replace a damaged one
             return source
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
-            logger.error("arguments were not taken from iteration %d: %s", iteration, error)
+            logger.error("iteration %d: its arguments cannot be read: %s", iteration, error)
             refused = refused or error
     if refused is not None:
         raise refused
@@ -161,7 +161,7 @@ def _read(root: str, step: int | None) -> _Source | None:
 
 
 def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
-    """Yield the iterations to try: the one that is named, then older ones if they may be used."""
+    """Yield the iterations to try: the named one, then older ones with `damaged: fall_back`."""
     from megatron_flashckpt.catalog import listing
     from megatron_flashckpt.load.candidates import named_in
     from megatron_flashckpt.save.session import session

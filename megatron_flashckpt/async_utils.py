@@ -4,7 +4,7 @@ Swap the import in `megatron/training/training.py`:
 
     from megatron_flashckpt.async_utils import maybe_finalize_async_save
 
-Everything else is passed through to Megatron's own module.
+All other names are those of Megatron's own module.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_flashckpt.save.session import session
 
 
 def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
-    """Report committed and failed saves; all ranks call it once per iteration and at the end.
+    """Report committed and failed saves. All ranks call it once per iteration and at the end.
 
-    `blocking=True` waits for all saves. `terminate=True` also gives the agent's memory back: the
-    job ends here. Stock's own asynchronous saves are finalized as well.
+    `blocking=True` waits for all saves. `terminate=True` ends the job and also frees the agent's
+    memory. The function also finalizes Megatron's own asynchronous saves.
 
     Raises:
         SaveFailedError: a save failed and `on_failure` is `raise`.

@@ -5,8 +5,8 @@ Swap the imports in `megatron/training/training.py`:
     from megatron_flashckpt.checkpointing import load_checkpoint
     from megatron_flashckpt.checkpointing import save_checkpoint
 
-Every other name is passed through to Megatron's own module, so `from
-megatron_flashckpt.checkpointing import checkpoint_exists` and the like work too.
+All other names are those of Megatron's own module, so imports such as `from
+megatron_flashckpt.checkpointing import checkpoint_exists` also work.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from megatron_flashckpt.waits import wait_of
 
 
 def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-    """Stage a checkpoint of this rank; takes what Megatron's own `save_checkpoint` takes.
+    """Stage a checkpoint of this rank; takes the arguments of Megatron's own `save_checkpoint`.
 
-    All ranks call it, and nothing is communicated. It returns when training may continue, or later,
-    as the setting `wait` or `megatron_flashckpt.waiting` says. The agent makes the checkpoint
-    durable; `maybe_finalize_async_save` reports that. A non-persistent one stays in host memory,
-    whatever `--non-persistent-ckpt-type` says.
+    All ranks call it, without a collective. It returns when training may continue, or later if the
+    setting `wait` or `megatron_flashckpt.waiting` demands that. The agent makes the checkpoint
+    durable, and `maybe_finalize_async_save` reports it. A non-persistent checkpoint stays in host
+    memory, for any `--non-persistent-ckpt-type`.
 
-    Start to read a save here: it is what Megatron does around a save, and `Checkpointer.save`.
+    This function is the start of a save: Megatron's own actions around a save, and
+    `Checkpointer.save`.
 
     Raises:
-        SaveFailedError: it waited for a durable save, which failed, and `on_failure` is `raise`.
-        UnsupportedError: the job uses something that this release does not save.
-        TypeError: an argument that this Megatron's own function does not have.
+        SaveFailedError: the call waited for a durable save that failed, and `on_failure` is
+            `raise`.
+        UnsupportedError: the job uses a feature that this release does not save.
+        TypeError: Megatron's own function has no such argument.
     """
     call = SaveCall.of(args, kwargs)
     margs = checkpointing().get_args()
@@ -77,14 +79,14 @@ def _is_saved_by_megatron(call: SaveCall, margs: Any) -> bool:
     if _left_to_megatron(margs):
         return True
     if not has_async_utils():
-        # If no `train_step` of Megatron asks for outcomes either, saves and the exit do.
+        # Without `maybe_finalize_async_save`, each save reports the results of earlier ones.
         session.finalize(blocking=False)
-    # A release checkpoint is made once, by hand: Megatron's own format serves it best.
+    # A release checkpoint is made once, by hand, and is best kept in Megatron's own format.
     return call.release
 
 
 def _request(call: SaveCall, margs: Any) -> SaveRequest:
-    """Return what is to be saved, and how long training waits for it."""
+    """Return the request: the state to save, and the wait of training."""
     wait = wait_of(session.config.wait)
     until_durable = wait == "durable" and not call.non_persistent
     return SaveRequest(
@@ -99,20 +101,20 @@ def _request(call: SaveCall, margs: Any) -> SaveRequest:
         memory_only=call.non_persistent,
         blocking=wait == "staged" or changes_beside_steps(margs) is not None,
         must_wait=until_durable,
-        # The shard must not wait for the loop, which waits for the shard.
+        # With `durable` the loop waits for the shard, so the shard must not wait for the loop.
         in_loop=session.loop_timer.is_running and not until_durable,
     )
 
 
 def _save_dataloader(call: SaveCall, margs: Any) -> None:
-    """Have Megatron save the state of its data loader, if this release does that."""
+    """Call Megatron's function that saves the data loader's state, if this release has it."""
     save = feature("maybe_save_dataloader_state")
     if save is not None:
         save(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
 
 
 def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
-    """Say on rank 0 what a staged save has cost training, once that is known."""
+    """Log on rank 0 the time that a staged save has blocked training, once it is known."""
 
     def announce(seconds: float, where: str) -> None:
         kept = " for host memory only" if call.non_persistent else ""
@@ -135,28 +137,28 @@ def _left_to_megatron(margs: Any) -> bool:
 
 
 def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
-    """Fill model, optimizer and side state; takes what Megatron's own `load_checkpoint` takes.
+    """Fill model, optimizer and side state; takes the arguments of Megatron's `load_checkpoint`.
 
-    All ranks call it together. The newest checkpoint that all ranks still have in host memory is
-    used, else the one in storage that Megatron's tracker (or `--ckpt-step`) names, else (if that is
-    damaged and `damaged` is `fall_back`) the newest older one that is not. A directory in one of
-    Megatron's own formats goes to Megatron's own loader.
+    All ranks call it together. It loads the newest checkpoint that all ranks still have in host
+    memory; else the one in storage that Megatron's tracker (or `--ckpt-step`) names. If that is
+    damaged and `damaged` is `fall_back`, it loads the newest older one that is intact. Megatron's
+    own loader reads directories in Megatron's own formats.
 
     Returns:
         `(iteration, floating point operations so far)`; `(0, 0)` if there is nothing to load.
 
     Raises:
-        FlashCkptError: on every rank alike; on disk nothing was changed.
+        FlashCkptError: on every rank, with the same class; no file was changed.
     """
     call = LoadCall.of(args, kwargs)
     margs = checkpointing().get_args()
-    # A job that goes back may have saved a moment ago: only the optimizer's step waits by itself.
+    # A job may load right after a save; only the optimizer's step waits for copies by itself.
     session.wait_copied()
     if _left_to_megatron(margs):
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left
     if margs.save:
-        # What cannot be saved is not loaded for training either.
+        # Refuse before the load a job that could not be saved later.
         session.startup(margs.save).check(call.model, call.optimizer)
     loaded = resume.load(call, margs)
     if loaded is None:

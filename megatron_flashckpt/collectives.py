@@ -1,8 +1,8 @@
-"""Small objects and errors between the ranks of a group. Collective: for the start and for loads.
+"""Collectives for small objects and errors, used at the start of a job and in loads.
 
-Of saves only those under `busy: skip` use one, `reduce_int`. Objects travel as pickles, as those of
-`torch.distributed` do: the ranks of a job are one program. What small ones take is one collective,
-where `all_gather_object` takes two.
+Saves use only `reduce_int`, and only with `busy: skip`. Objects are sent as pickles, as in
+`torch.distributed`, because all ranks of a job run one program. A small object needs one
+collective; `all_gather_object` needs two.
 """
 
 from __future__ import annotations
@@ -34,76 +34,77 @@ def world_size() -> int:
 
 
 def this_rank() -> int:
-    """Return the number of this rank."""
+    """Return this rank's number."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-#: An object that fits into the head takes one collective; a larger one follows in parts.
+#: Bytes of a head, the first collective. An object that fits needs no other; a larger one follows
+#: in parts.
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8
-#: Heads of all ranks in a gather are no longer than this together, and their lengths.
+#: Bytes of the heads of all ranks in one gather, at most, without their lengths.
 _HEADS_NBYTES = 2**20
-#: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather; a
-#: restarted job may have little room: 1024 ranks with 10 MiB each would take 20 GiB at once.
+#: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather: 1024
+#: ranks with 10 MiB each would need 20 GiB at once, which a restarted job may not have.
 PART_NBYTES = 16 * 2**20
-#: Characters of an error that the other ranks are told.
+#: Characters of an error message that are sent to other ranks, at most.
 MESSAGE_LENGTH = 2000
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Return the `value` of every rank of `group`, in rank order. Collective.
 
-    Values that are encoded alike are one object here: nobody may change them.
+    Values with equal pickles are one shared object, so callers must not change them.
     """
     if not dist.is_initialized():
         return [value]
-    mine = pickle.dumps(value)
+    own = pickle.dumps(value)
     head_nbytes = min(_HEAD_NBYTES, _LENGTH_NBYTES + _HEADS_NBYTES // dist.get_world_size(group))
-    heads = _all_gathered(_head(mine, head_nbytes), group)
+    heads = _all_gathered(_head(own, head_nbytes), group)
     lengths = [_length(head) for head in heads]
     if max(lengths) <= head_nbytes - _LENGTH_NBYTES:
         bodies = [head[_LENGTH_NBYTES:] for head in heads]
     elif max(lengths) * len(lengths) <= 2 * sum(lengths):
-        bodies = _gathered_by_parts(mine, lengths, group)
+        bodies = _gathered_by_parts(own, lengths, group)
     else:
-        # A few ranks have long values: all others would send as many bytes of padding.
-        whole = memoryview(exchange_blobs(lengths, {dist.get_rank(group): mine}, group))
+        # If few ranks have long values, a gather would send padding of that length for all others.
+        blobs = memoryview(exchange_blobs(lengths, {dist.get_rank(group): own}, group))
         ends = itertools.accumulate(lengths)
-        bodies = [whole[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        bodies = [blobs[end - n : end] for n, end in zip(lengths, ends, strict=True)]
     decoded: dict[bytes, Any] = {}
-    found = []
+    values = []
     for body, n in zip(bodies, lengths, strict=True):
         encoded = bytes(body[:n])
         if encoded not in decoded:
             decoded[encoded] = pickle.loads(encoded)
-        found.append(decoded[encoded])
-    return found
+        values.append(decoded[encoded])
+    return values
 
 
 def gather_named(named: Iterable[int]) -> tuple[list[int], bool]:
-    """Return the ranks that name this one, in order, and whether any rank names any. Collective.
+    """Return the ranks that name this rank, in order, and whether any rank names any. Collective.
 
-    One bit per pair of ranks travels.
+    The ranks exchange one bit per pair of ranks.
 
     Args:
-        named: the ranks that this one names.
+        named: ranks that this rank names.
     """
     if not dist.is_initialized():
         return [], False
     rank, world = dist.get_rank(), dist.get_world_size()
     bits = np.zeros(-(-world // 8) * 8, np.uint8)
     bits[list(named)] = 1
-    mine = np.packbits(bits)
+    own_bits = np.packbits(bits)
     step = max(PART_NBYTES // world, 1)
-    where, bit = divmod(rank, 8)
+    byte, bit = divmod(rank, 8)
     askers: list[int] = []
     is_any = False
-    for start in range(0, len(mine), step):
-        part = mine[start : start + step]
+    for start in range(0, len(own_bits), step):
+        part = own_bits[start : start + step]
         of_all = np.frombuffer(b"".join(_all_gathered(part.tobytes(), None)), np.uint8)
         is_any = is_any or bool(of_all.any())
-        if start <= where < start + len(part):
-            column = of_all.reshape(world, -1)[:, where - start]
+        if start <= byte < start + len(part):
+            column = of_all.reshape(world, -1)[:, byte - start]
             askers = np.flatnonzero(column & (0x80 >> bit)).tolist()
     return askers, is_any
 
@@ -113,63 +114,62 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     if not dist.is_initialized():
         return value
     is_source = dist.get_rank() == source
-    mine = pickle.dumps(value) if is_source else b""
-    head = _broadcast(_head(mine, _HEAD_NBYTES), source)
+    own = pickle.dumps(value) if is_source else b""
+    head = _broadcast(_head(own, _HEAD_NBYTES), source)
     length = _length(head)
     if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
         body = head[_LENGTH_NBYTES:]
     else:
-        body = _broadcast_by_parts(mine if is_source else bytes(length), source)
+        body = _broadcast_by_parts(own if is_source else bytes(length), source)
     return value if is_source else pickle.loads(body[:length])
 
 
-def exchange_blobs(lengths: Sequence[int], mine: Mapping[int, bytes], group: Group = None) -> bytes:
-    """Return all blobs, one after the other, given those that this rank contributes. Collective.
+def exchange_blobs(lengths: Sequence[int], own: Mapping[int, bytes], group: Group = None) -> bytes:
+    """Return the concatenation of all blobs, each contributed by one rank. Collective.
 
-    The number of collectives follows from the bytes, at most `PART_NBYTES` in each, and not from
-    the number of blobs or ranks.
+    Each collective moves at most `PART_NBYTES`, for any number of blobs and ranks.
 
     Args:
-        lengths: the length of every blob; equal on all ranks.
-        mine: by number, the blobs that this rank contributes. Exactly one rank has each.
+        lengths: length of every blob; equal on all ranks.
+        own: blobs of this rank, by number. Exactly one rank contributes each blob.
     """
     starts = [0, *itertools.accumulate(lengths)]
     body = bytearray(starts[-1])
-    for number, blob in mine.items():
+    for number, blob in own.items():
         body[starts[number] : starts[number + 1]] = blob
     if not dist.is_initialized():
         return bytes(body)
     received = bytearray()
     for start in range(0, len(body), PART_NBYTES):
-        # All other ranks contribute zeros, so the sum of all ranks is the blob.
+        # Exactly one rank contributes a blob, the others zeros, so the sum is the blob.
         part = _on_device(bytes(body[start : start + PART_NBYTES]), group)
         dist.all_reduce(part, dist.ReduceOp.SUM, group)
         received += part.cpu().numpy().data
     return bytes(received)
 
 
-def _gathered_by_parts(mine: bytes, lengths: list[int], group: Group) -> list[memoryview]:
-    """Return the bytes of every rank; `lengths` are their numbers of bytes. Collective."""
+def _gathered_by_parts(own: bytes, lengths: list[int], group: Group) -> list[memoryview]:
+    """Return the bytes of every rank, whose numbers are `lengths`. Collective."""
     longest = max(lengths)
     step = max(PART_NBYTES // len(lengths), 1)
     bodies = [bytearray() for _ in lengths]
     for start in range(0, longest, step):
-        part = mine[start : start + step].ljust(min(step, longest - start), b"\0")
+        part = own[start : start + step].ljust(min(step, longest - start), b"\0")
         for body, length, received in zip(bodies, lengths, _all_gathered(part, group), strict=True):
             body += received[: max(length - start, 0)]
     return [memoryview(body) for body in bodies]
 
 
-def _broadcast_by_parts(mine: bytes, source: int) -> memoryview:
-    """Return the bytes of rank `source`; `mine` has the same length on every rank. Collective."""
+def _broadcast_by_parts(own: bytes, source: int) -> memoryview:
+    """Return the bytes of rank `source`; `own` has the same length on every rank. Collective."""
     body = bytearray()
-    for start in range(0, len(mine), PART_NBYTES):
-        body += _broadcast(mine[start : start + PART_NBYTES], source)
+    for start in range(0, len(own), PART_NBYTES):
+        body += _broadcast(own[start : start + PART_NBYTES], source)
     return memoryview(body)
 
 
 def _head(encoded: bytes, nbytes: int) -> bytes:
-    """Return the length, and what follows of `encoded` if `nbytes` bytes have room for all."""
+    """Return the length of `encoded`, and `encoded` itself if both fit into `nbytes` bytes."""
     room = nbytes - _LENGTH_NBYTES
     begin = encoded if len(encoded) <= room else b""
     return len(encoded).to_bytes(_LENGTH_NBYTES, "little") + begin.ljust(room, b"\0")
@@ -179,28 +179,28 @@ def _length(head: memoryview) -> int:
     return int.from_bytes(head[:_LENGTH_NBYTES], "little")
 
 
-def _all_gathered(mine: bytes, group: Group) -> list[memoryview]:
-    """Return the bytes of every rank, as many as there are here."""
-    sent = _on_device(mine, group)
+def _all_gathered(own: bytes, group: Group) -> list[memoryview]:
+    """Return the bytes of every rank; every rank passes the same number."""
+    sent = _on_device(own, group)
     ranks = dist.get_world_size(group)
-    # One tensor and one copy to the host: thousands would take half a second.
-    found = torch.empty(ranks * len(mine), dtype=torch.uint8, device=sent.device)
-    _gather_single(found, sent, group)
-    whole: memoryview = found.cpu().numpy().data
-    return [whole[n * len(mine) : (n + 1) * len(mine)] for n in range(ranks)]
+    # One tensor and one copy to the host; thousands of copies would take half a second.
+    received = torch.empty(ranks * len(own), dtype=torch.uint8, device=sent.device)
+    _gather_single(received, sent, group)
+    gathered_bytes: memoryview = received.cpu().numpy().data
+    return [gathered_bytes[n * len(own) : (n + 1) * len(own)] for n in range(ranks)]
 
 
 def _gather_single(received: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    # Since torch 2.13 by another name; the old one warns at every call.
+    # torch 2.13 renamed the function; the old name warns at every call.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(received, sent, group=group)
 
 
-def _broadcast(mine: bytes, source: int) -> memoryview:
-    sent = _on_device(mine, None)
+def _broadcast(own: bytes, source: int) -> memoryview:
+    sent = _on_device(own, None)
     dist.broadcast(sent, src=source)
-    found: memoryview = sent.cpu().numpy().data
-    return found
+    received: memoryview = sent.cpu().numpy().data
+    return received
 
 
 def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
@@ -208,12 +208,12 @@ def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
 
 
 def device_of(group: Group) -> str:
-    """Return where tensors must lie for `group` to send and receive them: `cuda` or `cpu`."""
+    """Return the device on which `group` sends and receives tensors: `cuda` or `cpu`."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> int:
-    """Return the sum or the largest of the values of `group`, below 2**63. Collective."""
+    """Return the sum or the maximum of one value per rank of `group`, below 2**63. Collective."""
     if not dist.is_initialized():
         return value
     reduced = torch.tensor([value], dtype=torch.int64, device=device_of(group))
@@ -223,7 +223,7 @@ def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> i
 
 
 def reduce_largest(values: Sequence[int], group: Group = None) -> list[int]:
-    """Return the largest of each of the values of `group`, from -2**63 to 2**63. Collective."""
+    """Return the elementwise maximum over the ranks of `group`, within 64 bits. Collective."""
     if not dist.is_initialized():
         return list(values)
     reduced = torch.tensor(list(map(int, values)), dtype=torch.int64, device=device_of(group))
@@ -233,10 +233,10 @@ def reduce_largest(values: Sequence[int], group: Group = None) -> list[int]:
 
 
 def reduce_flags(flags: Sequence[bool], group: Group = None) -> list[bool]:
-    """Return which of the flags are set on any rank of `group`. Collective.
+    """Return for each flag whether it is set on any rank of `group`. Collective.
 
     Args:
-        flags: as many on every rank.
+        flags: equally many on every rank.
     """
     if not dist.is_initialized() or not flags:
         return list(flags)
@@ -246,123 +246,125 @@ def reduce_flags(flags: Sequence[bool], group: Group = None) -> list[bool]:
 
 
 def together(work: Callable[[], _T], group: Group = None) -> _T:
-    """Return `work()`, or raise on all ranks of `group` if it raised on any. Collective.
+    """Run `work()` on all ranks of `group`; raise on all ranks if it raised on any. Collective.
 
     Raises:
-        FlashCkptError: of one class on all ranks, so that all decide alike what to do about it. If
-            several ranks failed that is the error of the lowest, unless another is no damage: what
-            is wrong with the job comes first. A rank with an error of that class raises its own.
-            An error that is not a FlashCkptError becomes one, also on the rank that raised it: a
-            caller that catches FlashCkptError must catch it on all ranks or on none.
+        FlashCkptError: of one class on all ranks, so that all ranks handle it in the same way. The
+            error is that of the lowest failed rank; errors other than damage come first, because
+            they are faults of the job. A rank whose error has that class raises its own error. Any
+            other exception becomes a FlashCkptError, also on the rank that raised it, so that a
+            caller catches it on all ranks or on none.
     """
     tried = attempt(work)
-    # One number, as all is well nearly always.
+    # One number, because nearly always no rank has failed.
     if reduce_int(tried.error is not None, "max", group):
         raise_agreed(gather_objects(tried.said, group), tried.error)
     return tried.value  # type: ignore[return-value]
 
 
 def gathered(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tuple[_T, list[_S]]:
-    """Return what `work()` made for this rank, and what it made for all of every rank, in order.
+    """Run `work()`, which returns (local, shared), on all ranks and gather the results. Collective.
 
-    Collective. Raises as `together` does; whether all is well travels with what was made.
+    Returns this rank's `local` and every rank's `shared`, in rank order. Raises as `together` does,
+    without a further collective.
     """
     tried = attempt(work)
-    mine, ours = (None, None) if tried.value is None else tried.value
-    everyone = gather_objects((ours, tried.said), group)
-    raise_agreed([said for _, said in everyone], tried.error)
-    return mine, [theirs for theirs, _ in everyone]  # type: ignore[return-value]
+    local, shared = (None, None) if tried.value is None else tried.value
+    everyone = gather_objects((shared, tried.said), group)
+    raise_agreed([report for _, report in everyone], tried.error)
+    return local, [values for values, _ in everyone]  # type: ignore[return-value]
 
 
 def from_first(work: Callable[[], _T]) -> _T:
-    """Return what `work()` returned on rank 0, or raise on all ranks what it raised. Collective."""
+    """Run `work()` on rank 0; return its result, or raise its error, on all ranks. Collective."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tried: Attempt[_T] = attempt(work) if is_first else Attempt(None, None)
-    value, said = broadcast_object((tried.value, tried.said))
-    raise_agreed([said], tried.error)
+    value, report = broadcast_object((tried.value, tried.said))
+    raise_agreed([report], tried.error)
     return value  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt(Generic[_T]):
-    """What became of something that may fail, while the other ranks wait for this one."""
+    """Result or error of a function, kept until all ranks have agreed on what to raise."""
 
     value: _T | None
     error: Exception | None
 
     @property
     def said(self) -> Said | None:
-        """What the other ranks are told of the error."""
+        """Report of the error for the other ranks."""
         return None if self.error is None else _said(self.error)
 
 
 def attempt(work: Callable[[], _T]) -> Attempt[_T]:
-    """Return what becomes of `work()`, whatever it raises."""
+    """Run `work()`; return its result or any exception."""
     try:
         return Attempt(work(), None)
     except Exception as failure:
         return Attempt(None, failure)
 
 
-def raise_agreed(everyone: list[Said | None], mine: Exception | None) -> None:
-    """Raise the error that all ranks agree on, see `together`; nothing if there is none.
+def raise_agreed(reports: list[Said | None], error: Exception | None) -> None:
+    """Raise the error that all ranks agree on (see `together`), if any rank has failed.
 
     Args:
-        everyone: what the ranks said of their errors, alike on all.
+        reports: error reports of all ranks; equal on all ranks.
+        error: this rank's own error.
     """
-    failures = [said for said in everyone if said is not None]
+    failures = [report for report in reports if report is not None]
     if not failures:
         return
-    agreed = min(failures, key=lambda said: said.damage)
-    if mine is None:
+    agreed = min(failures, key=lambda report: report.damage)
+    if error is None:
         raise agreed.error()
-    if isinstance(mine, FlashCkptError) and _said(mine)[:2] == agreed[:2]:
-        raise mine
-    raise agreed.error() from mine
+    if isinstance(error, FlashCkptError) and _said(error)[:2] == agreed[:2]:
+        raise error
+    raise agreed.error() from error
 
 
 class Said(NamedTuple):
-    """What a rank tells the others of its error."""
+    """Report of a rank's error for the other ranks."""
 
     damage: bool
     kind: str
-    """Name of the class, if it is one of ours."""
+    """Name of the error's class, or `FlashCkptError` for a foreign class."""
     number: int | None
     message: str
 
     def error(self) -> FlashCkptError:
-        made: FlashCkptError
+        error: FlashCkptError
         if self.kind == StorageError.__name__:
-            made = StorageError(self.number, self.message)
+            error = StorageError(self.number, self.message)
         else:
-            made = getattr(errors, self.kind)(self.message)
-        made.repeats = True
-        return made
+            error = getattr(errors, self.kind)(self.message)
+        error.repeats = True
+        return error
 
 
 def cut_short(text: str) -> str:
-    """Return `text`, or what all ranks can be told of it: thousands may have as much to say."""
+    """Return `text`, shortened to `MESSAGE_LENGTH`: thousands of ranks may send a message."""
     if len(text) <= MESSAGE_LENGTH:
         return text
     return f"{text[:MESSAGE_LENGTH]} ... ({len(text) - MESSAGE_LENGTH} more characters)"
 
 
 def cut_list(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return `lines`, or as many as all ranks can be told, and how many more there are."""
+    """Return `lines`, shortened to `MESSAGE_LENGTH` in total, and the number of further lines."""
     ends = itertools.accumulate(len(line) for line in lines)
-    told = max(1, sum(end <= MESSAGE_LENGTH for end in ends))
-    if len(lines) <= told:
+    count = max(1, sum(end <= MESSAGE_LENGTH for end in ends))
+    if len(lines) <= count:
         return tuple(map(cut_short, lines))
-    return (*map(cut_short, lines[:told]), f"... and {len(lines) - told} more")
+    return (*map(cut_short, lines[:count]), f"... and {len(lines) - count} more")
 
 
 def _said(error: Exception) -> Said:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     name = type(error).__name__
-    ours = getattr(errors, name, None) is type(error)
+    is_ours = getattr(errors, name, None) is type(error)
     number = error.errno if isinstance(error, StorageError) else None
-    # Of an OSError, str() puts the number first.
+    # str() of an OSError begins with the error number.
     text = error.strerror if isinstance(error, StorageError) else str(error)
     repeats = isinstance(error, FlashCkptError) and error.repeats
     message = cut_short(str(text) if repeats else f"rank {rank}: {name}: {text}")
-    return Said(is_damage(error), name if ours else FlashCkptError.__name__, number, message)
+    return Said(is_damage(error), name if is_ours else FlashCkptError.__name__, number, message)

@@ -1,13 +1,13 @@
 """Settings: defaults, then a YAML file, then `FLASHCKPT_*` variables; unknown names are refused.
 
-`load_config` is the only place that reads the environment. A nested field is named with a double
-underscore: `FLASHCKPT_AGENT__GRACE_S=60` sets `agent.grace_s`.
+Only `load_config` reads the environment. A double underscore in a variable's name separates a
+section from its field: `FLASHCKPT_AGENT__GRACE_S=60` sets `agent.grace_s`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from msgspec import inspect
 
 from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent_config import MOST, AgentConfig, Count, CountOrZero, Seconds
+from megatron_flashckpt.config_values import suggestion, wrong_values
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from megatron_flashckpt.waits import Wait
@@ -29,184 +30,190 @@ Redundancy = Literal["none", "copy", "xor"]
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who writes state that several data-parallel replicas hold alike.
+    """Data-parallel replicas that write state of which each replica holds the same copy.
 
-    `share`: every replica an equal byte share; `first`: the first replica all of it; a number N: N
-    replicas, spread over the nodes, an equal byte share each.
+    `share`: every replica writes an equal share of the bytes. `first`: the first replica writes
+    everything. A number N: N replicas, spread over the nodes, write an equal share each.
     """
 
     weight: ShareOut = "share"
-    """Model weights that no distributed optimizer shards."""
+    """Model weights that the distributed optimizer does not shard."""
 
     optimizer: ShareOut = "share"
     """fp32 masters and moments of a plain (not distributed) optimizer."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints ranked by what `megatron_flashckpt.report_metric` was told of them."""
+    """Ranking of checkpoints by a metric that `megatron_flashckpt.report_metric` reported."""
 
     metric: str
-    """The name that it was reported by, e.g. `lm loss validation`."""
+    """Name of the metric, as it was reported, e.g. `lm loss validation`."""
 
     keep: Count = 1
-    """How many of the best."""
+    """Number of best checkpoints to keep."""
 
     mode: Literal["min", "max"] = "min"
-    """Which is better: the lower value, or the higher one."""
+    """Better values: `min` for lower ones, `max` for higher ones."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which committed checkpoints stay in storage: those that any of these rules keeps.
+    """Rules for removing old checkpoints: a committed checkpoint is kept if any rule keeps it.
 
-    Without a rule all stay (but for those that Megatron's `--save-retain-interval` lets go).
+    Without a rule every checkpoint is kept, except those that Megatron's `--save-retain-interval`
+    removes.
     """
 
     latest: Count | None = None
-    """The newest so many."""
+    """Keep this many of the newest checkpoints."""
 
     every: Count | None = None
-    """Those whose iteration is a multiple of this."""
+    """Keep checkpoints whose iteration is a multiple of this number."""
 
     best: Best | None = None
-    """The best by a metric."""
+    """Keep the best checkpoints by a metric."""
 
     max_age_hours: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
-    """Those that were committed within so many hours."""
+    """Keep checkpoints that were committed within this many hours."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces of saves, phase by phase, in files that Perfetto (ui.perfetto.dev) opens."""
+    """Traces of saves: timings of each phase, in files that Perfetto (ui.perfetto.dev) opens."""
 
     directory: str | None = None
-    """Where every node puts a file per save; a relative one lies in the save directory. `None`: no
-    traces."""
+    """Directory in which every node writes one trace file per save. A relative path lies in the
+    save directory. `None`: no traces."""
 
     keep: Count = 20
-    """Saves that every node keeps traces of: the newest."""
+    """Number of newest saves whose traces every node keeps."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. Every field has a default that is sound for a single node or a cluster."""
+    """All settings. Every default suits a single node and a cluster."""
 
     runtime_dir: str | None = None
-    """Where agents keep their sockets (mode 0700); `None`: below `XDG_RUNTIME_DIR` if that is a
-    private directory, else `/tmp/flashckpt-<uid>`; another name if another user has taken that."""
+    """Directory of the agents' sockets (mode 0700). `None`: a directory below `XDG_RUNTIME_DIR` if
+    that is private, else `/tmp/flashckpt-<uid>`, or another name if another user owns that one."""
 
     slots: Count = 2
-    """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged.
-    With 1 the last one is in storage meanwhile: a save begins when the last one is committed or has
-    failed (see `busy`), and a crash during its copies resumes from storage."""
+    """Checkpoints that a rank keeps in host memory. With 2 or more the last one stays in memory
+    while the next one is staged. With 1 a save waits until the last one is committed or has failed
+    (see `busy`). A job that crashes while a save copies then resumes from storage."""
 
     staging: Literal["deferred", "blocking"] = "deferred"
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
-    optimizer step waits for it. `blocking`: `save` returns when all is copied."""
+    optimizer step waits for the copies. `blocking`: `save` returns when everything is copied."""
 
     pinned: bool = True
     """Page-lock the slots, so that a GPU copies into them at full speed while training continues.
-    Page-locking takes 0.1 to 1 s per GiB, in the background. False: where it is so slow that
-    training stalls meanwhile."""
+    Page-locking runs in the background and takes 0.1 to 1 s per GiB. Use `false` where
+    page-locking is so slow that it stalls training."""
 
     huge_pages: bool = True
-    """Slots are made of huge pages of 2 MiB where the kernel can (Linux 6.1), whatever the system
-    prefers for shared memory: allocated four times as fast, and read and written for less. False:
-    as the system provides them, where memory is so fragmented that finding them takes long."""
+    """Allocate slots in huge pages of 2 MiB if the kernel supports that (Linux 6.1), whatever the
+    system's setting for shared memory. Allocation is four times as fast; reads and writes need less
+    CPU time. `false`: follow the system's setting; use it where memory is so fragmented that
+    finding huge pages takes long."""
 
     wait: Wait = "none"
-    """What `save_checkpoint` waits for. `none`: returns as soon as training may continue. `staged`:
-    when this rank's part is in host memory (implies `staging: blocking`). `durable`: when the
-    checkpoint is committed, or has failed (see `on_failure`); at most `drain_timeout_s`. One call
-    can ask for another wait: `with megatron_flashckpt.waiting("durable"):`."""
+    """Event that `save_checkpoint` waits for. `none`: it returns as soon as training may continue.
+    `staged`: when this rank's part is in host memory (implies `staging: blocking`). `durable`: when
+    the save is committed or has failed (see `on_failure`), at most `drain_timeout_s`. One call can
+    override the setting: `with megatron_flashckpt.waiting("durable"):`."""
 
     busy: Literal["wait", "skip"] = "wait"
-    """No free slot: `wait` for one, or `skip` this save on all ranks. `skip` costs one tiny
-    all-reduce per save, the only collective of a save. With NCCL the training thread waits in it
-    until the GPUs of all ranks have finished the work that was queued before. A job's last save is
-    made up for when the job ends, if it was skipped."""
+    """Action if no slot is free: `wait` for one, or `skip` this save on all ranks. `skip` adds one
+    small all-reduce per save, the only collective of a save. With NCCL the training thread waits in
+    it until the GPUs of all ranks have finished their queued work. If a job's last save was
+    skipped, it is made when the job ends."""
 
     on_failure: Literal["warn", "raise"] = "warn"
-    """A save that failed in the background: log an error (on rank 0 and on the rank that failed),
-    or stop training."""
+    """Action if a save fails in the background: `warn` logs an error (on rank 0 and on the rank
+    that failed); `raise` stops training."""
 
-    failures_in_a_row: CountOrZero | None = None
-    """With `on_failure: warn`: stop training all the same when so many saves have failed one after
-    the other; `None`: never."""
+    failures_in_a_row: Count | None = None
+    """With `on_failure: warn`: stop training after this many consecutive failed saves. `None`:
+    never stop."""
 
     stop_on_failed_first_save: bool = True
-    """With `on_failure: warn`: stop training all the same if a save fails for a reason that only a
-    person can end (no space, no quota, read-only, no permission, an operation that the file system
-    does not support) and none of this start of the job was committed before."""
+    """With `on_failure: warn`: stop training if a save fails before this start of the job has
+    committed one, for a reason that only a person can remove: no space, no quota, read-only, no
+    permission, or an operation that the file system does not support."""
 
     exit_nonzero_unless_durable: bool = True
-    """Exit with status 1 if the job's last save to storage is not durable when the job ends, as
-    stock Megatron does when a save fails. Another status that the script exits with, and an
-    exception, stay as they are. False: the exit status says nothing of saves."""
+    """Exit with status 1 if the last save to storage is not durable when the job ends; stock
+    Megatron does so if a save fails. A nonzero status or an exception of the script stays as it is.
+    `false`: saves do not change the exit status."""
 
     probe_wait_s: Seconds | None = 60.0
-    """Before the first step every node writes, renames and reads a small file in the save
-    directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
+    """Seconds that rank 0 waits for the storage probe. Before the first step every node writes,
+    renames and reads a small file in the save directory. Rank 0 waits until it sees the files of
+    all nodes. `None`: no probe."""
 
     other_writer: Literal["refuse", "take_over"] = "refuse"
-    """Another job that trains saves to this directory: `refuse` to start, or `take_over`: from then
-    on the other job writes nothing there, and its saves fail. A job that has crashed is no obstacle
-    (nor is this job's own former run)."""
+    """Action if another running job saves to this directory: `refuse` to start, or `take_over`,
+    after which the other job writes nothing there and its saves fail. A crashed job, and this job's
+    former run, do not count."""
 
     other_writer_wait_s: Seconds = 60.0
-    """Longest wait of a start for such a job to end; and, after a crash, for an agent on a node
-    that this run does not have to write what was staged."""
+    """Seconds that a start waits for another running job to end. After a crash also the seconds
+    that it waits for the agent of a node outside this run to write staged checkpoints."""
 
     drain_timeout_s: Seconds = 1800.0
-    """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
+    """Seconds that a job waits for a save to be committed, at exit and with `wait: durable`."""
 
     memory_interval: Count | None = None
-    """Iterations between saves to host memory only, between those to storage: sets Megatron's
-    `--non-persistent-save-interval`. They cost no I/O and are restored from after a crash."""
+    """Iterations between saves that go to host memory only, in addition to those to storage. Sets
+    Megatron's `--non-persistent-save-interval`. These saves need no storage I/O; a crashed job
+    resumes from the newest one."""
 
     restore_from_memory: bool = True
-    """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
+    """Resume from the slots of a running agent if all ranks still have the newest checkpoint in
+    memory. `false`: always resume from storage."""
 
     damaged: Literal["fall_back", "stop"] = "fall_back"
-    """The checkpoint to go on from is damaged: `fall_back` to the newest older one that is not (all
-    ranks alike, iterations are lost, the log says so loudly), or `stop`. With `--ckpt-step` and
-    with `--finetune` a load always stops: somebody wants that checkpoint and no other."""
+    """Action if the checkpoint to load is damaged: `fall_back` loads the newest older one that is
+    intact, on all ranks, and logs the loss of iterations as an error; `stop` ends the job. With
+    `--ckpt-step` or `--finetune` a load always stops, because the user named that checkpoint."""
 
     redundancy: Redundancy = "none"
-    """What other nodes hold of this node's staged checkpoints, so that a lost node does not send
-    the job back to storage. `copy`: the next node holds all of them, so slots take twice the
-    memory. `xor`: the nodes of a group hold parity, which takes 1/(`redundancy_group` - 1) more."""
+    """Copies of staged checkpoints on other nodes, so that a job resumes from memory after it has
+    lost a node. `copy`: the next node holds a full copy, so slots need twice the memory. `xor`: the
+    nodes of a group hold parity, which needs 1/(`redundancy_group` - 1) more memory."""
 
     redundancy_group: Annotated[int, msgspec.Meta(ge=2, le=MOST)] = 8
-    """Nodes of a parity group, at least; one of them may be lost at a time."""
+    """Least number of nodes in a parity group. A group can lose one node at a time."""
 
     read_threads: Count | None = None
-    """Chunks (4 MiB each) read and verified at the same time by one rank. `None`: as many as
-    the node has cores for each of its ranks, 1 to 4."""
+    """Chunks (4 MiB each) that one rank reads and verifies at the same time. `None`: the node's
+    cores divided by its ranks, between 1 and 4."""
 
     read_memory_mib: Annotated[int, msgspec.Meta(ge=64, le=MOST)] = 256
-    """Host memory that a load may use on one rank beside what it fills, MiB."""
+    """Host memory that a load may use per rank, in addition to the tensors that it fills, MiB."""
 
     share_reads: Literal["auto", "always", "never"] = "auto"
-    """Chunks that several data-parallel replicas need: one of them reads each and sends it to the
-    others (`always`), all read them (`never`), or whichever turns out to be faster (`auto`)."""
+    """Reads of chunks that several data-parallel replicas need. `always`: one replica reads a chunk
+    and sends it to the others. `never`: every replica reads it. `auto`: the faster of the two, as
+    measured during the load."""
 
     weights: Weights = "store"
-    """16-bit weights: `store` them, or `derive` them from their fp32 masters when they are loaded,
-    which takes a seventh less memory and storage. `derive` needs optimizers that shard the state of
-    every 16-bit parameter (`--use-distributed-optimizer`) and keep whole masters. FP8 and FP4
-    weights are always derived."""
+    """16-bit weights: `store` them, or `derive` them from their fp32 masters in a load, which needs
+    a seventh less memory and storage. `derive` requires optimizers that shard the state of every
+    16-bit parameter (`--use-distributed-optimizer`) and keep full fp32 masters. FP8 and FP4 weights
+    are always derived."""
 
     replicated: Replicated = Replicated()
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Saves that `flashckpt-history.jsonl` in the save directory tells of, one line each, failed
-    and removed ones included, for `flashckpt report`. 0: there is no such file."""
+    """Saves that `flashckpt-history.jsonl` in the save directory records for `flashckpt report`,
+    one line per save, including failed and removed ones. 0: the file is not written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()
 
     @property
     def held_share(self) -> float:
-        """Bytes that a node holds for other nodes per byte of its own slots."""
+        """Bytes that a node holds for other nodes, per byte of its own slots."""
         if self.redundancy == "none":
             return 0.0
         return 1.0 if self.redundancy == "copy" else 1 / (self.redundancy_group - 1)
@@ -227,12 +234,12 @@ def load_config(
     """Return the settings of this process.
 
     Args:
-        path: YAML file; default: the file that `FLASHCKPT_CONFIG` names, if any.
-        environ: the environment to read; default: this process's.
+        path: YAML file; default: the file that `FLASHCKPT_CONFIG` names, if the variable is set.
+        environ: environment variables; default: those of this process.
 
     Raises:
-        ConfigError: naming every unknown key, every number out of its bounds, or the first value
-            of a wrong type.
+        ConfigError: the file cannot be read, or settings are wrong; the message lists every unknown
+            name, or every wrong value with the allowed ones.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get(FILE_VARIABLE) or None
@@ -243,18 +250,19 @@ def load_config(
         for name, value in environ.items()
         if name.startswith(PREFIX) and name not in (FILE_VARIABLE, FAULT_VARIABLE)
     }
-    unknown = [key for key in _leaves(settings) if key not in _FIELDS]
-    if unknown:
-        raise ConfigError(_unknown_message(str(path), unknown))
-    wanted = {name: name[len(PREFIX) :].lower().replace("__", ".") for name in variables}
-    unknown = [name for name, key in wanted.items() if key not in _FIELDS]
-    if unknown:
-        raise ConfigError(_unknown_message("environment", unknown))
-    for name, key in wanted.items():
+    leaves = _leaves(settings)
+    if unknown := {key: key for key in leaves if key not in _FIELDS and key not in _SECTIONS}:
+        raise ConfigError(_unknown_message(str(path), unknown, str))
+    if not _SECTIONS.isdisjoint(leaves):  # a section whose value has no fields
+        raise ConfigError(_wrong_message(str(path), settings))
+    keys = {name: name[len(PREFIX) :].lower().replace("__", ".") for name in variables}
+    if unknown := {name: key for name, key in keys.items() if key not in _FIELDS}:
+        raise ConfigError(_unknown_message("environment", unknown, _variable))
+    for name, key in keys.items():
         _assign(settings, key, _parse_scalar(variables[name]))
         origin = f"{origin} and {name}"
-    if problems := _out_of_bounds(settings, inspect.type_info(Config)):
-        raise ConfigError(f"{origin}: {'; '.join(problems)}; see configs/ for every field")
+    if message := _wrong_message(origin, settings):
+        raise ConfigError(message)
     try:
         return msgspec.convert(settings, Config)
     except (msgspec.ValidationError, ValueError) as error:
@@ -268,7 +276,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); unset {FILE_VARIABLE} or correct the path"
         ) from error
-    except Exception as error:  # 2020-99-99 is a ValueError of PyYAML's; other tags, other errors
+    except Exception as error:  # PyYAML raises other classes, too: a ValueError for 2020-99-99
         raise ConfigError(f"{path}: is not valid YAML ({error})") from error
     if loaded is None:
         return {}
@@ -280,7 +288,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _parse_scalar(text: str) -> Any:
     try:
         return msgspec.yaml.decode(text.encode())
-    except Exception:  # as in a file; here it is just a string
+    except Exception:  # text that is not valid YAML is a string
         return text
 
 
@@ -289,6 +297,11 @@ def _assign(settings: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         settings = settings.setdefault(parent, {})
     settings[last] = value
+
+
+def _variable(key: str) -> str:
+    """Return the environment variable of the setting `key`."""
+    return PREFIX + key.upper().replace(".", "__")
 
 
 def _leaves(settings: Any, prefix: str = "") -> list[str]:
@@ -300,30 +313,6 @@ def _leaves(settings: Any, prefix: str = "") -> list[str]:
         else:
             keys.append(key)
     return keys
-
-
-def _out_of_bounds(value: Any, kind: inspect.Type, key: str = "") -> list[str]:
-    """Return a sentence for each number in `value` beyond the `msgspec.Meta` bounds of its field.
-
-    `msgspec.convert` refuses such a number too, but its message lacks the number.
-    """
-    match kind:
-        case inspect.UnionType():
-            return [line for member in kind.types for line in _out_of_bounds(value, member, key)]
-        case inspect.StructType() if isinstance(value, dict):
-            return [
-                line
-                for field in kind.fields
-                if field.name in value
-                for line in _out_of_bounds(value[field.name], field.type, f"{key}.{field.name}")
-            ]
-        case inspect.IntType() | inspect.FloatType() if type(value) in (int, float):
-            name = key.removeprefix(".")
-            if kind.ge is not None and value < kind.ge:
-                return [f"{name} must be at least {kind.ge}, got {value}"]
-            if kind.le is not None and not value <= kind.le:  # a NaN is not either
-                return [f"{name} must be at most {kind.le}, got {value}"]
-    return []
 
 
 def _field_names(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
@@ -341,8 +330,26 @@ _FIELDS = _field_names(Config)
 _SECTIONS = {name.rsplit(".", 1)[0] for name in _FIELDS if "." in name}
 
 
-def _unknown_message(where: str, names: list[str]) -> str:
-    return (
-        f"{where}: unknown setting{'s' if len(names) > 1 else ''} {', '.join(sorted(names))}; "
-        f"correct or remove {'them' if len(names) > 1 else 'it'}; known ones: {', '.join(_FIELDS)}"
+def _wrong_message(origin: str, settings: dict[str, Any]) -> str | None:
+    """Return the error for all wrong values in `settings`; None if there are none."""
+    sentences = wrong_values(settings, inspect.type_info(Config), "")
+    return f"{origin}: {'; '.join(sentences)}; see configs/ for every field" if sentences else None
+
+
+def _unknown_message(place: str, names: Mapping[str, str], shown: Callable[[str], str]) -> str:
+    """Return the error for unknown names, with a similar known name, or else all known ones.
+
+    Args:
+        names: the unknown names as the user wrote them, each with its dotted form.
+        shown: returns a known setting's name as the user would write it.
+    """
+    suggestions = {name: suggestion(key, _FIELDS, shown) for name, key in sorted(names.items())}
+    plural, them = ("s", "them") if len(names) > 1 else ("", "it")
+    message = (
+        f"{place}: unknown setting{plural} "
+        f"{', '.join(name + similar for name, similar in suggestions.items())}; correct or "
+        f"remove {them}"
     )
+    if all(suggestions.values()):
+        return message
+    return f"{message}; known ones: {', '.join(map(shown, _FIELDS))}"

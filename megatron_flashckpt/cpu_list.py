@@ -1,11 +1,11 @@
-"""Lists of CPUs as the kernel and `taskset` write them: `0-3,8`, `0-30:2`."""
+"""Lists of CPUs in the notation of the kernel and `taskset`: `0-3,8`, `0-30:2`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-#: More than any kernel supports; bounds what a list may take.
+#: Largest CPU number plus one, above that of any kernel; bounds the memory of a list.
 _MOST = 2**16
 _ITEM = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
 
@@ -14,23 +14,23 @@ def parse(text: str) -> frozenset[int]:
     """Return the CPUs of a list.
 
     Raises:
-        ValueError: the text is no such list, or names no CPU.
+        ValueError: `text` is not a list of CPUs.
     """
-    found: set[int] = set()
+    result: set[int] = set()
     for item in text.split(","):
         match = _ITEM.fullmatch(item.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no list of CPUs such as '0-3,8'")
+            raise ValueError(f"{text!r} is not a list of CPUs such as '0-3,8'")
         first, last, step = match.groups()
         cpus = range(int(first), int(last or first) + 1, int(step or 1))
         if not cpus or cpus[-1] >= _MOST:
-            raise ValueError(f"{text!r} is no list of CPUs: {item.strip()!r} names none")
-        found.update(cpus)
-    return frozenset(found)
+            raise ValueError(f"{text!r} is not a list of CPUs: {item.strip()!r} names no CPU")
+        result.update(cpus)
+    return frozenset(result)
 
 
 def shown(cpus: Iterable[int]) -> str:
-    """Return CPUs as such a list, in ranges."""
+    """Return CPUs as a list of ranges, such as `0-3,8`."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and ranges[-1][1] == cpu - 1:

@@ -1,7 +1,7 @@
-"""The one table of what storage's error numbers mean, and what a person can do about each.
+"""Table of storage error numbers: their meaning, and the remedy for each.
 
-Everything that decides by an error number asks here: what is retried, what makes a load use an
-older checkpoint, what a file system does not support, and the remedy that a message ends with.
+All decisions by error number use this table: retries, loads that fall back to an older checkpoint,
+operations that a file system does not support, and the remedies at the end of messages.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 from typing import Literal, NamedTuple
 
-#: `transient`: storage, or the way to it, is away; it says nothing of what is stored.
-#: `gone`: what was looked for is not there, or no longer.
-#: `damage`: the bytes are lost, or something else stands in the place of a file.
+#: `transient`: storage, or the network to it, is unavailable; stored data may be intact.
+#: `gone`: the file does not exist, or no longer.
+#: `damage`: the bytes are lost, or the path is not a file.
 #: `full`: no space or quota is left.
-#: `refused`: this user, or this mount, may not do it.
-#: `not supported`: this file system cannot do it.
+#: `refused`: this user or this mount has no permission.
+#: `not supported`: this file system does not support the operation.
 #: `scarce`: this process or node has run out of descriptors or memory.
 #: `unexpected`: all other numbers.
 Kind = Literal[
@@ -23,17 +23,17 @@ Kind = Literal[
 
 
 class ErrorClass(NamedTuple):
-    """What one error number means."""
+    """Meaning of one error number."""
 
     kind: Kind
     remedy: str
     may_pass: bool = False
-    """Storage may do a moment later what it has refused. If it does not, `kind` counts."""
+    """True if a retry may succeed. If retries fail, `kind` tells the meaning."""
 
 
 _AWAY = ErrorClass(
     "transient",
-    "storage is away: look at the file system's servers and at this node's mount, then try again",
+    "storage is unavailable: check the file system's servers and this node's mount, then try again",
     may_pass=True,
 )
 _BUSY = ErrorClass("transient", "storage was busy for too long: try again", may_pass=True)
@@ -44,16 +44,16 @@ _UNSUPPORTED = ErrorClass(
 )
 _PERMISSION = "give this user write permission there"
 _IN_THE_WAY = "a file stands where a directory should be: move it away"
-#: Of all numbers that the table does not have.
+#: Class of all numbers that are not in the table.
 DEFAULT = ErrorClass(
     "unexpected",
-    "no file system should answer that: look at the kernel's log (dmesg), at the file system's "
-    "servers and at this node's mount",
+    "no file system should report this error: check the kernel's log (dmesg), the file system's "
+    "servers and this node's mount",
 )
 
-#: What network file systems report while a server, or the way to it, is away for a moment. NFS
-#: and Lustre add EIO (a soft mount, an eviction) and ESTALE (a handle that another host replaced),
-#: which also have another meaning if they last.
+#: Classes by error number. Network file systems report the first ones while a server or the network
+#: is unavailable. NFS and Lustre then also report EIO (soft mount, eviction) and ESTALE (another
+#: host replaced the file), which have another meaning if they persist.
 TABLE: dict[int, ErrorClass] = {
     errno.EAGAIN: _BUSY,
     errno.EINTR: _BUSY,
@@ -72,11 +72,11 @@ TABLE: dict[int, ErrorClass] = {
     errno.ECONNABORTED: _AWAY,
     errno.EPIPE: _AWAY,
     errno.ECOMM: _AWAY,
-    errno.ENOENT: ErrorClass("gone", "find out what removed it"),
+    errno.ENOENT: ErrorClass("gone", "find out which program removed it"),
     errno.ESTALE: ErrorClass(
         "gone",
-        "the server lost track of it: find out what removed or replaced it, or mount the file "
-        "system again",
+        "the server does not know this file any more: find out which program removed or replaced "
+        "it, or mount the file system again",
         may_pass=True,
     ),
     errno.EIO: ErrorClass(
@@ -102,8 +102,8 @@ TABLE: dict[int, ErrorClass] = {
     errno.EDQUOT: ErrorClass("full", "raise the quota or save elsewhere"),
     errno.EFBIG: ErrorClass(
         "full",
-        "raise the file size limit (ulimit -f) of whoever starts the job, or save where files may "
-        "be as large",
+        "raise the file size limit (ulimit -f) of the user that starts the job, or save to a file "
+        "system that allows larger files",
     ),
     errno.EROFS: ErrorClass(
         "refused", "the file system is read-only: remount it or save elsewhere"
@@ -111,7 +111,7 @@ TABLE: dict[int, ErrorClass] = {
     errno.EACCES: ErrorClass("refused", _PERMISSION),
     errno.EPERM: ErrorClass(
         "refused",
-        f"{_PERMISSION}; if it has that, the file system refuses the operation: save elsewhere",
+        f"{_PERMISSION}; if the user has it, the file system refuses the operation: save elsewhere",
     ),
     errno.ENAMETOOLONG: ErrorClass("refused", "save to a directory with a shorter path"),
     errno.EINVAL: _UNSUPPORTED,
@@ -120,10 +120,10 @@ TABLE: dict[int, ErrorClass] = {
     errno.ENOTTY: _UNSUPPORTED,
     errno.EXDEV: _UNSUPPORTED,
     errno.EMFILE: ErrorClass(
-        "scarce", "raise the limit on open files (ulimit -n) of whoever starts the job"
+        "scarce", "raise the limit on open files (ulimit -n) of the user that starts the job"
     ),
     errno.ENFILE: ErrorClass(
-        "scarce", "the machine has too many open files: end what holds them (lsof shows)"
+        "scarce", "the node has too many open files: end programs that hold them (see lsof)"
     ),
     errno.ENOBUFS: ErrorClass("scarce", "free memory on this node"),
     errno.ENOMEM: ErrorClass("scarce", "free memory on this node"),
@@ -137,20 +137,20 @@ def class_of(error: BaseException | int | None) -> ErrorClass:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether storage may do a moment later what it has just refused with `error`."""
+    """Return whether a retry of the operation that raised `error` may succeed."""
     return class_of(error).may_pass
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """Return whether `error` says that the file system cannot do what was asked."""
+    """Return whether `error` means that the file system does not support the operation."""
     return class_of(error).kind == "not supported"
 
 
 def is_scarce(error: BaseException) -> bool:
-    """Return whether `error` says that this process or node has run out of something."""
+    """Return whether `error` means that this process or node has run out of a resource."""
     return class_of(error).kind == "scarce"
 
 
-def will_last(error: BaseException) -> bool:
-    """Return whether only a person can end what `error` reports."""
+def will_last(error: BaseException | int) -> bool:
+    """Return whether only a person can remove the cause of `error`, or of an error number."""
     return class_of(error).kind in ("full", "refused", "not supported")

@@ -1,32 +1,32 @@
-"""Everything that can go wrong, as one small tree.
+"""Exceptions of this package, as one small tree.
 
 Each message states the fact, the place and the remedy, and lists all offenders at once. An
-error that is also a standard one inherits it, so that `except FileNotFoundError` keeps working.
+error that matches a standard one inherits it, so that `except FileNotFoundError` keeps working.
 """
 
 from __future__ import annotations
 
 from megatron_flashckpt.error_classes import class_of
 
-#: The remedy for a damaged checkpoint, for whoever starts a training job.
+#: Remedy for a damaged checkpoint, in the words of a training job; see `for_command`.
 OLDER = "load an older iteration with --ckpt-step"
-#: The remedy where the wanted checkpoint is not there, or is that of another model.
+#: Remedy for a checkpoint that is missing, or belongs to another model.
 ANOTHER = "choose another iteration with --ckpt-step"
 
 
 class FlashCkptError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     repeats = False
-    """Whether it happened on another rank, which the message names."""
+    """True if the error happened on another rank, which the message names."""
 
 
 class ConfigError(FlashCkptError, ValueError):
-    """A setting (file, environment variable, argument) is unknown or does not make sense."""
+    """A setting (file, environment variable, argument) is unknown or has a wrong value."""
 
 
 class UnsupportedError(FlashCkptError, NotImplementedError):
-    """The training job uses something that this package cannot checkpoint (yet)."""
+    """The training job uses a feature that this package cannot checkpoint (yet)."""
 
 
 class LayoutError(FlashCkptError, ValueError):
@@ -34,10 +34,10 @@ class LayoutError(FlashCkptError, ValueError):
 
 
 class MissingStateError(FlashCkptError, KeyError):
-    """A checkpoint does not hold what the model needs; the message names every key."""
+    """A checkpoint lacks state that the model needs; the message names every key."""
 
     differences: tuple[str, ...] = ()
-    """One line per key, where they were found key by key."""
+    """Lines that describe the missing keys, if the keys were compared one by one."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0]) if self.args else ""
@@ -52,7 +52,7 @@ class NotCommittedError(FlashCkptError, FileNotFoundError):
 
 
 class CorruptCheckpointError(FlashCkptError, ValueError):
-    """Stored bytes are not what was written: truncated, flipped, swapped or not ours."""
+    """Stored bytes differ from the written ones: truncated, flipped, swapped or foreign."""
 
 
 class FormatVersionError(FlashCkptError, ValueError):
@@ -64,15 +64,15 @@ class AgentError(FlashCkptError, ConnectionError):
 
 
 class AgentRefusedError(AgentError):
-    """The node's agent refused one request. It still has all that it was given before."""
+    """The node's agent refused one request. It keeps all slots that it had before."""
 
 
 class OtherWriterError(FlashCkptError):
-    """Another job writes to the save directory, so this one does not start."""
+    """Another job writes to the save directory, so this job does not start."""
 
 
 class OvertakenError(StorageError):
-    """A later run has taken over the save directory, so this one writes nothing there any more."""
+    """A later run has taken over the save directory, so this run does not write there any more."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -84,10 +84,11 @@ class SaveFailedError(FlashCkptError):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether a checkpoint is not (or no more) what was written, so that an older one helps.
+    """Return whether `error` means that a checkpoint is damaged, so that an older one may load.
 
-    It does not against what is wrong with the job (another model, no permission, an older release),
-    nor while storage is away. Who reads retries first what may pass (`storage.patient`).
+    An older checkpoint does not help against faults of the job (another model, no permission, an
+    older release), or while storage is unavailable. Reads retry before they raise
+    (`storage.patient`).
     """
     if isinstance(error, StorageError):
         return class_of(error).kind in ("damage", "gone")
@@ -95,12 +96,12 @@ def is_damage(error: BaseException) -> bool:
 
 
 def for_command(message: str) -> str:
-    """Return a message with the option of `flashckpt` commands in the place of Megatron's."""
+    """Return `message` with Megatron's option replaced by that of the `flashckpt` command."""
     return message.replace(OLDER, "choose an older one with --iteration").replace(
         "--ckpt-step", "--iteration"
     )
 
 
 def for_listing(message: str) -> str:
-    """Return a message without its advice on another iteration: a listing shows all of them."""
+    """Return `message` without advice on another iteration, as a listing shows all iterations."""
     return message.removesuffix(f"; {OLDER}").removesuffix(f", or {OLDER}")

@@ -1,8 +1,8 @@
-"""The exit status of a training process whose last checkpoint is not durable.
+"""Exit status of a training process whose last checkpoint is not durable.
 
-Megatron's training ends as if all were well, because saves end in the background. A status or an
-exception that the script itself ends with stays as it is. Of `raise SystemExit(3)` nothing is seen
-without the launcher: Python tells no handler at exit, so a last save that has failed makes it 1.
+Saves end in the background, so Megatron's training would exit with 0. An own status or exception of
+the script stays as it is. Without the launcher `raise SystemExit(3)` cannot be seen, because Python
+passes no status to exit handlers; a failed last save then changes the status to 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-#: What stock Megatron exits with when a save fails.
+#: Exit status of stock Megatron after a failed save.
 FAILED = 1
 
 _exit: Callable[[Any], NoReturn] | None = None
@@ -23,14 +23,14 @@ _chosen: Any = None
 
 
 def watch() -> None:
-    """Note from now on what the script calls `sys.exit` with: handlers at exit cannot see it."""
+    """Record the status of each later `sys.exit` call, which exit handlers cannot see."""
     global _exit
     if _exit is None:
         _exit, sys.exit = sys.exit, _note_and_exit
 
 
 def _note_and_exit(status: Any = None, /) -> NoReturn:
-    # In another thread `sys.exit` ends that thread, not the process.
+    # `sys.exit` in another thread ends only that thread.
     if threading.current_thread() is threading.main_thread():
         choose(status)
     assert _exit is not None
@@ -38,24 +38,25 @@ def _note_and_exit(status: Any = None, /) -> NoReturn:
 
 
 def choose(status: Any) -> None:
-    """Note what the process is about to exit with, unless it catches the `SystemExit`."""
+    """Record the status that the process exits with, unless it catches the `SystemExit`."""
     global _chosen
     _chosen = status
 
 
 def is_success() -> bool:
-    """Return whether the process is about to exit with status 0, as far as is known."""
+    """Return whether the process exits with status 0, as far as is known."""
     crashed = getattr(sys, "last_value", None) is not None
     return not crashed and _chosen in (None, 0)
 
 
 def fail() -> NoReturn:
-    """End this process with status 1. Called by a handler of `atexit` only.
+    """End this process with status 1; for use in an `atexit` handler.
 
-    Python has fixed the status by then, so only `os._exit` changes it. The handlers that were
-    registered before ours are left out; what they do for everybody is done here.
+    Python has fixed the status by then, so only `os._exit` changes it. That skips the handlers
+    registered before ours; this function does the work of Python's own ones.
     """
-    # Data loaders' workers are such children. Without this module there are none.
+    # Children are, for example, workers of data loaders. A process without children may not have
+    # imported the module.
     processes = sys.modules.get("multiprocessing")
     for child in processes.active_children() if processes is not None else ():
         if child.daemon:

@@ -1,15 +1,15 @@
-"""Named points at which a process can be made to end itself: what a crash there leaves is tested.
+"""Failpoints: named points at which a process can kill itself, so that tests cover crashes there.
 
     FLASHCKPT_FAULT=WHO:POINT:COUNT[:SIGNAL[:FILE]]
 
 WHO      `agent`, or `rank<N>`: the trainer of global rank N
 POINT    one of `POINTS`, below
-COUNT    the how-manieth time that this process reaches it; counted from 1
-SIGNAL   `KILL` (default), or `STOP`: to be looked at, killed or woken by whoever watches
-FILE     made at that moment; while it exists nothing happens, also not in the processes that
-         replace this one and inherit its environment
+COUNT    trigger on the COUNT-th hit of the point in this process (1 = first)
+SIGNAL   `KILL` (default), or `STOP`, after which a test inspects, kills or continues the process
+FILE     created when the fault triggers; while the file exists, no fault triggers, also in
+         processes that replace this one and inherit its environment
 
-Without that variable `reach` is a function that does nothing.
+Without the variable `reach` does nothing.
 """
 
 from __future__ import annotations
@@ -23,98 +23,101 @@ from megatron_flashckpt.errors import ConfigError
 
 VARIABLE = "FLASHCKPT_FAULT"
 
-#: Every point: the module that reaches it, and what has happened (and what has not) by then.
+#: All points: the module that hits the point, and the state at that moment.
 POINTS = {
-    # Trainers, saving. Those of `stage` but its half are reached in the copy thread.
-    "save.granted": ("save.slot_acquisition", "the agent gave a slot, which is EMPTY"),
+    # Trainers, saving. The copy thread hits the `stage` points, except `stage.half`.
+    "save.granted": ("save.slot_acquisition", "the agent granted a slot, which is EMPTY"),
     "save.staging": (
         "save.slot_acquisition",
-        "the slot is STAGING and says what it will hold; no bytes",
+        "the slot is STAGING and has its descriptor, but no data",
     ),
-    "stage.half": ("save.stager", "what the next forward may change is copied, the rest is not"),
+    "stage.half": ("save.stager", "state that the next forward may change is copied, no other"),
     "stage.copied": ("save.hand_over", "all bytes are copied; the slot is still STAGING"),
-    "stage.staged": ("save.hand_over", "the slot is STAGED; the doorbell was not rung"),
-    "stage.rung": ("save.hand_over", "the agent has answered the doorbell"),
-    "save.told": ("save.outcomes", "the agent told an outcome: the slot is DURABLE or FAILED"),
-    # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
+    "stage.staged": ("save.hand_over", "the slot is STAGED; the agent was not notified"),
+    "stage.rung": ("save.hand_over", "the agent has answered the notification"),
+    "save.told": ("save.outcomes", "the agent reported the result: the slot is DURABLE or FAILED"),
+    # Trainers, loading. The model is not changed before `load.planned`.
     "load.taken": (
         "load.memory_checkpoints",
-        "the agent gave back the slab of this rank's former life, if any",
+        "the agent returned the slab of this rank before the restart, if any",
     ),
-    "load.planned": ("load.loader", "all is checked and nothing of the tensors read"),
-    "load.half": ("load.rank_exchange", "this rank's tensors hold what its own slot has of them"),
+    "load.planned": ("load.loader", "everything is checked; no tensor is read"),
+    "load.half": ("load.rank_exchange", "this rank's tensors are filled from its own slot"),
     "load.filled": ("load.loader", "this rank's tensors are filled"),
     "load.unadopted": (
         "load.resume",
-        "the model goes on from the checkpoint; the agent was not told",
+        "the model has the checkpoint's state; the agent does not know",
     ),
-    "load.adopted": ("load.resume", "the agent knows where training goes on from"),
-    # The agent, talking.
+    "load.adopted": ("load.resume", "the agent knows the checkpoint that training resumes from"),
+    # The agent, answering trainers.
     "agent.attached": (
         "agent.request_handler",
-        "a trainer's slab is the agent's too; not answered yet",
+        "the agent has mapped a trainer's slab; not answered yet",
     ),
     "agent.granted": ("agent.request_handler", "a slot is emptied for a trainer; not answered yet"),
-    "agent.enqueued": ("agent.persister", "a staged slot waits to be persisted; not answered yet"),
+    "agent.enqueued": ("agent.persister", "a staged slot is queued for writing; not answered yet"),
     # The agent, persisting one shard.
     "persist.created": (
         "agent.shard_writer",
-        "the shard file has its name and its space; no bytes",
+        "the shard file has its name and its space, but no data",
     ),
     "persist.chunk": ("agent.shard_writer", "one more chunk is written"),
     "persist.chunks": ("agent.shard_writer", "all chunks are written; the header is not"),
     "persist.header": (
         "agent.shard_writer",
-        "the header is written; nothing is durable for certain",
+        "the header is written, but may not be durable",
     ),
-    "file.synced": ("storage.posix", "the shard file's bytes are durable; its name may not be"),
+    "file.synced": ("storage.posix", "the shard file's data is durable; its name may not be"),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
-    "persist.record": ("agent.publication", "the commit record of a node is there"),
+    "persist.record": ("agent.publication", "the commit record of a node exists"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
-    "put.written": ("storage.posix", "the temporary file is written; the name is not there"),
+    "put.written": ("storage.posix", "the temporary file is written, but not renamed"),
     "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),
     # The agent, committing.
-    "commit.ready": ("agent.commit", "every record is there; nothing is merged"),
-    "commit.common": ("agent.commit", "the common state is there; there is no manifest"),
-    "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
-    "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
-    "save.failed": ("agent.commit_thread", "a save failed for good; its files are there"),
+    "commit.ready": ("agent.commit", "all commit records exist; none is merged"),
+    "commit.common": ("agent.commit", "the common state exists; there is no manifest"),
+    "commit.manifest": ("agent.commit", "the manifest is durable; the tracker has not moved"),
+    "commit.tracker": ("agent.commit", "the tracker names this checkpoint; no file is tidied up"),
+    "save.failed": ("agent.commit_thread", "a save has failed for good; its files exist"),
     "forget.file": ("agent.failed_save", "one more file of a failed save is removed"),
-    "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; no trainer was told"),
-    # The agent, tidying up after a commit. Its trainers may have been told.
-    "leftover.file": ("agent.cleanup", "one more file that is of no checkpoint is removed"),
-    "commit.tidy": ("agent.tidying", "only the checkpoint is left in its directory"),
-    "retain.chosen": ("catalog.retention", "an older checkpoint is to be deleted; it is whole"),
+    "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; trainers do not know"),
+    # The agent, tidying up after a commit. Its trainers may know the result.
+    "leftover.file": ("agent.cleanup", "one more orphaned file is removed"),
+    "commit.tidy": ("agent.tidying", "the directory holds only files of the checkpoint"),
+    "retain.chosen": ("catalog.retention", "an older checkpoint is selected; it is complete"),
     "retain.hidden": (
         "catalog.retention",
-        "its manifest is beside the tracker; its files are there",
+        "its manifest is moved next to the tracker; its files exist",
     ),
     "retain.file": ("catalog.retention", "one more of its files is deleted"),
-    "retain.deleted": ("catalog.retention", "its directory is gone; the moved manifest is not"),
-    "commit.done": ("agent.tidying", "all is as it should be in storage"),
+    "retain.deleted": ("catalog.retention", "its directory is deleted; the moved manifest exists"),
+    "commit.done": ("agent.tidying", "the commit is complete, and storage is tidied up"),
     # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
     "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),
-    "send.begun": ("agent.peers.sender", "a holder has made room for its part; no bytes were sent"),
+    "send.begun": ("agent.peers.sender", "a holder has allocated its part; no data was sent"),
     "send.chunk": ("agent.peers.sender", "one more chunk is about to be sent"),
-    "send.ended": ("agent.peers.sender", "a holder said that it has all; nobody here knows"),
-    "hold.begun": ("agent.peers.redundancy", "there is room for a part; not answered yet"),
+    "send.ended": ("agent.peers.sender", "a holder reported its part complete; not recorded yet"),
+    "hold.begun": ("agent.peers.redundancy", "a part is allocated; not answered yet"),
     "hold.chunk": ("agent.peers.redundancy", "one more chunk is held; not answered yet"),
-    "hold.ended": ("agent.peers.redundancy", "a part is held as a whole; not answered yet"),
-    "hold.read": ("agent.peers.redundancy", "a chunk of what is held is read for a replacement"),
+    "hold.ended": ("agent.peers.redundancy", "a part is held completely; not answered yet"),
+    "hold.read": ("agent.peers.redundancy", "a held chunk is read for a replacement"),
     # The replacement of a node that was lost.
-    "recover.asked": ("agent.peers.redundancy", "all nodes have said what they have of a rank"),
-    "recover.filled": ("agent.peers.recovery", "a checkpoint is here again; its slot is EMPTY"),
-    "recover.installed": ("agent.peers.redundancy", "the slots are the rank's; it was not told"),
+    "recover.asked": ("agent.peers.redundancy", "all nodes have listed their parts of a rank"),
+    "recover.filled": ("agent.peers.recovery", "a checkpoint is restored; its slot is EMPTY"),
+    "recover.installed": (
+        "agent.peers.redundancy",
+        "the slots belong to the rank, which does not know",
+    ),
 }
 _SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 
 
 class _Fault:
-    """What is to happen, once, in this process."""
+    """A fault that triggers once in this process."""
 
     def __init__(self, text: str) -> None:
-        who, point, count, name, self._file, *_ = [*text.split(":", 4), "", "", "", "", ""]
-        self.who, self._point = who, point
+        target, point, count, name, self._file, *_ = [*text.split(":", 4), "", "", "", "", ""]
+        self.who, self._point = target, point
         if (
             point not in POINTS
             or not count.isdecimal()
@@ -122,15 +125,16 @@ class _Fault:
             or (name or "KILL") not in _SIGNALS
         ):
             raise ConfigError(
-                f"{VARIABLE}={text}: is not WHO:POINT:COUNT[:SIGNAL[:FILE]], with a signal of "
-                f"{', '.join(_SIGNALS)} and a point of {', '.join(POINTS)}; unset it to train"
+                f"{VARIABLE}={text}: must be WHO:POINT:COUNT[:SIGNAL[:FILE]], with one of the "
+                f"signals {', '.join(_SIGNALS)} and of the points {', '.join(POINTS)}; unset the "
+                "variable to train"
             )
         self._left = int(count)
         self._signal = _SIGNALS[name or "KILL"]
         self._lock = threading.Lock()
 
     def reach(self, point: str) -> None:
-        """End (or stop) this process if that is what was asked for."""
+        """Kill (or stop) this process if the fault triggers here."""
         if point != self._point or _name != self.who:
             return
         with self._lock:
@@ -142,24 +146,24 @@ class _Fault:
                 os.close(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             except FileExistsError:
                 return
-        # To this very thread: sent to the process, another one might take it, and this one go on.
+        # Signal this thread: another thread might take a process signal, while this one continues.
         signal.pthread_kill(threading.get_ident(), self._signal)
 
 
 def _pass(point: str) -> None:
-    """No fault is set."""
+    """Do nothing, because no fault is set."""
 
 
-#: Who this process is, for `WHO`.
+#: Name of this process, for `WHO`.
 _name = f"rank{os.environ['RANK']}" if "RANK" in os.environ else ""
 
-#: Say that this process has come to a point.
+#: Hit a failpoint.
 reach: Callable[[str], None] = (
     _Fault(os.environ[VARIABLE]).reach if os.environ.get(VARIABLE) else _pass
 )
 
 
 def this_is(name: str) -> None:
-    """Say who this process is, where RANK does not."""
+    """Set the name of this process, if the variable RANK does not."""
     global _name
     _name = name

@@ -1,11 +1,11 @@
-"""Keeps a process's descriptors out of the children that it forks.
+"""Descriptors that a process closes in the children that it forks.
 
 A trainer forks workers for its data loaders, which live as long as the trainer. `CLOEXEC` does not
-help, because they never exec. Memory that such a child keeps cannot be freed, and a socket that it
-keeps hides the trainer's end from the agent.
+close their descriptors, because the workers never exec. An open descriptor in a worker keeps memory
+allocated, and an open socket hides the trainer's end from the agent.
 
-Code that makes such a descriptor does so under `held_off`, and registers the descriptor's owner
-with `close_in_children` before it leaves that context.
+Code opens such a descriptor inside the context `held_off`, and registers its owner with
+`close_in_children` before it leaves the context.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _depth = 0
 
 
 def held_off() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which no other thread forks. Keep it short: forks wait for its end."""
+    """Return a context in which no other thread forks. Keep it short, because forks wait for it."""
     return _lock
 
 
 def close_in_children(owner: Owner) -> None:
-    """Have `owner.close()` called in each forked child, before anything else runs there."""
+    """Call `owner.close()` in each forked child, before other code runs there."""
     _owners.add(owner)
 
 
 def depth() -> int:
-    """Return the number of forks between the process that imported this module and this one.
+    """Return the number of forks from the process that imported this module to this process.
 
-    A process id would not do: a child in another PID namespace may have its parent's.
+    Process ids cannot tell a child from its parent: a child in another PID namespace may have the
+    same one.
     """
     return _depth
 

@@ -15,7 +15,7 @@ from megatron_flashckpt.errors import FlashCkptError
 
 
 def install() -> None:
-    """Put our functions in the place of Megatron's, in every module that has imported them."""
+    """Replace Megatron's functions by ours, in every module that has imported them."""
     from megatron_flashckpt import arguments, checkpointing
     from megatron_flashckpt.megatron_lm import announcements, compat, stock
     from megatron_flashckpt.save import entry_points
@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(0 if argv else 2)
     script = argv[0]
     if not os.path.isfile(script):
-        raise SystemExit(f"flashckpt-launch: {script}: no such script")
-    # As `python SCRIPT` does: imports beside the script work, and argv starts with it. Megatron-LM
-    # checkouts rely on it, because their `megatron` package lies there.
+        raise SystemExit(f"flashckpt-launch: {script}: no such script; give the path of a .py file")
+    # As `python SCRIPT` does: the script's directory is on the path, and argv starts with the
+    # script. Megatron-LM checkouts need that, because their `megatron` package lies there.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = argv
     try:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(script: str) -> None:
-    """Run the script; exit with status 1 if its last save is not durable and it exits with 0."""
+    """Run the script; change its exit status 0 to 1 if its last save is not durable."""
     from megatron_flashckpt import exit_status
     from megatron_flashckpt.save.session import session
 
@@ -66,7 +66,7 @@ def _run(script: str) -> None:
             raise
     else:
         exit_status.choose(None)
-    # Not left to the handler at exit, which can set a status only by ending the process at once.
+    # Here rather than in the exit handler, which can set a status only by `os._exit`.
     if not session.end():
         raise SystemExit(exit_status.FAILED)
 

@@ -1,6 +1,6 @@
-"""What training code says of the model that is saved next: its validation loss and the like.
+"""Metrics that training code reports of the model that is saved next, e.g. a validation loss.
 
-Torch-free: importing the package does not load torch, and this is part of it.
+This module does not import torch, because `import megatron_flashckpt` imports it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ class Metrics:
         if math.isfinite(number):
             self._values[name] = number
         else:
-            # Nothing can be ranked by it, and a diverging model is no reason to stop training here.
+            # NaN and infinity cannot be ranked. A diverging model must not stop training here.
             self._values.pop(name, None)
-            logger.warning("metric '%s' is %s: not recorded", name, number)
+            logger.warning("metric '%s' is %s, so it was not recorded", name, number)
 
     def current(self) -> dict[str, float]:
         return dict(self._values)
 
     def clear(self) -> None:
-        """Forget all: what comes next is another model."""
+        """Remove all values, because later reports are of another model."""
         self._values.clear()
 
 
-#: The one of this process, like the function that people call.
+#: Metrics of this process.
 reported = Metrics()
 
 
 def report_metric(name: str, value: SupportsFloat) -> None:
-    """Let the next checkpoint say `name: value` of itself, for `retention.best` and for people.
+    """Record `name: value` in the next checkpoint, for `retention.best` and for `inspect`.
 
-    Called on any rank (of several that report one name, the lowest counts), at the same iteration
-    as the save, before it: where Megatron evaluates. A value is said of one checkpoint only.
+    Any rank may call it, at the iteration of the save and before the save: where Megatron
+    evaluates. If several ranks report one name, the lowest rank's value counts. A value is recorded
+    in one checkpoint only.
 
     Args:
-        value: a number, or a tensor that holds one; what is not finite is not recorded.
+        value: a number, or a tensor with one number; a value that is not finite is not recorded.
     """
     reported.report(name, value)

@@ -1,7 +1,7 @@
-"""How long each phase of a save takes, by the clock that all processes of a node share.
+"""Timings of the phases of a save, by the clock that all processes of a node share.
 
-Code that has phases says so with `phase`. It costs nothing worth naming unless a `Recorder` is
-recording in this thread. Torch-free: trainers and agents use it alike.
+Code marks its phases with `phase`, which costs next to nothing unless a `Recorder` is active in the
+thread. This module does not import torch, because trainers and agents use it.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import msgspec
 
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 
-#: What a save does on the training thread, from the call to its return.
+#: The save on the training thread, from the call to its return.
 SAVE = "save"
-#: Time that the training loop waits around a save, Megatron's timers and barriers included.
+#: Time that the training loop waits for a save, including Megatron's timers and barriers.
 LOOP = "save as the training loop sees it"
-#: What has to be copied before the save returns.
+#: Copies that end before the save returns.
 EARLY = "early copies"
-#: Waiting for copies: inside the save (`staging: blocking`), or in front of an optimizer's step.
+#: Wait for copies: inside the save (`staging: blocking`), or before an optimizer step.
 WAIT = "wait for copies"
 
-#: Phases of one name that are recorded one by one: a shard of 100 GB has thousands of chunks.
+#: Spans per name, at most: a shard of 100 GB has thousands of chunks.
 _MOST = 256
-#: More saves are never under way, unless their outcomes are asked for by nobody.
+#: Recorders of open saves, at most; exceeded only if a caller never asks for results.
 _MOST_OPEN = 16
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One phase."""
+    """Start and duration of a phase."""
 
     name: str
     thread: str
     start: float
-    """Seconds of `time.monotonic`, which counts alike in all processes of a node."""
+    """Seconds of `time.monotonic`, a clock that all processes of a node share."""
     seconds: float
 
     @property
@@ -46,19 +46,23 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """The phases of one save on one rank. Several threads may record at the same time."""
+    """Phases of one save on one rank. Thread-safe."""
 
     def __init__(self, *, in_loop: bool = False) -> None:
-        """Args: `in_loop`: the caller calls `seen_by_loop` when the training loop continues."""
+        """Start the clock.
+
+        Args:
+            in_loop: the caller calls `seen_by_loop` when the training loop continues.
+        """
         self.started = time.monotonic()
         self.started_at = time.time()
         """Seconds since 1970."""
         self.spans: list[Span] = []
-        """In the order of their ends; of one name the first few hundred."""
+        """Spans in the order of their ends; the first 256 of each name."""
         self.seconds: dict[str, float] = {}
-        """By name, of all phases."""
+        """Total seconds of all phases, by name."""
         self.is_known = False
-        """Whether the agent has been told of the save: it drops what is said of others."""
+        """True if the agent knows the save; it drops spans of unknown saves."""
         self._counts: dict[str, int] = {}
         self._sent = 0
         self._lock = threading.Lock()
@@ -69,7 +73,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Have what this thread does inside the context recorded here."""
+        """Record here the phases of this thread inside the context."""
         token = _recorder.set(self)
         try:
             yield self
@@ -78,7 +82,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the time from entering the context to leaving it, however it is left."""
+        """Record the time from entering the context to leaving it, also by an exception."""
         started = time.monotonic()
         try:
             yield
@@ -95,11 +99,11 @@ class Recorder:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the save was called for."""
+        """Seconds since the call of the save."""
         return time.monotonic() - self.started
 
     def seen_by_loop(self, started: float, seconds: float) -> None:
-        """Note how long the training loop has waited around this save, which has returned."""
+        """Record the wait of the training loop for this save, after the save has returned."""
         self._loop_s = seconds
         self._note(LOOP, started, seconds)
         self._has_returned.set()
@@ -112,9 +116,9 @@ class Recorder:
         """Return the timings of this rank's part of the save, up to the staged slot.
 
         Args:
-            staged_s: seconds from the call until all was in host memory.
-            plan: how this rank came by its plan.
-            blocking: True if training waited for that; else it continued after the early copies.
+            staged_s: seconds from the call until this rank's part was in host memory.
+            plan: origin of this rank's plan.
+            blocking: True if training waited for all copies; else only for the early ones.
         """
         blocked_s = self._loop_s
         if blocked_s is None:
@@ -125,20 +129,20 @@ class Recorder:
         )
 
     def first_sent(self) -> tuple[Span, ...]:
-        """Return all that was recorded, with which an agent gets to know the save."""
+        """Return all spans, for the first message to the agent about this save."""
         self.is_known = True
         return self.unsent()
 
     def unsent(self) -> tuple[Span, ...]:
-        """Return what was recorded since the last call."""
+        """Return the spans since the last call."""
         with self._lock:
-            found = tuple(self.spans[self._sent :])
-            self._sent += len(found)
-            return found
+            spans = tuple(self.spans[self._sent :])
+            self._sent += len(spans)
+            return spans
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training has lost to the save: the wait of the loop (of the call, if the
+        """Seconds that the save has blocked training: the loop's wait (or that of the call, if the
         loop was not measured), and the waits of later steps in the same thread."""
         outer = LOOP if self._loop_s is not None else SAVE
         blocked_s = self.seconds.get(outer, 0.0)
@@ -149,7 +153,7 @@ class Recorder:
 
 
 class OpenTraces:
-    """The recorders of a rank's saves whose outcome nobody has asked for yet."""
+    """Recorders of a rank's saves whose result has not been reported yet."""
 
     def __init__(self) -> None:
         self._open: dict[str, Recorder] = {}
@@ -160,13 +164,13 @@ class OpenTraces:
             del self._open[next(iter(self._open))]
 
     def unsent(self) -> dict[str, tuple[Span, ...]]:
-        """Return by save what was recorded since the last call, or since the agent knows of it."""
-        known = {save_id: it for save_id, it in self._open.items() if it.is_known}
-        found = {save_id: recorder.unsent() for save_id, recorder in known.items()}
-        return {save_id: spans for save_id, spans in found.items() if spans}
+        """Return by save the spans since the last call, for saves that the agent knows."""
+        known = {save_id: recorder for save_id, recorder in self._open.items() if recorder.is_known}
+        unsent = {save_id: item.unsent() for save_id, item in known.items()}
+        return {save_id: spans for save_id, spans in unsent.items() if spans}
 
     def end(self, save_id: str) -> Recorder | None:
-        """Return the recorder of a save, and forget it."""
+        """Remove the recorder of a save and return it."""
         return self._open.pop(save_id, None)
 
 
@@ -174,11 +178,11 @@ _recorder: ContextVar[Recorder | None] = ContextVar("flashckpt_recorder", defaul
 
 
 def recorder() -> Recorder | None:
-    """Return what records in this thread."""
+    """Return the active recorder of this thread."""
     return _recorder.get()
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Record a phase where somebody is recording."""
-    found = _recorder.get()
-    return contextlib.nullcontext() if found is None else found.phase(name)
+    """Record a phase if a recorder is active in this thread."""
+    active = _recorder.get()
+    return contextlib.nullcontext() if active is None else active.phase(name)

@@ -1,6 +1,6 @@
-"""How long a call of `save_checkpoint` waits: as the setting `wait` says, or as one caller asks.
+"""Wait of a `save_checkpoint` call: the setting `wait`, or the override of one caller.
 
-Torch-free: importing the package does not load torch, and this is part of it.
+This module does not import torch, because `import megatron_flashckpt` imports it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def waiting(wait: Wait) -> Iterator[None]:
 
     Args:
         wait: `none` returns as soon as training may continue; `staged` when this rank's part is in
-            host memory; `durable` when the checkpoint is committed, or has failed, which is handled
-            as `on_failure` says.
+            host memory; `durable` when the save is committed or has failed (see `on_failure`).
 
     Raises:
-        ValueError: `wait` is something else.
+        ValueError: `wait` has another value.
     """
     if wait not in get_args(Wait):
         raise ValueError(f"waiting({wait!r}): must be one of {', '.join(get_args(Wait))}")
@@ -37,5 +36,5 @@ def waiting(wait: Wait) -> Iterator[None]:
 
 
 def wait_of(setting: Wait) -> Wait:
-    """Return what the present call waits for, where the configuration says `setting`."""
+    """Return the wait of the current call, which is `setting` unless `waiting` overrides it."""
     return _asked.get() or setting

@@ -90,7 +90,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.incarnations",
         (
             "SecondStarts.write",
-            "draft.write_bytes(msgspec.json.encode(told))",
+            "draft.write_bytes(msgspec.json.encode(entries))",
             PRIVATE,
             "agent/test_second_start.py::test_the_file_of_second_starts_ends_with_the_job",
         ),
@@ -223,7 +223,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.takeover",
         (
             "take",
-            "claims.put(storage, made, check)",
+            "claims.put(storage, new_claim, check)",
             "the claim of a run that has ended or is to be overtaken: see `_await_end`",
             "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
         ),
@@ -246,14 +246,14 @@ REVIEWED: dict[Call, Reason] = {
             "agent/test_cleanup.py::test_what_is_not_ours_stays_and_links_are_not_followed",
         ),
         (
-            "Leftovers.remove",
-            "storage.delete_directory(directory)",
+            "_delete_directory",
+            "storage.delete_directory(name)",
             EMPTY,
             "agent/test_cleanup.py::test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty",
         ),
         (
             "Sweeper.sweep",
-            "found.remove(self._storage)",
+            "leftovers.remove(self._storage)",
             "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
             "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
         ),
@@ -277,7 +277,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.tidying",
         (
             "tidy",
-            "_superfluous_files(save, pending).remove(storage)",
+            "_obsolete_files(save, pending).remove(storage)",
             "of `_is_of_an_attempt` or another save's id, which is not under way; see `Leftovers.remove`",
             "agent/test_tidying.py::test_a_save_of_the_same_iteration_that_is_under_way_is_spared",
         ),
@@ -358,7 +358,7 @@ REVIEWED: dict[Call, Reason] = {
         "convert.common.output_dir",
         (
             "new_directory",
-            "shutil.rmtree(around, ignore_errors=True)",
+            "shutil.rmtree(temporary, ignore_errors=True)",
             RANDOM,
             "convert/test_overwrite.py::test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_in_nobodys_way",
         ),
@@ -394,7 +394,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "move_tracker",
-            "storage.put(TRACKER, named.encode())",
+            "storage.put(TRACKER, new_text.encode())",
             "Megatron's tracker, which never goes back",
             "convert/test_ours.py::test_the_tracker_never_goes_back",
         ),

@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks import study
 from benchmarks.compare import driver, report, targets
 from benchmarks.peak_memory import with_peak_mb
-from benchmarks.studies import STUDIES, writers
+from benchmarks.studies import STUDIES, redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -210,7 +210,7 @@ def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) 
 
     def measure(options: argparse.Namespace, directory: Path) -> Iterator[study.Result]:
         (directory / "shard").touch()
-        yield "a line"
+        yield "a line [/of] it"
         yield table
         yield {"every": [options.rounds]}
         raise SystemExit(1)
@@ -223,9 +223,9 @@ def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) 
     with pytest.raises(SystemExit):
         carry_out(made, printed, "--rounds", "7", *files)
     lines = [line.split() for line in printed.getvalue().splitlines()]
-    assert lines == [["a", "line"], ["times"], ["s", "ratio"], ["a", "1.50", "-"]]
+    assert lines == [["a", "line", "[/of]", "it"], ["times"], ["s", "ratio"], ["a", "1.50", "-"]]
     line, as_json, more = json.loads(figures.read_text())
-    assert (line, more) == ("a line", {"every": ["7"]})
+    assert (line, more) == ("a line [/of] it", {"every": ["7"]})
     assert as_json["rows"] == [["a", 1.5, None]]
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert not list(scratch.iterdir())
@@ -239,6 +239,21 @@ def test_writers_are_compared_on_every_kind_of_storage() -> None:
     for kind, row in zip(writers.KINDS, rows, strict=True):
         assert kind.name in row
         assert all(float(seconds) > 0 for seconds in row.split()[-len(writers.POLICIES) :])
+
+
+def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
+    """Parity has at least three nodes; a scheme costs the agents more than none."""
+    printed = io.StringIO()
+    carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
+    rows = [row.split() for row in printed.getvalue().splitlines()[2:]]
+    assert [tuple(row[:2]) for row in rows] == [
+        *(("2", "none"), ("2", "copy")),
+        *(("3", "none"), ("3", "copy"), ("3", "xor")),
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+    cpu = {tuple(row[:2]): float(row[3]) for row in rows}
+    assert cpu["2", "none"] < cpu["2", "copy"]
+    assert cpu["3", "none"] < min(cpu["3", "copy"], cpu["3", "xor"])
 
 
 def test_every_way_of_writing_covers_each_element_once() -> None:

@@ -143,7 +143,7 @@ def test_a_fault_that_cannot_happen_is_refused_at_once(fault: str) -> None:
     with walk(fault) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"ConfigError: {failpoints.VARIABLE}={fault}: is not WHO:POINT:COUNT" in errors
+    assert f"ConfigError: {failpoints.VARIABLE}={fault}: must be WHO:POINT:COUNT" in errors
 
 
 def test_a_fault_is_not_taken_for_a_setting() -> None:

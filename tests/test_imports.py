@@ -25,7 +25,7 @@ HOME = Path(megatron_flashckpt.__file__).parent
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
     {"error_classes"},
-    {"errors", "metrics", "waits", "cpu_list", "agent_config"},
+    {"errors", "metrics", "waits", "cpu_list", "agent_config", "config_values"},
     {""},
     {"failpoints", "forks", "exit_status"},
     {"config"},
@@ -49,6 +49,7 @@ TORCH_FREE = (
     "error_classes",
     "cpu_list",
     "agent_config",
+    "config_values",
     "errors",
     "metrics",
     "waits",

@@ -7,14 +7,18 @@ for a namespace package, unless a later entry of `sys.path` holds a real package
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 from tests.support.forked.nursery import CPU_MEGATRON, REPO
 
@@ -73,6 +77,46 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return made
 
 
+def packaged(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
+    """Return what `setup.py` tells setuptools."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: told.update(arguments))
+    monkeypatch.delenv("REPOSITORY_URL", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(REPO / "setup.py"))
+    return told
+
+
+def test_links_of_a_release_lead_to_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", told["long_description"])
+    base = f"https://forge.example/team/project/%s/v{told['version']}/"
+    assert ("", base % "blob" + "docs/quickstart.md") in links
+    assert all(target.startswith("https://") for _, target in links)
+    assert {target.startswith(base % "raw") for image, target in links if image} == {True}
+    assert told["project_urls"]["Source"] == "https://forge.example/team/project"
+
+
+def test_without_an_address_the_long_description_has_no_relative_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = packaged(monkeypatch)
+    targets = re.findall(r"\]\(([^)]+)\)", told["long_description"])
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert told["project_urls"] == {}
+
+
+def test_the_source_distribution_has_what_the_scripts_run() -> None:
+    lines = (REPO / "MANIFEST.in").read_text().splitlines()
+    folders = {line.split()[1] for line in lines if line.startswith("graft ")}
+    scripts = "".join(path.read_text() for path in REPO.glob("scripts/*") if path.is_file())
+    run = {name for name in folders if re.search(rf"\b{name}\b", scripts)}
+    assert run >= {"benchmarks", "examples", "patches", "tests"}
+    assert folders >= {"configs", "docs", "scripts"}
+    assert [name for name in folders if not (REPO / name).is_dir()] == []
+
+
 def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     shutil.copytree(installed.clone, clone)
@@ -89,7 +133,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
     modules = {path.relative_to(clone) for path in (clone / "megatron_flashckpt").rglob("*.py")}
-    assert modules <= set(names)
+    assert {*modules, Path("megatron_flashckpt/py.typed")} <= set(names)
     assert {name.parts[0].partition("-")[0] for name in names} == {"megatron_flashckpt"}
 
 

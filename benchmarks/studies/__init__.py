@@ -6,6 +6,7 @@ from benchmarks.studies import (
     growth,
     persist,
     plan,
+    redundancy,
     replica_sharing,
     resharding_load,
     restart,
@@ -13,8 +14,10 @@ from benchmarks.studies import (
     writers,
 )
 from benchmarks.study import Study
+from benchmarks.train import study as train
 
 STUDIES: tuple[Study, ...] = (
+    train.STUDY,
     growth.STUDY,
     plan.STUDY,
     exchange.STUDY,
@@ -22,6 +25,7 @@ STUDIES: tuple[Study, ...] = (
     restart.STUDY,
     replica_sharing.STUDY,
     writers.STUDY,
+    redundancy.STUDY,
     scale.STUDY,
     cluster_model.STUDY,
     persist.STUDY,

@@ -17,7 +17,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=512)
@@ -50,7 +50,7 @@ def _layout(rounds: int) -> Table:
         plans.layout([pieces[position] for position in plans.order(pieces)])
 
     first_s, later_s = [], []
-    with held_off():
+    with gc_paused():
         for _ in range(rounds):
             plans = PlanCache()
             first_s.append(_cpu_s(plan, plans))

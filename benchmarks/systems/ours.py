@@ -38,7 +38,7 @@ from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.storage.opening import open_storage
 
 #: Stands in for Megatron's arguments.
@@ -151,7 +151,7 @@ class Ours(System):
     def load(self, state: State) -> int:
         self._loads(state)
         request = self._load_request(ModelState(self._config.replicated))
-        with held_off():
+        with gc_paused():
             source = open_stored(open_storage(self.root), self.latest(), self._config)
             return loader.load(request, source).origin.iteration
 
@@ -159,7 +159,7 @@ class Ours(System):
         self._loads(state)
         newest = held_in_memory(self._checkpointer)[0]
         request = self._load_request(self._checkpointer.model_state)
-        with held_off():
+        with gc_paused():
             return loader.load(request, open_memory(newest, self._config)).origin.iteration
 
     @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""One process per node that owns the slots, persists and commits. Never imports torch."""
+"""The agent: one process per node that owns the slots, persists and commits. No torch."""

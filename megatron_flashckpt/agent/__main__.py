@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 
 
 class _ErrorSeen(logging.Handler):
-    """Remembers whether the log holds something that somebody should read."""
+    """Remembers whether an error was logged, so that the log is kept."""
 
     seen = False
 
@@ -43,7 +43,7 @@ def main() -> int:
     settings = _SETTINGS.decode(arguments.settings)
     options = options_of(settings, arguments.root, foreground=arguments.foreground)
     if arguments.foreground:
-        # Others start faster without what it needs.
+        # Imported here, because other agents start faster without this module.
         from megatron_flashckpt.agent import foreground
 
         return foreground.serve(arguments.runtime_dir, options)
@@ -51,9 +51,9 @@ def main() -> int:
     try:
         upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
         if not upkeep.writes_log:
-            return 0  # the log that we were given went with an agent that has left since
+            return 0  # an agent that has left since removed the log that is our stderr
     except (BlockingIOError, FileNotFoundError):
-        return 0  # another agent serves this directory, or has just left, directory and all
+        return 0  # another agent serves this directory, or has just left and removed it
 
     logging.basicConfig(
         level=logging.INFO,
@@ -62,25 +62,25 @@ def main() -> int:
     )
     errors = _ErrorSeen(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    # Ctrl-C in the training terminal and a SIGHUP of its shell are not for us: we outlive them.
-    # Nor is what schedulers send to all processes of a job to announce its end (Slurm's --signal).
+    # The agent must survive Ctrl-C in the training terminal and a SIGHUP of its shell. It must also
+    # survive the signals by which schedulers announce the end of a job (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     failpoints.this_is("agent")
     raise_limit()
     process = AgentProcess(options)
-    # The parent returns as soon as trainers can connect, so that whoever started it can reap it and
-    # the agent is nobody's child; no thread has been started yet, so forking is safe.
-    ready, tell = os.pipe()
+    # The parent exits as soon as trainers can connect: its starter reaps it, and the agent has no
+    # parent. Forking is safe, because no thread has been started yet.
+    ready, listening = os.pipe()
     if os.fork():
-        os.close(tell)
+        os.close(listening)
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
-    # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
-    # told who serves (`frames.peer`), to end it when it hangs.
+    # `Agent` listens after the fork, because the kernel reports the process that called `listen` to
+    # trainers (`frames.peer`), and they kill that process if it hangs.
     agent = Agent(upkeep, options, process)
-    os.write(tell, b"1")
-    os.close(tell)
+    os.write(listening, b"1")
+    os.close(listening)
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
     logging.info("this process has %s", process)
     signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
@@ -88,8 +88,8 @@ def main() -> int:
     agent.serve()
     upkeep.leave(keep_log=errors.seen)
     logging.shutdown()
-    # Without the threads, which the interpreter would wait for: one may be writing to a storage
-    # that hangs.
+    # `os._exit` ends the threads, for which the interpreter would wait: one may be writing to a
+    # storage that hangs.
     os._exit(0)
 
 

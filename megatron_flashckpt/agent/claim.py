@@ -1,10 +1,10 @@
-"""The claim of a run to its save directory: one small file, which says who writes there.
+"""The claim of a run to its save directory: one small file that names the writer.
 
-A start puts the claim with a higher epoch than the former one's. From then on the agent of rank 0
-renews it in place. Renewals never create or replace the file, so an agent that hung and wakes in
-the middle of one cannot bring back the claim of a run that was taken over.
+A start puts the claim with a higher epoch than the former one. From then on the agent of rank 0
+renews the claim in place. Renewals never create or replace the file. So an agent that hung during a
+renewal cannot restore its claim after another run has taken over.
 
-Clocks of hosts are never compared: a writer lives if its claim changes while somebody looks.
+Clocks of hosts are never compared: a writer is alive if its claim changes during an observation.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 
 #: Seconds between two renewals.
 INTERVAL_S = 2.0
-#: A writer that renews nothing for so many of its intervals is gone.
+#: A writer that misses this many renewals is gone.
 _PATIENCE = 6
 
-#: Claims with a longer interval were not made by us.
+#: Claims with a longer interval are rejected as foreign.
 _LONGEST_S = 3600.0
 
-#: States of a writer: trainers of its run are connected; none are, but a save is still being
-#: written; its memory is kept for a restart only; it has ended.
+#: States of a writer. TRAINING: trainers of its run are connected. FINISHING: no trainers, but a
+#: save is still being written. IDLE: its memory is only kept for a restart. ENDED: it has ended.
 TRAINING, FINISHING, IDLE, ENDED = range(4)
-#: What follows the writer in a message, by state.
+#: Text that follows the writer in a message, by state.
 DOING = (
-    ", which trains unless it was killed",
-    ", which writes what was staged",
+    ", which is training or was killed",
+    ", which is writing staged saves",
     ", which has no trainers",
     ", which has ended",
 )
 
-#: All claims are as long, so that a renewal replaces all bytes of the one before.
+#: Length of every claim, so that a renewal overwrites all bytes of the former claim.
 _NBYTES = 1024
 
 
 class RunKey(NamedTuple):
-    """A run as claims know it. Any other one than one's own is another run."""
+    """Identity of a run in claims. Two runs differ if epoch or id differ."""
 
     epoch: int
     run_id: str
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes to a save directory."""
+    """Writer of a save directory."""
 
     state: int
     renewed_at: float
-    """Seconds since 1970 on the writer's host: for people, and to tell renewals apart."""
+    """Seconds since 1970 on the writer's host: shown to people; different in each renewal."""
     claimed_at: float
     interval_s: float
     pid: int
-    """Of the agent of rank 0."""
+    """Process id of the agent of rank 0."""
     started: int
-    """When that process started; see `RankProcess`."""
+    """Start time of that process; see `RankProcess`."""
     machine: str
-    """Where `pid` means something; see `here`."""
+    """Boot and pid namespace in which `pid` is valid; see `here`."""
     epoch: int
     host: str
     run_id: str
@@ -82,7 +82,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_dead_process(self) -> bool:
-        """Return whether the agent ran on this machine and does so no more."""
+        """Return whether the agent ran on this machine and has ended."""
         return self.machine == here() and not RankProcess(self.started, self.pid).is_alive
 
     @property
@@ -94,7 +94,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def here() -> str:
-    """Return what tells apart where process ids are valid: the boot and the pid namespace."""
+    """Return the boot id and the pid namespace, within which process ids are valid."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -111,13 +111,13 @@ def decode(encoded: bytes, place: str) -> Claim:
     """Return the claim in the contents of the file `place`.
 
     Raises:
-        CorruptCheckpointError: there is none.
+        CorruptCheckpointError: the contents are not a claim.
     """
     try:
-        # The last field is text, so that no byte of it is zero.
+        # The last field is text, so the claim does not end with a zero byte.
         claim = _CLAIM.decode(encoded.rstrip(b"\0"))
         if not (claim.host + claim.run_id).isprintable():
-            raise ValueError("host or run cannot be printed")
+            raise ValueError("host or run has unprintable characters")
         if not TRAINING <= claim.state <= ENDED:
             raise ValueError(f"state {claim.state}")
         if not 0 < claim.interval_s < _LONGEST_S:
@@ -134,9 +134,9 @@ def read(storage: Storage) -> Claim | None:
     """Return the claim to a save directory; None if there is none.
 
     Raises:
-        CorruptCheckpointError: what stands in its place is none.
+        CorruptCheckpointError: the file is not a claim.
     """
-    # Looks at the directory first, so that NFS asks its server what the name stands for.
+    # `present` opens the directory first, so that NFS asks its server for the current file.
     if CLAIM not in storage.present("", [CLAIM]):
         return None
     try:
@@ -146,7 +146,7 @@ def read(storage: Storage) -> Claim | None:
 
 
 def put(storage: Storage, claim: Claim, guard: Callable[[], None] | None = None) -> None:
-    """Replace the claim to a save directory, whoever had it; see `Storage.put` for `guard`."""
+    """Replace the claim to a save directory, of any writer; see `Storage.put` for `guard`."""
     storage.put(CLAIM, encode(claim), guard=guard)
 
 

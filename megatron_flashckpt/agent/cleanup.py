@@ -1,12 +1,12 @@
-"""What crashes leave in a save directory: files of saves that nobody will complete any more.
+"""Removal of orphaned files: parts of saves that crashes interrupted and nobody will complete.
 
-An agent cleans up after itself. What it could not, because it was killed, the agent that holds rank
-0 removes, which alone commits: when a job goes on from a checkpoint, and after commits.
+An agent removes its own files. If it was killed, the agent with rank 0 removes them, because only
+that agent commits: when a job resumes from a checkpoint, and after commits.
 
-A directory without a manifest is half a save, and no load looks at it. It is dead if the committing
-agent does not know of that save: always when a job goes on, for then no rank is saving; later only
-if it is not newer than the last but one that was committed, nor than the last. Names carry the id
-of their save, so whatever is saved meanwhile cannot be hit.
+A directory without a manifest is an incomplete save, and no load uses it. It is removed if the
+committing agent does not know of that save: (a) when a job resumes, because no rank is saving then,
+or (b) after a commit, if it is newer than neither of the two newest commits. Names carry the id of
+their save, so files of a concurrent save are never hit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
@@ -26,44 +29,69 @@ from megatron_flashckpt.storage.parallel import for_all
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait for storage while a job waits to go on.
+_T = TypeVar("_T")
+
+#: Pauses before a removal is repeated after a transient error.
+_RETRIES_S = (0.2, 1.0)
+#: Longest wait for storage while a job waits to resume.
 _LOOK_S = 2.0
 _OF_ATTEMPTS = (".commit", ".failed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Leftovers:
-    """What may be removed; may be empty."""
+    """Orphaned files that may be removed; may be empty."""
 
     files: list[str] = dataclasses.field(default_factory=list)
-    """Beside checkpoints, or in them and not part of them."""
-    halves: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Directories of half a save, with the files in them."""
-    whole: list[int] = dataclasses.field(default_factory=list)
-    """Iterations of the checkpoints that were looked into."""
+    """Files next to checkpoints, or in their directories without being part of them."""
+    incomplete: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Directories of incomplete saves, with the files in them."""
+    examined: list[int] = dataclasses.field(default_factory=list)
+    """Iterations of the checkpoints whose directories were examined."""
 
     def remove(self, storage: Storage) -> int:
-        """Delete the files, and directories that hold nothing else; return the number of files."""
+        """Delete the files, and directories without other files; return the number of files."""
         files = list(self.files)
-        for directory, within in self.halves.items():
-            # A save that was given up, because storage did not answer, may have been committed.
+        for directory, within in self.incomplete.items():
+            # A save that failed because storage did not answer may have been committed.
             if file_names.MANIFEST not in storage.list(directory):
                 files += within
         for_all(lambda name: _delete(storage, name), files)
-        for directory in self.halves:
-            storage.delete_directory(directory)
+        for directory in self.incomplete:
+            _delete_directory(storage, directory)
         return len(files)
 
 
+def retried(step: Callable[[], _T]) -> _T:
+    """Return `step()`, a removal, repeated after errors that may pass.
+
+    Storage may remove a file and still report an error. An empty directory is never found again,
+    so an error must not end the removal before the directory is deleted.
+    """
+    for pause_s in _RETRIES_S:
+        try:
+            return step()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+        time.sleep(pause_s)
+    return step()
+
+
 def _delete(storage: Storage, name: str) -> None:
-    storage.delete(name)
+    retried(lambda: storage.delete(name))
     reach("leftover.file")
 
 
-class Sweeper:
-    """Finds leftovers at the right moments, and removes them in the background.
+def _delete_directory(storage: Storage, name: str) -> None:
+    retried(lambda: storage.delete_directory(name))
 
-    It remembers which checkpoints have none, so that each directory is listed once while it exists.
+
+class Sweeper:
+    """Finds orphaned files at the right moments, and removes them in the background.
+
+    It remembers checkpoints without orphaned files, so that each directory is listed once per
+    start of the job.
     """
 
     def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
@@ -71,20 +99,22 @@ class Sweeper:
         self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
-        #: The iteration that the job has just resumed from, whatever its directory looks like.
+        #: Iteration that the job has just resumed from; its directory is never incomplete.
         self._resumed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
 
     def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
-        """Note what is left of all dead saves, if storage answers within a moment.
+        """Find files of all dead saves, if storage answers within `_LOOK_S`.
 
-        What is seen later may be of a save that has begun meanwhile, on another node.
+        Files that are found later may belong to a save that has begun meanwhile on another node.
 
         Args:
-            resumed: the iteration of the checkpoint that the job resumes from. Its manifest may be
-                visible to the trainers, but not here yet: its directory is no half of a save.
+            resumed: iteration of the checkpoint that the job resumes from. Trainers may see its
+                manifest before this node does, so its directory is not an incomplete save.
         """
         self._resumed = resumed
+        # Files of an agent on another node may have become visible after the last look.
+        self._clean = set()
         answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
         threading.Thread(
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
@@ -92,7 +122,7 @@ class Sweeper:
         try:
             self._found.put(answer.get(timeout=_LOOK_S))
         except queue.Empty:
-            logger.warning("storage is slow: what crashes left is removed after the next commit")
+            logger.warning("storage is slow: orphaned files are removed after the next commit")
 
     def look(
         self,
@@ -101,60 +131,61 @@ class Sweeper:
         former: int | None = None,
         is_current: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Note, once `committed` is, what is left of dead saves up to the one committed before.
+        """Find, after the commit of `committed`, files of dead saves up to the previous commit.
 
-        Not of later ones: agents of other nodes may not have read yet why those failed.
+        Later saves are left out: agents of other nodes may not have read yet why those failed.
 
         Args:
-            is_pending: whether a save of an iteration is under way here.
-            former: the checkpoint that the tracker named before. If another agent committed it,
-                that one may have been killed before it had tidied up.
-            is_current: whether no job has started since. If one has, other nodes may be saving
-                what is not known here yet.
+            is_pending: returns whether a save of an iteration is pending on this node.
+            former: the checkpoint that the tracker named before. Another agent that committed it
+                may have been killed before it had tidied up.
+            is_current: returns whether no job has started since. If one has, other nodes may be
+                saving, unknown to this agent.
         """
         until, self._committed = self._committed, committed
         self._resumed = None
         if until is not None:
-            # Training may have gone back, and other nodes may have begun what follows.
-            found = self._find(is_pending, min(until, committed))
+            # Training may have resumed from an older save, and other nodes may have begun the next
+            # ones.
+            leftovers = self._find(is_pending, min(until, committed))
         elif former is not None:
-            found = self._find(is_pending, former, only=former)
+            leftovers = self._find(is_pending, former, only=former)
         else:
             return
         if is_current():
-            self._found.put(found)
+            self._found.put(leftovers)
 
     def _find(
         self, is_pending: Callable[[int], bool], until: int | None, only: int | None = None
     ) -> Leftovers:
-        found = Leftovers()
-        # With the lock no temporary file that is listed is one that this agent is putting.
+        leftovers = Leftovers()
+        # The lock keeps this agent from writing temporary files during the listing.
         with self._manifests.changing:
             if only is None:
-                self._find_now(is_pending, until, found)
+                self._find_now(is_pending, until, leftovers)
             else:
-                self._find_beside(is_pending, only, found)
-        return found
+                self._find_beside(is_pending, only, leftovers)
+        return leftovers
 
     def _find_beside(
-        self, is_pending: Callable[[int], bool], iteration: int, found: Leftovers
+        self, is_pending: Callable[[int], bool], iteration: int, leftovers: Leftovers
     ) -> None:
-        """Note what is left beside one checkpoint; nothing if it has no manifest."""
+        """Find orphaned files next to one checkpoint; nothing if it has no manifest."""
         directory = file_names.iteration_dir(iteration)
         try:
             if self._storage.kind(directory) != "directory" or is_pending(iteration):
                 return
             if self._storage.present(directory, [file_names.MANIFEST]):
-                self._look_into(directory, iteration, found)
+                self._look_into(directory, iteration, leftovers)
         except (FlashCkptError, OSError) as error:
-            logger.warning("cannot look for what earlier crashes left: %s", error)
+            logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
     def _find_now(
-        self, is_pending: Callable[[int], bool], until: int | None, found: Leftovers
+        self, is_pending: Callable[[int], bool], until: int | None, leftovers: Leftovers
     ) -> None:
         try:
             listed = self._storage.list("")
-            # A directory that was removed may be made again, by an agent that comes back late.
+            # A removed directory may be created again by an agent that resumes late.
             self._clean.intersection_update(map(file_names.parse_iteration_dir, listed))
             for name in listed:
                 iteration = file_names.parse_iteration_dir(name)
@@ -163,7 +194,7 @@ class Sweeper:
                 if former in (file_names.TRACKER, file_names.HISTORY) or (
                     until is None and of_a_start
                 ):
-                    found.files.append(name)
+                    leftovers.files.append(name)
                 elif (
                     iteration is not None
                     and iteration not in self._clean
@@ -171,65 +202,73 @@ class Sweeper:
                     and not is_pending(iteration)
                     and self._storage.kind(name) == "directory"
                 ):
-                    self._look_into(name, iteration, found)
+                    self._look_into(name, iteration, leftovers)
         except (FlashCkptError, OSError) as error:
-            logger.warning("cannot look for what earlier crashes left: %s", error)
+            logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
-    def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
+    def _look_into(self, directory: str, iteration: int, leftovers: Leftovers) -> None:
         listed = self._storage.list(directory)
         if file_names.MANIFEST not in listed:
             if iteration == self._resumed:
                 return
-            whole = _committed_once(listed)
-            if whole:
+            committed = _committed_once(listed)
+            removals = {file_names.removal_name(iteration, save_id) for save_id in committed}
+            # Retention has moved the manifests of these, and deletes their files after a commit.
+            removals = self._storage.present("", removals) if removals else set()
+            lost = {
+                save_id
+                for save_id in committed
+                if file_names.removal_name(iteration, save_id) not in removals
+            }
+            if lost:
                 logger.warning(
                     "%s/%s: the manifest of save %s is missing, but the save was committed; its "
                     "files stay; put the manifest back, or remove the directory yourself",
                     self._storage.place,
                     directory,
-                    ", ".join(sorted(whole)),
+                    ", ".join(sorted(lost)),
                 )
-            mine = [
+            names = [
                 f"{directory}/{name}"
                 for name in listed
-                if _is_ours(name) and file_names.save_id_of(name) not in whole
+                if _is_ours(name) and file_names.save_id_of(name) not in committed
             ]
-            files = [name for name in mine if self._storage.kind(name) == "file"]
-            if files:  # an empty directory may be one that somebody is about to fill
-                found.halves[directory] = files
+            files = [name for name in names if self._storage.kind(name) == "file"]
+            if files:  # another agent may be about to fill an empty directory
+                leftovers.incomplete[directory] = files
             return
-        found.whole.append(iteration)
-        # Whether all is as it should be shows without reading the manifest.
+        leftovers.examined.append(iteration)
+        # The file names tell whether anything must be removed; the manifest need not be read.
         saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
-            found.files.extend(beside(self._storage, directory, facts.save_id))
+            leftovers.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
-        """Remove what was found."""
+        """Remove the files that were found."""
         while not self._found.empty():
-            found = self._found.get()
+            leftovers = self._found.get()
             try:
-                count = found.remove(self._storage)
-                self._clean.update(found.whole)
+                count = leftovers.remove(self._storage)
+                self._clean.update(leftovers.examined)
                 if count:
-                    logger.info("removed %d files that crashes left", count)
+                    logger.info("removed %d orphaned files of earlier crashes", count)
             except OSError as error:
-                logger.warning("left behind by an earlier crash: %s", error)
+                logger.warning("cannot remove orphaned files of earlier crashes: %s", error)
 
 
 def _committed_once(listed: list[str]) -> set[str]:
-    """Return the saves in a directory without a manifest that had one, which somebody removed.
+    """Return the saves in a directory whose manifest was written and later removed.
 
-    A commit writes the common state last and needs the records of all ranks, which go when the
-    manifest has come. So a save with its common state and without any record was committed.
+    A commit writes the common state last and needs the records of all ranks, which are removed
+    after the manifest is written. So a save with common state and without records was committed.
     """
     attempts = {file_names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
     return set(filter(None, map(file_names.save_id_of_common, listed))) - attempts
 
 
 def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
-    """Return the files of ours in a directory that are not part of its checkpoint `save_id`."""
+    """Return the package's files in a directory that are not part of its save `save_id`."""
     return [
         f"{directory}/{name}"
         for name in storage.list(directory)
@@ -238,7 +277,7 @@ def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
 
 
 def _is_of_an_attempt(name: str) -> bool:
-    """Return whether a file of ours means nothing once its save is committed."""
+    """Return whether a file has no use once its save is committed."""
     return _is_ours(name) and (
         parse_temporary_name(name) is not None or name.endswith(_OF_ATTEMPTS)
     )

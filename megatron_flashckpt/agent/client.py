@@ -1,4 +1,4 @@
-"""A trainer's side of the conversation with its node's agent."""
+"""Connection of a trainer to its node's agent."""
 
 from __future__ import annotations
 
@@ -41,42 +41,46 @@ from megatron_flashckpt.tracing import Span
 logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
-#: Longest wait for digests of what an earlier incarnation left: gigabytes at memory speed.
+#: Longest wait for digests of the slots of an earlier incarnation: gigabytes at memory speed.
 _DIGESTED_S = 120.0
 _RETRY_S = 0.02
-#: A wait for something long is asked for in slices, so that a hung agent is noticed.
+#: A long wait is requested in slices of this length, so that a hung agent is noticed.
 _SLICE_S = 5.0
 #: Seconds that an agent has to restore its socket.
 _SILENT_S = 10.0
 _TEMPLATE_SLICE_S = 1.0
-#: How finely the patience with an agent is counted.
+#: Parts into which a wait for an answer is divided; see `_await_answer`.
 _PATIENCE_PARTS = 10
 
 
 class _HungUpError(AgentError):
-    """The agent ended the conversation, or was gone before it."""
+    """The agent closed the connection, or had ended before."""
 
 
 class AgentClient:
-    """A connection of one rank. Safe to use from several threads, one request at a time.
+    """Connection of one rank. Safe to use from several threads, one request at a time.
 
-    An agent that does not answer for `answer_s` (beyond a wait that was asked for) is stopped or
-    hangs: nothing that it does for an answer takes more than a second or so. It is killed, so that
-    another can take its place and training goes on.
+    An agent that does not answer for `answer_s` (beyond a requested wait) is stopped or hangs,
+    because every answer takes it at most about a second. The client kills such an agent, so that
+    another one can replace it and training continues.
     """
 
     def __init__(
         self, sock: socket.socket, rank: int, directory: Path, answer_s: float, identity: str = ""
     ) -> None:
-        """Args: `identity`: of the save directory; see `save_directory.identity_of`."""
+        """Send the greeting.
+
+        Args:
+            identity: identity of the save directory; see `save_directory.identity_of`.
+        """
         self._sock = sock
         self._lock = threading.Lock()
         self.directory = directory
-        """Where agent and trainers meet."""
+        """Directory with the socket and the log of the agent."""
         self._log = directory / LOG
         self._answer_s = answer_s
-        #: Why nothing more can be asked: after an answer that did not come, the next one would be
-        #: taken for it.
+        #: Reason why no request can follow: after a missing answer, the next answer would be taken
+        #: for it.
         self._ended: str | None = None
         self._was_killed = False
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION, identity), p.Welcome)[0]
@@ -84,8 +88,8 @@ class AgentClient:
         self.facts = welcome.facts
         if welcome.former_pid:
             logger.warning(
-                "rank %d: process %d, an earlier one of this rank, still runs on this node; it "
-                "saves nothing any more: end it",
+                "rank %d: process %d, an earlier one of this rank, still runs on this node and no "
+                "longer saves: end it",
                 rank,
                 welcome.former_pid,
             )
@@ -107,8 +111,8 @@ class AgentClient:
                     self._end_agent()
                 self._ended = self._ended or str(error) or "connection closed"
                 raise _HungUpError(
-                    f"the agent of this node is gone ({self._ended}); log of it: {self._log}"
-                    + ("" if self._was_killed else f"; if that has no reason, {KILLED}")
+                    f"the agent of this node is gone ({self._ended}); its log: {self._log}"
+                    + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
                 ) from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
@@ -120,13 +124,13 @@ class AgentClient:
         raise AgentError(f"the agent answered {type(request).__name__} with {reply!r}")
 
     def _await_answer(self, wait_s: float) -> None:
-        """Return when an answer begins to come.
+        """Return when an answer begins to arrive.
 
-        In small parts: a job that was suspended as a whole, agent and all, wakes up with its time
-        spent, and that must not be held against the agent.
+        The wait is divided into small parts: a job that was suspended with its agent wakes up with
+        its time spent, and the agent needs time to answer then.
         """
         part = (wait_s + self._answer_s) / _PATIENCE_PARTS
-        poll = select.poll()  # not `select`, which cannot do with descriptors above 1023
+        poll = select.poll()  # `select` is limited to descriptors below 1024
         poll.register(self._sock, select.POLLIN)
         for _ in range(_PATIENCE_PARTS):
             if poll.poll(1000 * part):
@@ -134,22 +138,23 @@ class AgentClient:
         raise TimeoutError(f"no answer within {self._answer_s:g} s")
 
     def _end_agent(self) -> None:
-        """Kill the agent at the other end, which does not answer."""
+        """Kill the agent, which does not answer."""
         pid = frames.peer(self._sock).pid
-        if pid > 0:  # 0: it lives in a pid namespace that we cannot see
+        if pid > 0:  # 0: the agent runs in a pid namespace that is not visible here
             logger.error("agent %d did not answer within %g s: killed", pid, self._answer_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def attach(self, slab: Slab) -> tuple[str, ...]:
-        """Hand the agent a slab in place of the rank's former one.
+        """Hand the agent a slab that replaces the rank's former one.
 
-        Returns the saves that are staged in it: the agent persists them and tells their outcome.
+        Returns the saves that are staged in the slab: the agent persists them and reports their
+        results.
         """
         return self._ask(p.AttachSlab(slab.read_only), p.Attached, slab.fd)[0].taken
 
     def detach(self) -> None:
-        """Have the agent unmap this rank's slab, so that closing the slab here frees the memory.
+        """Make the agent unmap this rank's slab, so that closing the slab here frees the memory.
 
         Raises:
             AgentError: the slab holds a checkpoint, or the agent is gone.
@@ -157,9 +162,9 @@ class AgentClient:
         self._ask(p.DetachSlab(), p.Done)
 
     def take(self) -> tuple[Slab | None, tuple[p.Offer, ...]]:
-        """Return the slab that an earlier incarnation of this rank left, and what is in it.
+        """Return the slab that an earlier incarnation of this rank left, and its slots.
 
-        Waits until the agent has digested all of that.
+        Waits until the agent has digested the slots.
 
         Raises:
             AgentError: this process has no descriptor left for the slab, or the agent is gone.
@@ -194,18 +199,18 @@ class AgentClient:
         return reply.saves
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
-        """Say which save training goes on from; newer slots of other saves are emptied."""
+        """Report the save that training resumes from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)
 
     def hold(self, key: RunKey) -> None:
-        """Say which run this rank is of."""
+        """Report the run that this rank belongs to."""
         self._ask(p.Hold(key.epoch, key.run_id), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.
 
         Raises:
-            SaveFailedError: none will: storage hangs.
+            SaveFailedError: storage hangs, so that no slot will become free.
         """
         granted = self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted, None, wait_s)[0]
         if granted.hung_s:
@@ -216,15 +221,15 @@ class AgentClient:
         return granted.slot
 
     def staged(self, slot: int, cost: RankCost | None = None, spans: tuple[Span, ...] = ()) -> None:
-        """Ring the doorbell: the slot is complete, and this is what that took."""
+        """Send the "staged" message: the slot is complete; `cost` and `spans` are its timings."""
         self._ask(p.Staged(slot, cost, spans), p.Done)
 
     def abandon(self, iteration: int, save_id: str, reason: str) -> None:
-        """Let a save fail on all ranks, because this one could not stage its part."""
+        """Make a save fail on all ranks, because this rank could not stage its part."""
         self._ask(p.Abandon(iteration, save_id, reason), p.Done)
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
-        """Return a template that another rank published; None: this rank is to compute it."""
+        """Return a template that another rank published; None: this rank must compute it."""
         request = p.GetTemplate(fingerprint, _TEMPLATE_SLICE_S)
         while True:
             reply = self._ask(request, p.TemplateReply, None, _TEMPLATE_SLICE_S)[0]
@@ -238,33 +243,33 @@ class AgentClient:
     def poll(
         self, wait_s: float = 0.0, spans: Mapping[str, tuple[Span, ...]] | None = None
     ) -> p.Outcomes:
-        """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending.
+        """Return unreported results; with `wait_s`, wait for one while saves are pending.
 
         Args:
-            spans: by save, what it has done since its doorbell was rung.
+            spans: the trainer's work since the "staged" message, by save.
         """
         return self._ask(p.Poll(wait_s, dict(spans or {})), p.Outcomes, None, wait_s)[0]
 
     def open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
-        """Have the agent listen for those of other nodes; return how they reach and know it."""
+        """Make the agent listen for agents of other nodes; return its address and key."""
         return self._ask(request, p.PeersOpened)[0]
 
     def join_peers(self, plan: p.JoinPeers) -> None:
-        """Introduce the agents of the job."""
+        """Send the agent the addresses of the other agents of the job."""
         self._ask(plan, p.Done)
 
     def end_peers(self) -> None:
-        """Let the agent have nothing to do with those of other nodes any more."""
+        """End the agent's connections to agents of other nodes."""
         self._ask(p.EndPeers(), p.Done)
 
     def recover(self, saves: tuple[str, ...], *, huge_pages: bool = True) -> None:
-        """Return when the agent has tried to get these saves of this rank from other nodes."""
+        """Return when the agent has tried to fetch these saves of this rank from other nodes."""
         request = p.Recover(saves, _SLICE_S, huge_pages)
         while not self._ask(request, p.Recovered, None, _SLICE_S)[0].ended:
             pass
 
     def configure(self, settings: AgentSettings) -> None:
-        """Give the agent the settings of this run; one that an earlier run started has others."""
+        """Give the agent the settings of this run; an agent of an earlier run may have others."""
         changed = self._ask(Configure(settings), Configured)[0].changed
         if changed:
             logger.info(
@@ -274,29 +279,30 @@ class AgentClient:
             )
 
     def begin_run(self, run: BeginRun) -> None:
-        """Say which ranks of this node the run has; the agent frees the memory of others."""
+        """Report the ranks of the run on this node; the agent frees the memory of other ranks."""
         self._ask(run, p.Done)
 
     def held(self, wait_s: float = 0.0) -> tuple[HeldSlab, ...]:
-        """Return whose memory the agent holds; wait until that of departed ranks is freed."""
+        """Return the slabs that the agent holds, after those of departed ranks are freed."""
         return self._ask(AskHeld(wait_s), Held, None, wait_s)[0].slabs
 
     def leave(self) -> None:
-        """Say that this rank ends as planned."""
+        """Report that this rank ends as planned."""
         self._ask(p.Leave(), p.Done)
 
     def close(self) -> None:
-        """Hang up. Without `leave` before, the agent keeps this rank's slots for a restart."""
+        """Close the connection. Without `leave` before, the agent keeps this rank's slots."""
         _close(self._sock)
 
 
 def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
     """Return a connection to the node's agent for save directory `root`.
 
-    The first rank of the node starts the agent if there is none; the others wait for it.
+    The first rank of the node starts the agent if there is none; the other ranks wait for the
+    agent.
 
     Raises:
-        AgentError: it did not answer in time, or the socket directory is not private.
+        AgentError: the agent did not answer in time, or the socket directory is not private.
     """
     deadline = time.monotonic() + config.agent.start_timeout_s
     silent = SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
@@ -316,7 +322,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             client.configure(settings_of(config))
             return client
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
-            # Also where an agent has just left, directory and all: start over. But a refusal (an
+            # Start over, also if an agent has just left and removed the directory. A refusal (an
             # agent of another release or user) is final.
             _close(sock)
         except BaseException:
@@ -325,8 +331,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent answered at {directory / SOCKET} within "
-                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if that has "
-                "no reason, the node is slow: raise 'agent.start_timeout_s'"
+                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if the "
+                "log has no reason, the node is slow: raise 'agent.start_timeout_s'"
             )
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)
@@ -336,7 +342,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket that forked children close: they must not speak for this rank."""
+    """Return a socket that forked children close, because they must not act for this rank."""
     with forks.held_off():
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         forks.close_in_children(sock)

@@ -1,13 +1,13 @@
-"""Turn durable shards into a checkpoint, or say why that did not happen.
+"""Commit of a save: turns durable shards into a checkpoint, or reports why it cannot.
 
-The agent on the node of global rank 0 commits: it waits until commit records *name* all ranks
-(names, not a count: a record of an earlier attempt must not stand in for one of this attempt),
-merges them, and puts the manifest. Only then does the tracker move. The other agents
-wait for that manifest.
+The agent on the node of global rank 0 commits. It waits until commit records *name* all ranks
+(names, not a count: a record of an earlier attempt must not replace one of this attempt). Then it
+merges the records and writes the manifest. Only then does the tracker move. The other agents wait
+for that manifest.
 
 Once an agent has published the records of its ranks, only the committing agent decides. The others
-retry storage errors until their deadline, and delete their files only if the committing agent says
-that the save has failed: it may be reading their records at that moment.
+retry storage errors until their deadline, and delete their files only if the committing agent
+reports that the save has failed. Until then, it may be reading their records.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from collections.abc import Collection
 
 import xxhash
 
-from megatron_flashckpt.agent.commit_records import check_shards, read_records, why_gone
+from megatron_flashckpt.agent.commit_records import (
+    MissingShardsError,
+    check_shards,
+    read_records,
+    why_gone,
+)
 from megatron_flashckpt.agent.failed_save import (
     failure_elsewhere,
+    lasts_elsewhere,
     leave_note,
     may_remove,
     tell_others,
@@ -48,23 +54,23 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: How often the node of rank 0, and the others, look whether another run has taken over.
+#: Seconds between two checks for a later run: on the node of rank 0, and on the others.
 _FENCED_S = (1.0, 30.0)
-#: How long the committing agent retries storage that reports errors which may pass.
+#: Seconds for which the committing agent retries transient storage errors.
 _TROUBLE_S = 20.0
-#: How long any other agent retries a device that reports I/O errors.
+#: Seconds for which any other agent retries a device that reports I/O errors.
 _DEAD_DISK_S = 120.0
-#: How long a writer that meets the same error as the commit may take to report it.
+#: Seconds that a writing thread has to report an error that the commit has met, too.
 _WRITER_S = 2.0
-#: How long a node waits until that of rank 0, too, knows that training has abandoned a save.
+#: Seconds until the node of rank 0 also knows that training has abandoned a save.
 _ABANDONED_S = 30.0
-_ABANDONED = "a crash cut it short; training went on from an older checkpoint"
+_ABANDONED = "a crash interrupted it; training resumed from an older checkpoint"
 
 
 def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
-    """Return `(finished, error)` for `save`, committing it if that is now possible and ours to do.
+    """Return `(finished, error)` for `save`, committing it if this agent can do so now.
 
-    Called repeatedly by the agent's commit thread. Never raises: what goes wrong is the outcome.
+    Called repeatedly by the agent's commit thread. Never raises: an error is the result.
     """
     try:
         if save.outlived:
@@ -73,7 +79,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             place = f"{save.storage.place}/{save.directory}"
             return True, f"{place}: holds a later save of the same iteration already"
         if save.error is not None:
-            # Where the others look for it; see `presence.look`.
+            # The rank whose note the others look for; see `presence.look`.
             rank = 0 if 0 in save.metas else min(save.failed or save.metas)
             tell_others(save, rank, save.error)
             return True, save.error
@@ -81,23 +87,25 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, save.past.error
         if save.fence is not None:
             save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
-        persisted = sorted(save.persisted)  # before the look, which sees the records of these
+        persisted = sorted(save.persisted)  # before `look`, which sees their records
         present = look(save)
         failure = failure_elsewhere(save, present)
         if failure is not None:
+            save.lasts = save.lasts or lasts_elsewhere(failure)
             save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
                 tell_others(save, 0, failure)
             return True, failure
         if save.persisted < set(save.metas) or save.unpublished:
-            save.troubled_since = None  # all that is asked of storage so far was answered
+            save.troubled_since = None  # storage has answered all requests so far
             return _expired(save, timeout_s)
         is_unmarked = awaits_marker(save, present)
         if not is_unmarked and is_committed(save, present):
             if 0 in save.metas:
-                # By an agent that is gone: it may not have come to what follows the manifest.
+                # A former agent has written the manifest and may have died before the steps that
+                # follow.
                 head = manifest_head(save.storage, save.iteration)
-                # Asked after the head: what another agent puts meanwhile is told from it.
+                # Check after reading the head, so that a manifest written in between is detected.
                 if not is_committed(save, present):
                     return _expired(save, timeout_s)
                 with save.manifests.changing:
@@ -111,18 +119,20 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 reach("commit.ready")
                 commit(save, present)
                 return True, None
-        if save.listed_all and not is_unmarked:  # records go once a save is committed
+        if save.listed_all and not is_unmarked:  # a commit removes the records
             save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
+        if isinstance(error, MissingShardsError) and _may_come_late(save, error):
+            return _expired(save, timeout_s)
         if may_pass(error) and _is_worth_a_retry(save, error):
-            logger.warning("iteration %d: tries again: %s", save.iteration, error)
+            logger.warning("iteration %d: trying again: %s", save.iteration, error)
             return _expired(save, timeout_s)
         if _may_be_told_by_a_writer(save):
             return _expired(save, timeout_s)
         save.lasts = will_last(error)
         return _failed(save, str(error))
-    except Exception as error:  # or the thread that concludes all saves would end here
+    except Exception as error:  # otherwise the commit thread would end
         logger.exception("iteration %d", save.iteration)
         place = f"{save.storage.place}/{save.directory}"
         return _failed(save, f"{place}: {type(error).__name__}: {error}")
@@ -132,8 +142,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 def _is_over(save: PendingSave) -> bool:
     """Return whether this node may conclude a save that training has abandoned.
 
-    The node of rank 0 may be committing it at this moment: its own ranks tell it a moment earlier
-    or later. So the other nodes keep their files until it is certain that it does not.
+    The node of rank 0 may be committing the save now, because its own ranks report a moment earlier
+    or later. So the other nodes keep their files until they know that it does not commit.
     """
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
@@ -146,26 +156,26 @@ def _is_over(save: PendingSave) -> bool:
 
 
 def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
-    """Return the result of a save that is still open: a failure, if its time is over."""
+    """Return the result of a pending save: a failure if its time is over."""
     if time.monotonic() - save.staged_at <= timeout_s:
         return False, None
     return _failed(save, gave_up(save, timeout_s))
 
 
 def _failed(save: PendingSave, error: str) -> tuple[bool, str]:
-    """Return a failure; the committing agent first tells the other nodes, which wait for it."""
+    """Return a failure; the committing agent first reports it to the waiting nodes."""
     if 0 in save.metas:
         tell_others(save, 0, error)
     return True, error
 
 
 def _is_worth_a_retry(save: PendingSave, error: BaseException) -> bool:
-    """Return whether an error that may pass leaves `save` open.
+    """Return whether an error that may pass leaves `save` pending.
 
-    The committing agent gives up after `_TROUBLE_S`, so that a dead disk does not hold slots for
-    the whole commit timeout. The other agents cannot decide, and wait for its decision while their
-    storage is away. An agent whose own device is dead gives up, and leaves its files: the save may
-    be committed all the same.
+    The committing agent fails the save after `_TROUBLE_S`, so that a dead disk does not block slots
+    for the whole commit timeout. The other agents cannot decide, and wait for its decision while
+    their storage fails. An agent whose own device is dead gives up and leaves its files, because
+    the save may still be committed.
     """
     if save.troubled_since is None:
         save.troubled_since = time.monotonic()
@@ -175,8 +185,18 @@ def _is_worth_a_retry(save: PendingSave, error: BaseException) -> bool:
     return class_of(error).kind != "damage" or troubled_s < _DEAD_DISK_S
 
 
+def _may_come_late(save: PendingSave, error: MissingShardsError) -> bool:
+    """Return whether missing shards, written by other nodes, may still become visible."""
+    if not error.ranks.isdisjoint(save.metas):
+        return False
+    if save.incomplete_since is None:
+        save.incomplete_since = time.monotonic()
+        logger.warning("iteration %d: trying again: %s", save.iteration, error)
+    return time.monotonic() - save.incomplete_since < _TROUBLE_S
+
+
 def _may_be_told_by_a_writer(save: PendingSave) -> bool:
-    """Return whether a thread that writes a shard may report the same error in a moment.
+    """Return whether a thread that writes a shard may soon report the same error.
 
     Such a report names the rank whose part has failed.
     """
@@ -187,15 +207,15 @@ def _may_be_told_by_a_writer(save: PendingSave) -> bool:
 
 
 def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
-    """Merge the records and put the manifest, then move the tracker.
+    """Merge the records and write the manifest, then move the tracker.
 
-    What is to be removed then is `tidying.tidy`'s.
+    `tidying.tidy` removes obsolete files afterwards.
 
     Args:
         present: files in the directory of the save, if they are known.
 
     Raises:
-        CorruptCheckpointError: the records contradict each other, or a shard is not there.
+        CorruptCheckpointError: the records contradict each other, or a shard is missing.
         StorageError: the tracker still names the previous checkpoint.
     """
     _check_wanted(save)
@@ -211,14 +231,16 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
             common_digest=xxhash.xxh3_64_hexdigest(meta.common),
             committed_at=time.time(),
         )
-        # What no load would take must not become a checkpoint, and the tracker must not name it.
+        # A manifest that loads would reject must not become a checkpoint, nor be named by the
+        # tracker.
         manifest.check(merged, f"{storage.place}/{save.directory}/{file_names.MANIFEST}")
     with phase("check shards"):
         check_shards(storage, save.iteration, records)
     encoded = manifest.encode_manifest(merged)
     with save.manifests.changing:
         with phase("manifest"):
-            # Its name becomes durable with that of the manifest; the tracker names neither before.
+            # No directory fsync here: the manifest's `put` does it, and the tracker moves only
+            # after that.
             common = f"{save.directory}/{file_names.common_name(save.save_id)}"
             storage.put(common, meta.common, durable="contents")
             reach("commit.common")
@@ -234,10 +256,10 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
 
 
 def _publish(save: PendingSave, encoded: bytes) -> None:
-    """Tell other nodes of a save whose manifest is there, and move the tracker to it.
+    """Report to other nodes that the manifest is written, and move the tracker.
 
     Args:
-        encoded: its manifest, or the beginning of it.
+        encoded: the manifest, or its head.
     """
     storage = save.storage
     if len(save.metas) < save.metas[0].world_size:
@@ -249,8 +271,8 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
             compared=save.compared,
         )
         put_marker(storage, facts, encoded)
-    # One that is committed after a later save is no newest checkpoint for a moment: what Megatron
-    # would remove by now is itself.
+    # A save that is committed after a later one is never the newest checkpoint; Megatron would
+    # remove it now.
     save.previous = save.iteration
     if save.superseded_by is None and not _is_overtaken(save):
         save.previous = tracked_before_commit(storage)
@@ -262,13 +284,13 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
 
 
 def _check_commits(save: PendingSave) -> None:
-    """Raise unless this agent is the one that commits."""
+    """Raise unless this agent is the committing agent."""
     if save.fence is not None:
         save.fence.check_commits(save.storage)
 
 
 def _check_wanted(save: PendingSave) -> None:
-    """Raise unless `save` may become a checkpoint now: commits of large jobs take seconds."""
+    """Raise unless `save` may become a checkpoint now; commits of large jobs take seconds."""
     _check_commits(save)
     if save.outlived:
         raise SaveFailedError(_ABANDONED)
@@ -277,12 +299,12 @@ def _check_wanted(save: PendingSave) -> None:
 
 
 def _check_named(save: PendingSave) -> None:
-    """Raise unless the tracker may name `save` now: this agent may have hung since the manifest."""
+    """Raise unless the tracker may name `save` now; this agent may have hung in between."""
     _check_commits(save)
     if not save.storage.present(save.directory, [file_names.MANIFEST]):
         raise CorruptCheckpointError(
-            f"{save.storage.place}/{save.directory}: its manifest is gone since it was committed, "
-            f"so {file_names.TRACKER} does not name it; find out what else removes files there"
+            f"{save.storage.place}/{save.directory}: its manifest was removed after the commit, so "
+            f"{file_names.TRACKER} does not name it; find out what else removes files there"
         )
 
 
@@ -291,5 +313,5 @@ def _is_overtaken(save: PendingSave) -> bool:
     tracked = tracked_before_commit(save.storage) if save.later else None
     if tracked is None:
         return False
-    found = committed_facts(save, tracked)
-    return found is not None and found.save_id in save.later
+    facts = committed_facts(save, tracked)
+    return facts is not None and facts.save_id in save.later

@@ -1,4 +1,4 @@
-"""The commit records of a save, as the agent that commits reads them."""
+"""Commit records of a save, as the committing agent reads them."""
 
 from __future__ import annotations
 
@@ -16,47 +16,56 @@ from megatron_flashckpt.file_format.commit_record import KNOWN_ITEMS, CommitReco
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.parallel import for_all
 
-#: More than such files have: what claims more is not read.
+#: Larger files are not read; record files are far smaller.
 _MAX_RECORD_NBYTES = 2**28
 #: Shards that an error names.
 _SHOWN = 8
 
-#: Seconds for which a record must not be seen to count as removed.
+#: Seconds for which a record must be missing to count as removed.
 _GONE_S = 2.0
+
+
+class MissingShardsError(CorruptCheckpointError):
+    """Shards have records, but their files are not visible."""
+
+    def __init__(self, message: str, ranks: frozenset[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def read_records(
     storage: Storage, iteration: int, save_id: str, world_size: int, names: Collection[str]
 ) -> list[CommitRecord]:
-    """Return the records of all ranks, in order; one of each template has its items.
+    """Return the records of all ranks, in order; one record of each template has its items.
 
-    A rank may have two records that agree: an agent was killed while it published the first.
+    A rank may have two records that agree, because an agent was killed while it published the
+    first.
 
     Args:
         names: files in the directory of the save.
 
     Raises:
-        CorruptCheckpointError: a file holds no records, or those of another save, rank or shard,
-            or two records of a rank contradict each other.
+        CorruptCheckpointError: a file holds no records, or those of another save, rank or shard, or
+            two records of a rank contradict each other.
     """
     directory = file_names.iteration_dir(iteration)
-    whole_in: dict[str, str] = {}
+    file_with_items: dict[str, str] = {}
 
     def read(file: tuple[str, range]) -> list[CommitRecord]:
         name, ranks = file
         return [
             msgspec.structs.replace(record, template=KNOWN_ITEMS)
             if record.template is not KNOWN_ITEMS
-            and whole_in.setdefault(record.template_fingerprint, name) != name
+            and file_with_items.setdefault(record.template_fingerprint, name) != name
             else record
             for record in _read(storage, f"{directory}/{name}", iteration, save_id, ranks)
         ]
 
     files = sorted(file_names.records_of(names, save_id, world_size).items())
-    found: dict[int, CommitRecord] = {}
+    by_rank: dict[int, CommitRecord] = {}
     for records in for_all(read, files):
         for record in records:
-            other = found.setdefault(record.rank, record)
+            other = by_rank.setdefault(record.rank, record)
             if other is record:
                 continue
             if _shard_of(other) != _shard_of(record):
@@ -65,30 +74,32 @@ def read_records(
                     "contradict each other; the next save writes new ones"
                 )
             if other.template is KNOWN_ITEMS:
-                found[record.rank] = record
-    return [found[rank] for rank in sorted(found)]
+                by_rank[record.rank] = record
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _shard_of(record: CommitRecord) -> CommitRecord:
-    """Return what a record says of its shard: not how long it took, nor the template's items."""
+    """Return the record without timings and template items: its statement about the shard."""
     return msgspec.structs.replace(record, template=KNOWN_ITEMS, cost=None)
 
 
 def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecord]) -> None:
-    """Raise unless all shards are there with the sizes that their records state.
+    """Raise unless all shards exist with the sizes that their records state.
 
-    Whoever removes a shard while the records are read (another job, a person) must not leave a
-    checkpoint that names it.
+    If another job or a person removes a shard while records are read, no manifest may name it.
 
     Raises:
+        MissingShardsError: names the shards that are missing; all others have the right size.
         CorruptCheckpointError: names the shards that are missing or have another size.
     """
     directory = file_names.iteration_dir(iteration)
+    missing: set[int] = set()
 
     def fault(record: CommitRecord) -> str | None:
         try:
-            nbytes = storage.size(f"{directory}/{record.file}")
+            nbytes = _size(storage, directory, record.file)
         except FileNotFoundError:
+            missing.add(record.rank)
             return f"{record.file} is missing"
         if nbytes != record.nbytes:
             return f"{record.file} has {nbytes} bytes instead of {record.nbytes}"
@@ -97,20 +108,34 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
     faults = [text for text in for_all(fault, records) if text is not None]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise CorruptCheckpointError(
+        message = (
             f"{storage.place}/{directory}: {'; '.join(faults[:_SHOWN])}{more}: removed or changed "
-            "since the shards were written; find out what else writes there before the next save"
+            "since the shards were written; find the other writer before the next save"
         )
+        if len(missing) == len(faults):
+            raise MissingShardsError(message, frozenset(missing))
+        raise CorruptCheckpointError(message)
+
+
+def _size(storage: Storage, directory: str, name: str) -> int:
+    try:
+        return storage.size(f"{directory}/{name}")
+    except FileNotFoundError:
+        # `present` asks the file system's server, which knows names made a moment ago.
+        if name not in storage.present(directory, [name]):
+            raise
+        return storage.size(f"{directory}/{name}")
 
 
 def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
-    """Return why nobody can commit a save: records of this node were removed; None: they are there.
+    """Return an error that names this node's removed records; None if none was removed.
 
-    What the history knows of the save goes to `save.past`: retention may have removed it. A list
-    that another host changes meanwhile may lack a name, so a record has to be missing for a while.
+    No agent can commit a save without them. If the history knows the save, `save.past` gets its
+    entry, because retention may have removed the files. A listing during another host's changes may
+    lack a name, so a record counts as removed after `_GONE_S`.
 
     Args:
-        persisted: ranks of this node whose records were there before `present` was read.
+        persisted: ranks of this node whose records existed before `present` was read.
         present: all names in the directory of the save.
     """
     world_size = next(iter(save.metas.values())).world_size
@@ -131,14 +156,14 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
     return (
         f"{save.storage.place}/{save.directory}: {', '.join(names[:_SHOWN])}{more} was removed "
         "before the save was committed; find out what else removes files there; the next save "
-        "makes them anew"
+        "writes new ones"
     )
 
 
 def is_persisted(save: PendingSave, rank: int) -> bool:
-    """Return whether an agent that is gone made this rank's shard of `save` durable.
+    """Return whether a former agent made this rank's shard of `save` durable.
 
-    Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
+    Such a file must not be written again, because the checkpoint may be committed meanwhile.
     """
     world_size = save.metas[rank].world_size
     listed = save.storage.list(save.directory)
@@ -146,7 +171,7 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
         if rank in ranks:
             save.record_names.add(name)
             return True
-    # Records go after the manifest has come: in this order one of the two is always seen.
+    # Records are removed after the manifest is written: in this order one of the two is seen.
     return is_committed(save, set(save.storage.list(save.directory)))
 
 
@@ -155,12 +180,12 @@ def _read(
 ) -> list[CommitRecord]:
     place = f"{storage.place}/{name}"
     records = decode_records(read_whole(storage, name, _MAX_RECORD_NBYTES), place)
-    said = [(it.iteration, it.save_id, it.rank, it.file) for it in records]
-    meant = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
-    if said != meant:
+    stored = [(record.iteration, record.save_id, record.rank, record.file) for record in records]
+    expected = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
+    if stored != expected:
         raise CorruptCheckpointError(
-            f"{place}: is the record of (iteration, save, rank, file) {_listed(said)}, "
-            f"expected {_listed(meant)}; the next save writes new ones"
+            f"{place}: is the record of (iteration, save, rank, file) {_listed(stored)}, "
+            f"expected {_listed(expected)}; the next save writes new ones"
         )
     return records
 

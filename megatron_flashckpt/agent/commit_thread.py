@@ -1,4 +1,4 @@
-"""What becomes of saves: committed by one thread, or failed, and told to trainers."""
+"""Results of saves: one thread commits or fails them, and the results go to trainers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-#: Longest wait of an agent that leaves for the removal of what its commits, and crashes, have left.
+#: Longest wait of a leaving agent for the removal of files that its commits and crashes left.
 _TIDY_S = 10.0
-#: Seconds beyond the commit timeout after which a save is given up without a word from storage.
+#: Seconds after the commit timeout until a save fails whose storage does not answer.
 _HUNG_S = 3.0
 _COMMIT_POLL_S = (0.02, 1.0)
-#: Failed saves of which it is known which ranks have failed. Few are under way at a time.
+#: Failed saves whose failed ranks are remembered. Few saves are pending at a time.
 _FAILURES_KNOWN = 16
 
 
 class Committer:
-    """The saves that this node has a part in and whose outcome is open."""
+    """Pending saves of this node's ranks, and the thread that commits them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -43,20 +43,20 @@ class Committer:
         self._sweeper = Sweeper(node.storage, self._manifests)
         self._tidier = Tidier()
         self._closing = False
-        #: Saves that were concluded while storage did not answer; their files are still there.
+        #: Saves that failed while storage did not answer; their files still exist.
         self._given_up: list[PendingSave] = []
-        #: Ranks of this node whose part has failed, by save. Each rank may fail by itself, when it
-        #: stages its part of a save that has an outcome already.
+        #: Ranks of this node whose part has failed, by save. Ranks may fail one by one: a rank may
+        #: stage its part of a save after that save has failed.
         self._failed: dict[str, set[int]] = {}
         self._thread = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
 
     def start(self) -> None:
-        """Begin to commit."""
+        """Start the threads that commit and tidy."""
         self._thread.start()
         self._tidier.start()
 
     def close(self) -> None:
-        """Commit nothing more; return when what is under way has ended, unless storage keeps it."""
+        """Stop committing; return when running work has ended or storage keeps it from ending."""
         with self._node.changed:
             self._closing = True
             self._node.changed.notify_all()
@@ -65,10 +65,10 @@ class Committer:
             self._tidier.close(_TIDY_S)
 
     def look_for_leftovers(self, resumed: int | None) -> None:
-        """Have what crashes have left removed: a job resumes, and none of its ranks is saving.
+        """Have orphaned files of crashes removed: a job resumes, and none of its ranks is saving.
 
         Args:
-            resumed: the iteration of the checkpoint that it resumes from; None: from none.
+            resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
         self._sweeper.look_soon(self.is_pending, resumed)
         self._tidier.add(self._sweeper.sweep)
@@ -76,7 +76,7 @@ class Committer:
     def join(
         self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
     ) -> PendingSave:
-        """Return the pending save that a rank has its part in a slot of. The lock is held."""
+        """Return the pending save that a rank's slot belongs to. The caller holds the lock."""
         save = self.pending.setdefault(
             save_id,
             PendingSave(
@@ -96,7 +96,7 @@ class Committer:
         return save
 
     def watch(self) -> None:
-        """Say which saves take long; end those whose storage does not even answer `outcome_of`."""
+        """Report slow saves; fail saves whose storage does not even answer `outcome_of`."""
         with self._node.changed:
             for save in list(self.pending.values()):
                 waited = time.monotonic() - save.staged_at
@@ -104,11 +104,12 @@ class Committer:
                     save.called_slow = True
                     notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
-                    # Rank 0 speaks for the job, and the first slow rank for its node.
+                    # Rank 0 gets the notice for the job, and the first slow rank gets it for its
+                    # node.
                     slow = sorted(set(save.metas) - save.persisted)[:1]
                     for number in {*slow, 0} & set(save.metas):
-                        told = p.Notice(save.iteration, notice)
-                        self._node.ranks[number].notices.append(told)
+                        report = p.Notice(save.iteration, notice)
+                        self._node.ranks[number].notices.append(report)
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
                     error = gave_up(save, self._node.options.commit_timeout_s)
                     logger.error("iteration %d was not saved: %s", save.iteration, error)
@@ -136,8 +137,8 @@ class Committer:
                 if any(concluded):
                     pause = shortest
                 elif any(is_due(save, self._connected()) for save in self.pending.values()):
-                    pause = shortest  # handed over while another save was looked at
-                # Thousands of nodes that wait for one manifest do not ask all at once.
+                    pause = shortest  # staged while another save was examined
+                # A random pause keeps thousands of nodes from asking for one manifest at once.
                 elif not self._node.changed.wait(pause * random.uniform(0.75, 1)):
                     pause = min(2 * pause, longest)
                 else:
@@ -156,16 +157,17 @@ class Committer:
             reach("save.failed")
         persisted = set(save.persisted)
         if error is not None:
-            # Before anybody is told: on a full disk the next save needs the space.
+            # Free the space before trainers learn the result: on a full disk the next save needs
+            # it.
             forget(save)
             tell_again(save)
         if not save.outlived and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
-            overlooked = save.persisted - persisted
-        if error is not None and overlooked:
-            # Written while the others' files were being removed.
+            late_persisted = save.persisted - persisted
+        if error is not None and late_persisted:
+            # These shards were written while the others were being removed.
             forget(save)
         if error is None and 0 in save.metas and save.past is None:
             self._tidier.add(functools.partial(self._tidy, CommittedSave.of(save)))
@@ -180,7 +182,7 @@ class Committer:
             return {number for number, rank in ranks if rank.connection is not None}
 
     def _tidy(self, save: CommittedSave) -> None:
-        """Remove what a commit leaves to be removed; nobody waits for it."""
+        """Remove obsolete files after a commit; no trainer waits for this."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
             tidy(save, self._pending_ids)
         self._sweeper.look(
@@ -194,7 +196,7 @@ class Committer:
             return set(self.pending)
 
     def _enter_into_history(self, save: PendingSave, error: str | None) -> None:
-        """Let people know later how the save went."""
+        """Append the result of a save to the history, for people."""
         if 0 in save.metas:
             past = PastSave(
                 iteration=save.iteration,
@@ -209,7 +211,7 @@ class Committer:
                 append(save.storage, past, self._node.options.history)
 
     def _conclude(self, save: PendingSave, error: str | None) -> None:
-        """Mark the slots and tell the outcome, once. The lock is held."""
+        """Mark the slots and queue the result for trainers, once. The caller holds the lock."""
         if error is None and save.past is None:
             self._supersede(save)
             if save.superseded_by is None:
@@ -217,7 +219,7 @@ class Committer:
             if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
                 self._node.committed = save.iteration
         if self.pending.get(save.save_id) is not save:
-            return  # given up while storage did not answer
+            return  # failed earlier, while storage did not answer
         seconds = time.monotonic() - save.staged_at
         if error is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
@@ -245,7 +247,7 @@ class Committer:
         self._node.changed.notify_all()
 
     def _failed_ranks(self, save: PendingSave) -> set[int]:
-        """Return the ranks of this node whose part has failed by now. The lock is held."""
+        """Return the ranks of this node whose part has failed so far. The caller holds the lock."""
         if not save.failed:
             return set()
         failed = self._failed.setdefault(save.save_id, set())
@@ -259,22 +261,22 @@ class Committer:
             return any(save.iteration == iteration for save in self.pending.values())
 
     def owed(self, number: int) -> set[str]:
-        """Return the saves of a rank that have no outcome yet. The lock is held.
+        """Return the saves of a rank that have no result yet. The caller holds the lock.
 
-        Also those that its present connection has not staged: the rank may look for them in storage
-        when nothing is owed any more, but not before.
+        Saves that an earlier connection of the rank staged are included. The rank may look for a
+        save in storage as soon as that save is not owed any more.
         """
         staged = {save.staged_as for save in self.pending.values() if number in save.metas}
         return self._node.ranks[number].awaited | staged
 
     def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
-        """Have the rank's trainer told at its next poll, if it is the one that staged the save."""
+        """Report `outcome` at the trainer's next poll, if that trainer staged the save."""
         if outcome.save_id in rank.awaited:
             rank.awaited.remove(outcome.save_id)
             rank.untold.append(outcome)
 
     def _supersede(self, save: PendingSave) -> None:
-        """Keep saves staged before `save`, and still pending, from moving the tracker back."""
+        """Keep older pending saves from moving the tracker back."""
         for other in self.pending.values():
             if other.order < save.order and other.superseded_by != other.iteration:
                 other.superseded_by = save.iteration

@@ -1,4 +1,4 @@
-"""The agent's conversations with trainers: one thread per connection, from greeting to end."""
+"""Connections of trainers to the agent: one thread per connection, from greeting to end."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Conversations:
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
-        """Whether what is in memory only is being written, because nobody has come back."""
+        """True while memory-only slots are being written because no trainer has reconnected."""
 
     def begin(self, connection: socket.socket) -> None:
-        """Talk with whoever has connected, in a thread of its own."""
+        """Serve a new connection in a thread of its own."""
         with self._node.changed:
             self.connections += 1
         self._strangers.add(connection)
         try:
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
-        except (RuntimeError, MemoryError) as error:  # no thread is left, or no memory
+        except (RuntimeError, MemoryError) as error:  # out of threads or memory
             self._strangers.turned_away(str(error))
             self._end(None, connection)
 
@@ -87,8 +87,8 @@ class Conversations:
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
-            self._say_ended(number, error)
-        except Exception:  # whatever it is, it concerns this connection only
+            self._log_ended(number, error)
+        except Exception:  # a defect must end this connection only
             logger.exception("rank %s: connection ended", number)
         finally:
             self._end(number, connection)
@@ -96,9 +96,9 @@ class Conversations:
     def _end(self, number: int | None, connection: socket.socket) -> None:
         self._strangers.remove(connection)
         connection.close()
-        self._farewell(number, connection)
+        self._disconnected(number, connection)
 
-    def _say_ended(self, number: int | None, error: Exception) -> None:
+    def _log_ended(self, number: int | None, error: Exception) -> None:
         if number is None:
             self._strangers.turned_away(f"no greeting ({error})")
         else:
@@ -115,8 +115,8 @@ class Conversations:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
             frames.send(connection, p.Refused(reason))
             return None
-        if (why_not := self._node.held.why_not(hello.directory)) is not None:
-            frames.send(connection, p.Refused(why_not))
+        if (refusal := self._node.held.why_not(hello.directory)) is not None:
+            frames.send(connection, p.Refused(refusal))
             return None
         with self._node.changed:
             rank = self._node.ranks.setdefault(
@@ -141,17 +141,18 @@ class Conversations:
     def _begin_incarnation(
         self, number: int, connection: socket.socket, former: RankProcess | None
     ) -> None:
-        """Serve the rank on `connection` only. The lock is held."""
+        """Serve the rank on `connection` only. The caller holds the lock."""
         rank = self._node.ranks[number]
         if former is not None:
             logger.warning(
-                "rank %d: process %d takes the place of process %d, which still runs",
+                "rank %d: process %d replaces process %d, which still runs",
                 number,
                 frames.peer(connection).pid,
                 former.pid,
             )
             if rank.connection is not None:
-                # Ends the wait of its thread for a request; the process is told when it reconnects.
+                # Ends the wait of the connection's thread; the process is refused when it
+                # reconnects.
                 with contextlib.suppress(OSError):
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
@@ -166,16 +167,16 @@ class Conversations:
         self._node.changed.notify_all()
 
     def _note_second_starts(self) -> None:
-        """Let the next agent know the former processes of ranks. The lock is held."""
-        met = {number: each.incarnations for number, each in self._node.ranks.items()}
+        """Store the former processes of ranks for the next agent. The caller holds the lock."""
+        met = {number: trainer.incarnations for number, trainer in self._node.ranks.items()}
         self._second_starts.write({**self._met_before, **met})
 
-    def _farewell(self, number: int | None, connection: socket.socket) -> None:
+    def _disconnected(self, number: int | None, connection: socket.socket) -> None:
         with self._node.changed:
             self.connections -= 1
             self.last_seen = time.monotonic()
             rank = self._node.ranks.get(-1 if number is None else number)
-            # A successor of the same rank may have connected already: its slots are not ours.
+            # If a successor of the rank has connected already, the slots belong to the successor.
             if number is not None and rank is not None and rank.connection is connection:
                 rank.connection = None
                 self._handler.release(number)

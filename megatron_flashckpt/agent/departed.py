@@ -1,7 +1,7 @@
-"""Memory of ranks that a new run, which is smaller or was reshuffled, does not have on this node.
+"""Memory of ranks that a new run, smaller or reshuffled, does not have on this node.
 
-The slots of such a rank are wanted until the new run has loaded: other nodes may recover them. Then
-what is staged in them is still written to storage and committed; after that the memory is freed.
+The slots of such a rank are kept until the new run has loaded, because other nodes may recover
+them. After that, staged slots are still written to storage and committed; then the memory is freed.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ logger = logging.getLogger(__name__)
 
 
 class Departed:
-    """Frees the slabs of ranks that are not of the run on this node."""
+    """Frees the slabs of ranks that the run does not have on this node."""
 
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
         self._committer = committer
         self._run_id = ""
         self._ranks: set[int] = set()
-        #: Ranks of the run that have said so. The run has started when all of them have.
-        self._here: set[int] = set()
-        #: Slabs that are being unmapped.
+        #: Ranks that have sent `BeginRun`. The run has started when all of its ranks have.
+        self._loaded: set[int] = set()
+        #: Threads that are unmapping slabs.
         self._closing = 0
 
     def begin_run(self, number: int, request: BeginRun) -> None:
-        """Note that a rank has loaded and belongs to a run. The caller holds the node's lock."""
+        """Record that a rank has loaded and belongs to a run. The caller holds the lock."""
         if request.run_id != self._run_id:
-            self._run_id, self._ranks, self._here = request.run_id, set(), set()
-        # Containers of one machine that share an agent know of their own ranks only.
+            self._run_id, self._ranks, self._loaded = request.run_id, set(), set()
+        # Containers that share an agent each report only their own ranks.
         self._ranks.update(request.ranks)
-        self._here.add(number)
+        self._loaded.add(number)
         self._release()
 
     def release(self) -> None:
-        """Free what is not needed any more. Called often."""
+        """Free slabs that are no longer needed. Called often."""
         with self._node.changed:
             self._release()
 
     def held(self, wait_s: float) -> tuple[HeldSlab, ...]:
-        """Return the slabs of all ranks; wait until those of departed ranks are freed.
+        """Wait up to `wait_s` until departed ranks' slabs are freed; return all slabs held.
 
         The caller holds the node's lock.
         """
@@ -66,7 +66,7 @@ class Departed:
 
     def _departed(self) -> list[int]:
         """Return the ranks that the run on this node does not have, once it has started."""
-        if not self._ranks or not self._here >= self._ranks:
+        if not self._ranks or not self._loaded >= self._ranks:
             return []
         return [
             number
@@ -75,6 +75,7 @@ class Departed:
         ]
 
     def _is_releasing(self) -> bool:
+        """Free what can be freed; return whether slabs of departed ranks remain."""
         self._release()
         return self._closing > 0 or bool(self._departed())
 
@@ -87,10 +88,11 @@ class Departed:
                 continue
             if rank.slots is not None:
                 freed.append(rank.slots.slab)
-                lines.append(_farewell(number, rank.slots))
+                lines.append(_freed_line(number, rank.slots))
             del self._node.ranks[number]
         if self._node.ranks:
-            # It names the files of this node's traces; a departed rank may be on another node now.
+            # The first rank is part of the names of this node's trace files; a departed rank may
+            # run on another node now.
             self._node.traces.first_rank = min(self._node.ranks)
         if freed:
             logger.info(
@@ -102,11 +104,11 @@ class Departed:
             threading.Thread(target=self._close, args=(freed,), daemon=True).start()
 
     def _is_needed(self, number: int, rank: Trainer) -> bool:
-        """Return whether a slab of the rank is still read, or holds a save without an outcome."""
+        """Return whether a slab of the rank is being read, or holds a save without a result."""
         slots = [*rank.retired, *([] if rank.slots is None else [rank.slots])]
         return (
             bool(rank.retired)
-            or any(each.busy for each in slots)
+            or any(rank_slots.busy for rank_slots in slots)
             or any(number in save.metas for save in self._committer.pending.values())
         )
 
@@ -133,8 +135,8 @@ class Departed:
         )
 
 
-def _farewell(number: int, slots: RankSlots) -> str:
-    """Return what is said of a rank whose memory is freed."""
+def _freed_line(number: int, slots: RankSlots) -> str:
+    """Return the part of the log line about one rank whose memory is freed."""
     offers = slots.offers()
     if not offers:
         return f"rank {number} (empty)"

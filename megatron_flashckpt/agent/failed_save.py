@@ -1,13 +1,15 @@
-"""What an agent does about a save that failed: it tells the other nodes, and removes its files."""
+"""Handling of a failed save: reports the failure to other nodes, and removes the save's files."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 
+from megatron_flashckpt.agent.cleanup import retried
 from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
@@ -16,11 +18,13 @@ from megatron_flashckpt.storage.parallel import for_all
 
 logger = logging.getLogger(__name__)
 
-#: Pauses before a note of a failure is put again.
+#: Pauses before a failure note is written again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
-#: How long a node waits until that of rank 0, too, knows that training has abandoned a save, where
-#: nobody has kept the save: a job started in between, without this node.
+#: Prefix of the message of a storage error.
+_ERROR_OF_STORAGE = re.compile(r"\[Errno (\d+)\] ")
+#: Seconds that a node waits, after training has abandoned a save, for rank 0's node to learn of it.
+#: Used where a job started meanwhile without this node, so that no agent has kept the save.
 _MISSED_S = 5.0
 
 
@@ -33,21 +37,30 @@ def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
     return None
 
 
+def lasts_elsewhere(reason: str) -> bool:
+    """Return whether a note states an error of storage that only a person can end.
+
+    What a rank could not stage says nothing of storage: such a note begins with the rank.
+    """
+    match = _ERROR_OF_STORAGE.match(reason)
+    return match is not None and will_last(int(match[1]))
+
+
 def tell_others(save: PendingSave, rank: int, reason: str) -> None:
     is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
     save.untold = None if is_told else (rank, reason)
 
 
 def tell_again(save: PendingSave) -> None:
-    """Tell the other nodes of a failure that there was no room for; `forget` has freed some."""
+    """Write the failure note again if there was no space; `forget` has freed some."""
     if save.untold is not None:
         tell_others(save, *save.untold)
 
 
 def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
-    """Tell the agents of other nodes of a failure; return whether storage has taken the note.
+    """Report a failure to the agents of other nodes; return whether the note is in storage.
 
-    If it has not, these agents learn of the failure by their timeout.
+    Without the note, these agents learn of the failure by their timeout.
     """
     name = f"{file_names.iteration_dir(iteration)}/{file_names.failure_name(rank, save_id)}"
     pauses_s = iter(_NOTE_RETRIES_S)
@@ -58,16 +71,19 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
         except (FlashCkptError, OSError) as error:
             pause_s = next(pauses_s, None)
             if pause_s is None or not may_pass(error):
-                logger.error("cannot tell other nodes of the failure: %s", error)
+                logger.error(
+                    "cannot report the failure to other nodes, which wait for their timeout: %s",
+                    error,
+                )
                 return False
         time.sleep(pause_s)
 
 
 def forget(save: PendingSave) -> None:
-    """Free the space that this node's ranks took for a save that failed.
+    """Free the space that this node's ranks took for a failed save.
 
-    If its manifest is there all the same (the tracker could not be moved), it is a checkpoint and
-    stays whole. Records and shards that the committing agent may still commit stay, too: its
+    If the manifest exists (only the tracker could not be moved), the save is a checkpoint and
+    nothing is removed. Records and shards that the committing agent may still commit stay, too: its
     sweeper removes them after a later commit.
     """
     try:
@@ -75,8 +91,8 @@ def forget(save: PendingSave) -> None:
             save.fence.check(save.storage)  # the later run removes them
         if not may_remove(save):
             logger.warning(
-                "iteration %d: rank 0's node has not said that the save failed and may commit it; "
-                "it removes the files after a later commit",
+                "iteration %d: rank 0's node has not reported that the save failed and may commit "
+                "it; it removes the files after a later commit",
                 save.iteration,
             )
             return
@@ -84,41 +100,44 @@ def forget(save: PendingSave) -> None:
         if is_committed(save, present):
             return
     except (FlashCkptError, OSError) as error:
-        logger.warning("left behind after a failed save: %s", error)
+        logger.warning("cannot remove files of a failed save: %s", error)
         return
-    mine = [file_names.common_name(save.save_id)] if 0 in save.metas else []
+    own_names = [file_names.common_name(save.save_id)] if 0 in save.metas else []
     world_size = next(iter(save.metas.values())).world_size
     present |= save.record_names
     records = file_names.records_of(present, save.save_id, world_size)
-    mine += [name for name, ranks in records.items() if not save.metas.keys().isdisjoint(ranks)]
-    mine += [file_names.shard_name(rank, save.save_id) for rank in sorted(save.metas)]
+    own_names += [
+        name for name, ranks in records.items() if not save.metas.keys().isdisjoint(ranks)
+    ]
+    own_names += [file_names.shard_name(rank, save.save_id) for rank in sorted(save.metas)]
 
     def delete(name: str) -> None:
         try:
-            save.storage.delete(f"{save.directory}/{name}")
+            retried(lambda: save.storage.delete(f"{save.directory}/{name}"))
             reach("forget.file")
         except (FlashCkptError, OSError) as error:
-            logger.warning("left behind after a failed save: %s", error)
+            logger.warning("cannot remove a file of a failed save: %s", error)
 
-    for_all(delete, mine)
+    for_all(delete, own_names)
     try:
-        save.storage.delete_directory(save.directory)  # unless it holds something
+        # Keeps a directory with other files.
+        retried(lambda: save.storage.delete_directory(save.directory))
     except (FlashCkptError, OSError) as error:
-        logger.warning("left behind after a failed save: %s", error)
+        logger.warning("cannot remove the directory of a failed save: %s", error)
 
 
 def may_remove(save: PendingSave) -> bool:
-    """Return whether nobody can commit `save` any more."""
+    """Return whether no agent can still commit `save`."""
     if save.is_decided_here or save.called_off:
-        return True  # this agent decides, or the agent that does has decided
+        return True  # this agent commits, or the committing agent has given the save up
     if save.superseded_by == save.iteration or save.past is not None:
         return True
     if save.missed_a_run and save.abandoned_at is not None:
         return time.monotonic() - save.abandoned_at > _MISSED_S
     note = file_names.failure_name(0, save.save_id)
-    # A rank may have failed after its record was published: storage did the put and reported an
-    # error, or an agent that is gone had published the record.
-    # Copied: threads that write shards report failures meanwhile.
+    # A rank may fail after its record was published: the `put` took effect and reported an error,
+    # or a former agent had published the record. The set is a copy, because threads that write
+    # shards add failures meanwhile.
     ranks = set(save.metas if save.outlived else save.failed)
     world_size = next(iter(save.metas.values())).world_size
     known = set(save.record_names)
@@ -131,7 +150,7 @@ def may_remove(save: PendingSave) -> bool:
 
 
 def shown_error(error: Exception) -> str:
-    """Return the message of an error of ours, and the kind of any other: it may have no message."""
+    """Return an error's message; add the type if the error is not this package's."""
     if isinstance(error, FlashCkptError):
         return str(error)
     return f"{type(error).__name__}: {error}"

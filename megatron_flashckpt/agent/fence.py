@@ -1,8 +1,8 @@
-"""Keeps an agent whose run was overtaken from writing anything that others see.
+"""Keeps an agent whose run was overtaken from changing files that others see.
 
-Every step that others see asks `Fence.check` right before: files that are put, moved, created or
-deleted in a save directory. So an agent that hung, and wakes after a later run has claimed the
-directory, stops at its next step.
+`Fence.check` runs right before each such change: a file that is put, moved, created or deleted in a
+save directory. So an agent that hung, and wakes after a later run has claimed the directory, stops
+at its next change.
 """
 
 from __future__ import annotations
@@ -22,56 +22,57 @@ from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 logger = logging.getLogger(__name__)
 
-#: Files are deleted by the thousand: a look at the claim counts for so long.
+#: Seconds for which one check is valid, because files are deleted by the thousand.
 _RECENT_S = 0.1
-#: Seconds that an agent without rank 0 waits to be told of a later run, which may be that of its
-#: own trainers: they tell it a moment after the claim was put.
-_TOLD_S = 10.0
+#: Seconds that an agent without rank 0 waits for its trainers to report a later run. The run may be
+#: their own: they report it a moment after its claim is written.
+_REPORT_S = 10.0
 
 
 class Fence:
     """The runs that an agent works for. Safe to use from several threads.
 
-    Trainers tell the agent of their run; the claim in storage decides which run it is. An agent
-    that was told of no run accepts the claim that it finds first, and none that follows.
+    Trainers report their run to the agent; the claim in storage decides which run may write. An
+    agent without a reported run accepts the first claim that it finds, and no later one.
     """
 
-    def __init__(self, told_s: float = _TOLD_S) -> None:
-        self._told_s = told_s
+    def __init__(self, report_s: float = _REPORT_S) -> None:
+        self._report_s = report_s
         self._changed = threading.Condition()
-        #: Runs that trainers have told of, and whether the rank 0 of the run is on this node.
-        self._told: dict[RunKey, bool] = {}
+        #: Runs that trainers have reported, and whether the run's rank 0 is on this node.
+        self._reported: dict[RunKey, bool] = {}
         self._newest: RunKey | None = None
-        #: Whether the claim of the newest run was seen: rank 0 tells its agent before it puts it.
+        #: True once the claim of the newest run was seen: rank 0 reports the run before it writes
+        #: the claim.
         self._is_put = False
-        #: The claim that was found first, if trainers have told of no run.
+        #: The first claim that was found while no trainer had reported a run.
         self._first: RunKey | None = None
         self._has_looked = False
         self._directory: tuple[int, int] | None = None
         self._checked_at = -math.inf
-        #: The run that trainers were given time to tell of.
-        self._strange: RunKey | None = None
-        #: Whether the log says that the run was overtaken.
-        self._has_said = False
+        #: The unknown run for which `_await_report` has already waited.
+        self._unknown_run: RunKey | None = None
+        #: True if the log says that the run was overtaken.
+        self._has_logged = False
 
     @property
     def newest(self) -> RunKey | None:
-        """The run that trainers have told of last; None if they have told of none."""
+        """The run that trainers have reported last; None if they have reported none."""
         return self._newest
 
     def hold(self, key: RunKey, *, has_rank_0: bool) -> None:
-        """Work for run `key`, too, once storage has its claim."""
+        """Work for run `key` in addition to earlier ones, once storage has its claim."""
         with self._changed:
-            if key not in self._told:
+            if key not in self._reported:
                 self._newest, self._is_put = key, False
-            self._told[key] = has_rank_0 or self._told.get(key, False)
+            self._reported[key] = has_rank_0 or self._reported.get(key, False)
             self._changed.notify_all()
 
     def check(self, storage: Storage, within_s: float = 0.0) -> None:
         """Raise unless this agent may write to `storage`.
 
         Args:
-            within_s: a check that passed so many seconds ago counts.
+            within_s: a check that passed at most this many seconds ago is sufficient.
 
         Raises:
             OvertakenError: names the later run.
@@ -80,26 +81,26 @@ class Fence:
         with self._changed:
             if now - self._checked_at <= within_s:
                 return
-        found, directory = claims.read(storage), _directory_of(storage)
+        claim, directory = claims.read(storage), _directory_of(storage)
         with self._changed:
-            if not self._accepts(found, directory) and not self._commits(found):
-                self._await_told(found, directory)
-            if self._accepts(found, directory):
-                self._checked_at, self._has_said = now, False
+            if not self._accepts(claim, directory) and not self._commits(claim):
+                self._await_report(claim, directory)
+            if self._accepts(claim, directory):
+                self._checked_at, self._has_logged = now, False
                 return
-            has_said, self._has_said = self._has_said, True
+            had_logged, self._has_logged = self._has_logged, True
             self._checked_at = -math.inf
-        message = _why_not(storage, found)
-        if not has_said:
+        message = _why_not(storage, claim)
+        if not had_logged:
             logger.error("%s", message)
         raise OvertakenError(message)
 
-    def _await_told(self, found: Claim | None, directory: tuple[int, int] | None) -> None:
-        """Return when trainers have told of the run that claims, or have had the time to."""
-        key = None if found is None else found.key
-        if key != self._strange:
-            self._changed.wait_for(lambda: self._accepts(found, directory), self._told_s)
-            self._strange = key
+    def _await_report(self, claim: Claim | None, directory: tuple[int, int] | None) -> None:
+        """Wait once per unknown run until trainers report that run, or `report_s` is over."""
+        key = None if claim is None else claim.key
+        if key != self._unknown_run:
+            self._changed.wait_for(lambda: self._accepts(claim, directory), self._report_s)
+            self._unknown_run = key
 
     def check_commits(self, storage: Storage) -> None:
         """Raise unless this agent may write, and the rank 0 of its run is on this node.
@@ -108,37 +109,36 @@ class Fence:
             OvertakenError: names the later run, or says that another agent commits.
         """
         self.check(storage)
-        found = claims.read(storage)
+        claim = claims.read(storage)
         with self._changed:
-            if self._commits(found):
+            if self._commits(claim):
                 return
         raise OvertakenError(
-            f"{storage.place}: rank 0 is on another node since this was staged, and only the agent "
-            "of that node commits"
+            f"{storage.place}: rank 0 has moved to another node since this save was staged, and "
+            "only the agent of that node commits"
         )
 
-    def may_renew(self, found: Claim) -> bool:
+    def may_renew(self, claim: Claim) -> bool:
         """Return whether a claim is of a run whose rank 0 is on this node."""
         with self._changed:
-            return self._told.get(found.key, False)
+            return self._reported.get(claim.key, False)
 
-    def _commits(self, found: Claim | None) -> bool:
+    def _commits(self, claim: Claim | None) -> bool:
         """Return whether this agent commits while storage has this claim. The lock is held."""
-        if found is not None and found.key in self._told:
-            return self._told[found.key]
-        return self._newest is None or self._told[self._newest]
+        if claim is not None and claim.key in self._reported:
+            return self._reported[claim.key]
+        return self._newest is None or self._reported[self._newest]
 
-    def _accepts(self, found: Claim | None, directory: tuple[int, int] | None) -> bool:
-        """Return whether `found` is the claim of a run of this agent. The lock is held."""
-        key = None if found is None else found.key
+    def _accepts(self, claim: Claim | None, directory: tuple[int, int] | None) -> bool:
+        """Return whether `claim` allows this agent to write. The caller holds the lock."""
+        key = None if claim is None else claim.key
         if self._newest is None and not self._has_looked:
             self._has_looked, self._first = True, key
         if key is None:
-            # Nobody has claimed the directory, or somebody removed the claim: nobody else writes.
-            # But what stands in the place of the directory that we knew is another job's, or an
-            # empty mount point.
+            # Without a claim (never made, or removed), no other run writes. But a directory with
+            # another identity belongs to another job, or is an empty mount point.
             return self._directory in (None, directory)
-        if key in self._told:
+        if key in self._reported:
             self._is_put = self._is_put or key == self._newest
         elif self._newest is None:
             return key == self._first
@@ -156,20 +156,20 @@ def _directory_of(storage: Storage) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _why_not(storage: Storage, found: Claim | None) -> str:
-    if found is None:
+def _why_not(storage: Storage, claim: Claim | None) -> str:
+    if claim is None:
         return (
-            f"{storage.place}: was removed or replaced since this run has claimed it, so nothing "
-            "is written there; put it back (is its file system mounted?), or restart the job"
+            f"{storage.place}: was removed or replaced since this run claimed it, so this run "
+            "writes nothing there; put it back (is its file system mounted?), or restart the job"
         )
     return (
-        f"{storage.place}: {found.writer} has taken over this save directory, so this run writes "
-        "nothing there any more; end one of the two jobs, or save elsewhere"
+        f"{storage.place}: {claim.writer} has taken over this save directory, so this run no "
+        "longer writes there; end one of the two jobs, or save elsewhere"
     )
 
 
 class FencedStorage:
-    """A save directory in which each change is made only if the fence allows it."""
+    """A save directory whose changes are made only if the fence allows them."""
 
     def __init__(self, storage: Storage, fence: Fence) -> None:
         self._storage = storage
@@ -191,7 +191,7 @@ class FencedStorage:
             if guard is not None:
                 guard()
 
-        # First, or a directory that was removed would be made again.
+        # Check first; otherwise a removed directory would be created again.
         self._fence.check(self._storage, _RECENT_S)
         self._storage.put(name, data, durable, check)
 

@@ -1,8 +1,8 @@
-"""`flashckpt agent --foreground`: an agent with a life of its own, which no trainer has started.
+"""`flashckpt agent --foreground`: an agent that is started on its own, without a trainer.
 
-It is a Slurm step, a systemd unit or a sidecar container, so it does not end with the step, unit or
-container of the trainers. When all trainers have ended as planned, it frees their memory and waits
-for others.
+The agent runs as a Slurm step, a systemd unit or a sidecar container, so it survives the end of the
+trainers' step, unit or container. When all trainers have ended as planned, it frees their memory
+and waits for new ones.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
-#: Lines that wait for a reader of stderr; later ones stand in the log only.
+#: Log lines that wait for a reader of stderr; further lines are only in the log file.
 _MOST_WAITING = 1000
-#: Seconds that an agent which ends has for the last lines to stderr.
+#: Seconds that an ending agent has for writing its last lines to stderr.
 _LAST_LINES_S = 2.0
 _RETRY_S = 0.05
-#: Attempts to enter a directory which a former agent is removing.
+#: Attempts to enter a directory that a former agent is removing.
 _ATTEMPTS = 100
 
 
@@ -64,13 +64,13 @@ def become(root: str, config: Config) -> NoReturn:
     if pid := holder(directory):
         raise AgentError(_refusal(pid, root))
     command = [*process.command(directory, root, config), "--foreground"]
-    # No working directory that would keep a file system from being unmounted.
+    # Leave the working directory, so that its file system can be unmounted.
     os.chdir("/")
     os.execve(command[0], command, process.environment(os.environ, config.agent.environment))
 
 
 def wait_for_agent(root: str, config: Config) -> int:
-    """Return the pid of the agent of this node for `root`, as soon as it answers; 0 if unseen.
+    """Return the pid of this node's agent for `root`, as soon as it answers; 0 if not visible.
 
     Raises:
         AgentError: no agent answered within `agent.start_timeout_s`.
@@ -110,9 +110,9 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     failpoints.this_is("agent")
     raise_limit()
     own = process.AgentProcess(options)
-    lives = _Lives(upkeep, options, own)
-    for told in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(told, lives.end_soon)
+    agents = _SuccessiveAgents(upkeep, options, own)
+    for ending_signal in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending_signal, agents.end_soon)
     logger.info(
         "agent %d serves %s until SIGTERM, or %g s without trainers",
         os.getpid(),
@@ -120,18 +120,18 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
         options.grace_s,
     )
     logger.info("this process has %s", own)
-    clean = lives.serve()
+    clean = agents.serve()
     logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
     upkeep.leave(keep_log=to_stderr.error_seen)
     to_stderr.last_lines()
-    # Without the threads, which the interpreter would wait for.
+    # `os._exit` ends the threads, for which the interpreter would wait.
     os._exit(0 if clean else 1)
 
 
 def _refusal(pid: int, root: str) -> str:
     return (
-        f"agent {pid} serves {root} on this node already; trainers join that one. To replace it, "
-        f"end it first ('kill {pid}'): it finishes what is staged"
+        f"agent {pid} serves {root} on this node already; trainers join that agent. To replace it, "
+        f"end it first ('kill {pid}'): it finishes its staged saves"
     )
 
 
@@ -157,18 +157,20 @@ def _enter(root: str, runtime_dir: str | None) -> tuple[Upkeep, _Log]:
                 return upkeep, _Log(fd)
             upkeep.leave(keep_log=True)
         except BlockingIOError as error:
-            if pid := holder(directory):  # or it is about to enter its pid
+            if pid := holder(directory):  # 0: the holder has not written its pid yet
                 os.close(fd)
                 raise AgentError(_refusal(pid, root)) from error
         except FileNotFoundError:
-            pass  # an agent has just left, directory and all
+            pass  # an agent has just left and removed the directory
         os.close(fd)
         time.sleep(_RETRY_S)
-    raise AgentError(f"{directory}: other agents come and go there; end them")
+    raise AgentError(
+        f"{directory}: other agents start and end there all the time; end whatever starts them"
+    )
 
 
 class _Log:
-    """Writes to a descriptor that `Upkeep` may turn to a new file."""
+    """Writes to a descriptor that `Upkeep` may redirect to a new file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -177,13 +179,13 @@ class _Log:
         os.write(self._fd, text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: `write` does not buffer."""
 
 
 class _PatientStderr(logging.Handler):
     """Writes to stderr on a thread of its own.
 
-    A pipe that nobody reads (a stopped terminal, a log driver that hangs) must not stop the agent.
+    A blocked pipe (a stopped terminal, a log driver that hangs) must not stop the agent.
     """
 
     def __init__(self) -> None:
@@ -198,7 +200,7 @@ class _PatientStderr(logging.Handler):
             self._waiting.put_nowait(self.format(record) + "\n")
 
     def last_lines(self) -> None:
-        """Return when all lines are written, or nobody reads them for a while."""
+        """Return when all lines are written, or nothing reads them within `_LAST_LINES_S`."""
         deadline = time.monotonic() + _LAST_LINES_S
         while self._waiting.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -211,31 +213,31 @@ class _PatientStderr(logging.Handler):
             self._waiting.task_done()
 
 
-class _Lives:
+class _SuccessiveAgents:
     """Agents one after the other: a new one when all trainers have ended as planned."""
 
     def __init__(self, upkeep: Upkeep, options: AgentOptions, own: process.AgentProcess) -> None:
         self._upkeep = upkeep
         self._options = options
         self._own = own
-        self._told = False
+        self._is_ending = False
         self._agent = self._new()
 
     def _new(self) -> Agent:
         return Agent(self._upkeep, self._options, self._own, unclaimed_s=self._options.grace_s)
 
     def end_soon(self, number: int, _: FrameType | None) -> None:
-        """Have `serve` return; the handler of signals."""
-        self._told = True
+        """Make `serve` return; the signal handler."""
+        self._is_ending = True
         self._agent.end_soon()
 
     def serve(self) -> bool:
-        """Return whether all that was staged is in storage, when this agent is to end."""
+        """Serve until the agent is to end; return whether all staged saves are in storage."""
         while True:
             self._agent.serve()
-            if self._told or not self._agent.all_left:
+            if self._is_ending or not self._agent.all_left:
                 return not self._agent.unfinished
-            logger.info("all trainers have left: their memory is free; waiting for others")
+            logger.info("all trainers have left: their memory is freed; waiting for new trainers")
             self._agent = self._new()
-            if self._told:  # a signal that the former one got
+            if self._is_ending:  # a signal that the former agent got
                 return True

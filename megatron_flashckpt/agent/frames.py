@@ -1,7 +1,7 @@
-"""How messages travel between a trainer and its node's agent.
+"""Frames: the transport of messages between a trainer and its node's agent.
 
-A frame is a 4-byte little-endian length and a msgpack-encoded message on a Unix stream socket; a
-slab's file descriptor rides on the first byte of its frame (SCM_RIGHTS). No pickle.
+A frame is a 4-byte little-endian length and a msgpack-encoded message on a Unix stream socket. A
+slab's file descriptor travels with the first byte of its frame (SCM_RIGHTS). No pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
     frame = _LENGTH.pack(len(body)) + body
     sent = socket.send_fds(sock, [frame], [] if fd is None else [fd])
     if sent < len(frame):
-        # An empty send would fail if the other side has read the frame, answered and gone.
+        # Only if bytes are left: an empty send fails if the peer has read the frame and closed.
         sock.sendall(memoryview(frame)[sent:])
 
 
@@ -38,11 +38,11 @@ def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[
         EOFError: the other side closed the connection.
         AgentError: the frame is larger than `limit_nbytes`.
     """
-    # The kernel closes descriptors that no call has room for: surplus ones, and those of the body.
+    # The kernel closes descriptors without room in the call: surplus ones, and those of the body.
     start, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
     try:
         for fd in fds:
-            os.set_inheritable(fd, False)  # `recv_fds` of Python 3.11 passes no MSG_CMSG_CLOEXEC on
+            os.set_inheritable(fd, False)  # Python 3.11 drops MSG_CMSG_CLOEXEC
         (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, start))
         if length > limit_nbytes:
             raise AgentError(f"a frame of {length} bytes is not of this protocol")
@@ -55,10 +55,10 @@ def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[
 
 
 def _receive_exactly(sock: socket.socket, nbytes: int, start: bytes = b"") -> bytes:
-    """Return `nbytes`, of which `start` has been received.
+    """Return `nbytes`, of which `start` was received before.
 
     Raises:
-        EOFError: the other side closed the connection before.
+        EOFError: the other side closed the connection too early.
     """
     received = bytearray(start)
     while len(received) < nbytes:
@@ -70,14 +70,14 @@ def _receive_exactly(sock: socket.socket, nbytes: int, start: bytes = b"") -> by
 
 
 class Peer(NamedTuple):
-    """The process at the other end, as the kernel vouches for it."""
+    """Process at the other end, as reported by the kernel."""
 
     pid: int
-    """0 if it cannot be seen from here."""
+    """0 if the process is not visible in this pid namespace."""
     uid: int
 
 
 def peer(sock: socket.socket) -> Peer:
-    """Return who connected; or, to those who connect, who called `listen` last."""
+    """Return the connecting process; on the connecting side, the last caller of `listen`."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return Peer(*_UCRED.unpack(credentials)[:2])

@@ -1,7 +1,7 @@
 """Frees large memory in the background.
 
-Freeing 100 GB in pages of 4 KiB takes about 10 s, as long as a trainer waits for an answer before
-it kills the agent as hung.
+Freeing 100 GB in pages of 4 KiB takes about 10 s. A trainer that waits that long for an answer
+kills the agent as hung.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from megatron_flashckpt.memory.slab import Slab
 
 
 def free(memory: Slab | mmap.mmap | None) -> None:
-    """Begin to close `memory`, if there is any; callers may hold any lock."""
+    """Begin to close `memory`, unless it is None; callers may hold any lock."""
     if memory is not None:
         threading.Thread(target=memory.close, name="flashckpt-free", daemon=True).start()

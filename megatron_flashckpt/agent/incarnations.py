@@ -1,7 +1,7 @@
-"""Processes of one rank: which of them the agent serves.
+"""Processes of one rank, and the choice of the one that the agent serves.
 
-A rank may be started a second time while its first process lives: a job is submitted twice, or
-torchrun is killed and its ranks live on. Both processes must never write into one slab, because a
+A rank may be started a second time while its first process runs: a job is submitted twice, or
+torchrun is killed and its ranks continue. Two processes must never write into one slab, because a
 mixture of both would be committed. The agent serves the process that was started last.
 """
 
@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcess(NamedTuple):
-    """A process on this machine. The one that was started later is greater."""
+    """A process on this machine. Processes are ordered by start time."""
 
     started: int
-    """In clock ticks since the machine was booted, so that a reused pid is told apart."""
+    """Clock ticks since the machine was booted; distinguishes processes with the same pid."""
     pid: int
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process runs; a zombie does not."""
+        """Return whether the process runs; a zombie does not run."""
         state, started = _state_of(self.pid)
         return state not in ("", "Z", "X") and started == self.started
 
 
 _Entry = tuple[int, RankProcess | None, list[RankProcess]]
-"""Rank, the process of it that is served, and its former processes."""
+"""Rank, its served process, and its former processes."""
 
 
 def process_of(connection: socket.socket) -> RankProcess | None:
-    """Return the process at the other end; None if it lives in a pid namespace unseen from here."""
+    """Return the process at the other end; None if its pid namespace is not visible here."""
     return process_with(frames.peer(connection).pid)
 
 
@@ -56,27 +56,27 @@ def _state_of(pid: int) -> tuple[str, int]:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", 0
-    # The name of the program, in parentheses, may contain anything.
+    # The program's name, in parentheses, may contain any character.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 class Incarnations:
-    """The processes of one rank that the agent has met. The caller holds the node's lock."""
+    """Processes of one rank that have connected. The caller holds the node's lock."""
 
     def __init__(self) -> None:
         self.served: RankProcess | None = None
         self.replaced: set[RankProcess] = set()
-        """Former processes, which may still live."""
+        """Former processes, which may still run."""
 
     def greet(self, process: RankProcess | None, *, left: bool) -> RankProcess | None:
-        """Serve `process` from now on; return the former process if that still lives.
+        """Serve `process` from now on; return the former process if it still runs.
 
         Args:
-            left: the former process has said that it ends as planned.
+            left: the former process has reported that it ends as planned.
 
         Raises:
-            ReplacedError: a process of the rank that was started later is served.
+            ReplacedError: the agent serves a process of this rank that was started later.
         """
         served = self.served
         if process is None or process == served:
@@ -99,42 +99,45 @@ _ENTRIES = msgspec.json.Decoder(list[_Entry])
 
 
 class SecondStarts:
-    """The ranks that were started a second time, in a file for the agent that may follow.
+    """Ranks that were started a second time, in a file for the next agent.
 
-    That agent may meet the former process first. The file is on this node and written rarely.
+    The next agent may be contacted by the former process first. The file is on this node and
+    written rarely.
     """
 
     def __init__(self, directory: Callable[[], Path]) -> None:
-        """Args: `directory`: returns where the agent lives, which may move."""
+        """Keep `directory`, which returns the agent's current directory (it may move)."""
         self._directory = directory
 
     def read(self) -> dict[int, Incarnations]:
-        """Return what an earlier agent has written, by rank; nothing if there is no such file."""
-        found = {}
+        """Return the incarnations that an earlier agent has written, by rank; empty if none."""
+        ranks = {}
         try:
             encoded = (self._directory() / SECOND_STARTS).read_bytes()
             for number, served, replaced in _ENTRIES.decode(encoded):
-                found[number] = Incarnations()
-                found[number].served = served
-                found[number].replaced = {each for each in replaced if each.is_alive}
+                ranks[number] = Incarnations()
+                ranks[number].served = served
+                ranks[number].replaced = {former for former in replaced if former.is_alive}
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            logger.warning("former processes of ranks are not known: %s", error)
+            logger.warning(
+                "cannot read the former processes of ranks, so one may be served again: %s", error
+            )
             return {}
-        return found
+        return ranks
 
     def write(self, ranks: Mapping[int, Incarnations]) -> None:
-        """Write down all ranks that have former processes. Never raises."""
-        told = [
-            (number, each.served, sorted(each.replaced))
-            for number, each in sorted(ranks.items())
-            if each.replaced
+        """Store all ranks that have former processes. Never raises."""
+        entries = [
+            (number, rank.served, sorted(rank.replaced))
+            for number, rank in sorted(ranks.items())
+            if rank.replaced
         ]
         path = self._directory() / SECOND_STARTS
         try:
             draft = path.with_suffix(".tmp")
-            draft.write_bytes(msgspec.json.encode(told))
+            draft.write_bytes(msgspec.json.encode(entries))
             draft.replace(path)
         except OSError as error:
             logger.warning("the next agent will not know the former processes: %s", error)
@@ -146,6 +149,6 @@ class ReplacedError(Exception):
     def __init__(self, served: RankProcess | None) -> None:
         later = "a later process" if served is None else f"process {served.pid}"
         super().__init__(
-            f"{later} of the same rank on this node has taken this one's place, because the job "
-            "was started a second time; this process saves nothing any more: end it"
+            f"{later} of the same rank on this node has replaced this process, because the job was "
+            "started a second time; this process no longer saves: end it"
         )

@@ -1,4 +1,4 @@
-"""Renews the claim of a run, on the agent of its rank 0, and says in it what the run is doing."""
+"""Renews the claim of a run, on the agent of its rank 0, with the run's present state."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Cla
 from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.agent.state import Node
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError, OvertakenError
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait of an agent that leaves for storage to take its last renewal.
+#: Longest wait of a leaving agent for storage to accept its last renewal.
 _LAST_S = 2.0
+#: Pauses before the last renewal is repeated after a transient error.
+_LAST_RETRIES_S = (0.1, 0.3, 0.6)
 
 
 class ClaimKeeper:
-    """A thread of its own: storage that hangs keeps nothing else from its work."""
+    """Renews the claim in a thread of its own, so that hung storage blocks no other work."""
 
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
         self._committer = committer
         self._closing = False
-        #: The claim as it was renewed last.
+        #: The claim as last renewed.
         self._own: Claim | None = None
         self._trouble = ""
         self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
@@ -40,7 +43,7 @@ class ClaimKeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Say in the claim that the run has ended, if storage takes that within a moment."""
+        """Write into the claim that the run has ended; give up if storage does not answer."""
         with self._node.changed:
             self._closing = True
             self._node.changed.notify_all()
@@ -54,51 +57,65 @@ class ClaimKeeper:
                     is_news = functools.partial(self._differs_from, state)
                     self._node.changed.wait_for(is_news, claims.INTERVAL_S)
                 state = ENDED if self._closing else self._state()
-            try:
-                self._renew(state)
-                self._trouble = ""
-            except OvertakenError:
-                pass  # the fence has said so
-            except (FlashCkptError, OSError) as error:
-                if str(error) != self._trouble:
-                    self._trouble = str(error)
-                    logger.warning("the claim to the save directory is not renewed: %s", error)
-            if state == ENDED:
-                return
+            error = self._try_to_renew(state)
+            if state != ENDED:
+                continue
+            # Without this renewal the next start waits until the claim counts as silent.
+            for pause_s in _LAST_RETRIES_S:
+                if error is None or not may_pass(error):
+                    break
+                time.sleep(pause_s)
+                error = self._try_to_renew(state)
+            return
+
+    def _try_to_renew(self, state: int) -> Exception | None:
+        """Renew the claim; return the error of storage, which is logged once."""
+        try:
+            self._renew(state)
+        except OvertakenError:
+            pass  # the fence has logged it
+        except (FlashCkptError, OSError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("the claim to the save directory is not renewed: %s", error)
+            return error
+        self._trouble = ""
+        return None
 
     def _differs_from(self, state: int) -> bool:
         return self._closing or self._state() != state
 
     def _state(self) -> int:
-        """Return what the newest run is doing. The lock is held."""
+        """Return the state of the newest run. The caller holds the lock."""
         run = self._node.fence.newest
-        if any(it.connection is not None and it.run == run for it in self._node.ranks.values()):
+        ranks = self._node.ranks.values()
+        if any(rank.connection is not None and rank.run == run for rank in ranks):
             return TRAINING
         return FINISHING if self._committer.pending else IDLE
 
     def _renew(self, state: int) -> None:
         storage = self._node.storage
         if self._node.fence.newest is None:
-            return  # an agent of its own waits for trainers: whoever claims meanwhile is welcome
+            return  # an agent without trainers leaves the directory to any other run
         self._node.fence.check(storage)
-        found = claims.read(storage)
-        if found is None:
+        claim = claims.read(storage)
+        if claim is None:
             if self._own is not None:
-                claims.put(storage, self._renewed(self._own, state))  # somebody has removed it
+                claims.put(storage, self._renewed(self._own, state))  # the claim was removed
             return
-        if not self._node.fence.may_renew(found):
+        if not self._node.fence.may_renew(claim):
             return
-        self._own = self._renewed(found, state)
-        claims.renew(storage, found, self._own)
+        self._own = self._renewed(claim, state)
+        claims.renew(storage, claim, self._own)
 
     def _renewed(self, claim: Claim, state: int) -> Claim:
-        me = process_with(os.getpid())
+        own_process = process_with(os.getpid())
         return msgspec.structs.replace(
             claim,
             state=state,
             renewed_at=time.time(),
             pid=os.getpid(),
-            started=0 if me is None else me.started,
+            started=0 if own_process is None else own_process.started,
             machine=claims.here(),
             host=platform.node(),
         )

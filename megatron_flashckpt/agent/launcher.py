@@ -1,4 +1,4 @@
-"""Starts the agent of a node, and ends one that holds its place and serves nobody."""
+"""Starts the agent of a node, and ends one that holds the lock but does not answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at who holds the lock.
+#: Seconds between two checks of the lock's holder.
 _PROBE_S = 0.5
 
 
 class SilentHolder:
-    """Ends an agent that holds the lock of its directory and has no socket that anybody reaches.
+    """Ends an agent that holds the lock of its directory but has no reachable socket.
 
-    An agent restores its socket within a second or two; one that does not is stopped or hangs.
+    An agent restores its socket within a second or two. An agent that does not is stopped or hangs.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -35,11 +35,11 @@ class SilentHolder:
         self._looked_at = -_PROBE_S
 
     def is_none(self, directory: Path) -> bool:
-        """Return whether an agent can be started; one that has been silent for long is killed."""
+        """Return whether an agent can be started; kill a holder that has been silent for long."""
         now = time.monotonic()
         if now - self._looked_at < _PROBE_S:
             return self._pid is None
-        self._looked_at = now  # now and then: a lock that is looked at cannot be taken
+        self._looked_at = now  # rarely, because a check blocks the lock for a moment
         pid = holder(directory)
         if pid is None or pid != self._pid:
             self._pid, self._since = pid, now
@@ -47,7 +47,7 @@ class SilentHolder:
             self._since = now
             held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
             if not pid or not _is_agent_of(pid, directory):
-                logger.error("%s and is not seen from here; end it on this node", held)
+                logger.error("%s and is not visible here; end it on this node", held)
                 return False
             logger.error("%s: killed", held)
             with contextlib.suppress(ProcessLookupError):
@@ -60,24 +60,24 @@ def _is_agent_of(pid: int, directory: Path) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    # An agent may have moved from where it was started, but keeps the name of its directory.
+    # An agent may have moved, but the name of its directory stays the same.
     of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
     return b"megatron_flashckpt.agent" in words and of_directory
 
 
 def start_agent(directory: Path, root: str, config: Config) -> None:
-    """Return when an agent listens in `directory` (or another is about to, or leaving).
+    """Return when an agent listens in `directory` (or another one is starting or leaving there).
 
-    It has a session of its own and no parent, so it survives the trainers. Who ends their Slurm
-    step, container or systemd unit ends it as well: `agent/life.py`.
+    The agent has a session of its own and no parent, so it survives the trainers. Its Slurm step,
+    container or systemd unit still ends it: see `agent/life.py`.
 
     Raises:
-        AgentError: it could not be started; the message holds the last line it said.
+        AgentError: the agent could not be started; the message has its last log line.
     """
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
-        return  # an agent has just left, directory and all: the caller tries again
+        return  # an agent has just left and removed the directory: the caller tries again
     with open(fd, "ab") as log:
         begun = log.tell()
         status = subprocess.run(

@@ -1,7 +1,7 @@
-"""What ends an agent: a Slurm step, a container or a systemd unit takes all of its processes along.
+"""Lifetime of an agent: its Slurm step, container or systemd unit ends it.
 
-An agent that a trainer started lives in the trainer's step, container or unit. A session of its own
-does not help there: those who end a step or a unit look for its processes by control group.
+An agent that a trainer started runs in the trainer's step, container or unit. A session of its own
+does not protect it, because steps and units are ended by control group.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 
 import msgspec
 
-#: PROC_PID_INIT_INO of Linux: the pid namespace of the machine, which is no container's.
+#: PROC_PID_INIT_INO of Linux: the machine's own pid namespace.
 _PIDS_OF_MACHINE = 0xEFFFFFFC
-#: With the cgroup of slurmstepd: `proctrack/cgroup` ends a step by its freezer (version 1), or by
-#: its only cgroup (version 2). Other plugins of Slurm use the other controllers, and end nothing.
+#: Paths of slurmstepd: `proctrack/cgroup` ends a step by its freezer (version 1), or by its only
+#: cgroup (version 2). Other plugins of Slurm use the other controllers and end no processes.
 _STEP = re.compile(r"/job_(\d+)/step_(\w+)")
 _CONTAINER = re.compile(r"/(docker|libpod|crio|cri-containerd|containerd|kubepods|lxc|ecs)\b")
 _UNIT = re.compile(r"/([^/]+\.service)(?:/|$)")
-#: slurmd's unit has KillMode=process: stopping it does not end what its jobs started.
+#: slurmd's unit has KillMode=process: stopping the unit does not end the processes of jobs.
 _SPARING = {"slurmd.service"}
 
 
 class Life(msgspec.Struct, frozen=True):
-    """The smallest thing that ends a process of ours when it ends itself."""
+    """The smallest unit whose end also ends this process."""
 
     kind: str = ""
-    """`Slurm step`, `container` or `systemd unit`; empty: none, so only a signal ends it."""
+    """`Slurm step`, `container` or `systemd unit`; empty: only a signal ends the process."""
     name: str = ""
 
     def __str__(self) -> str:
@@ -36,19 +36,19 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class AgentFacts(msgspec.Struct, frozen=True):
-    """What an agent tells of itself to those who join it."""
+    """Facts about an agent that it reports to trainers when they connect."""
 
     started_at: float
     """Seconds since 1970."""
     foreground: bool
-    """True: `flashckpt agent --foreground`; else a trainer started it."""
+    """True: `flashckpt agent --foreground`; False: a trainer started the agent."""
     life: Life
     iterations: tuple[int, ...] = ()
-    """Of the complete checkpoints in its memory, oldest first."""
+    """Iterations of the complete checkpoints in its memory, oldest first."""
 
 
 def own_life() -> Life:
-    """Return what this process is bound to."""
+    """Return the unit that ends this process."""
     try:
         cgroups = Path("/proc/self/cgroup").read_text()
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -58,7 +58,7 @@ def own_life() -> Life:
 
 
 def life_of(cgroups: str, pid_namespace: int, environ: Mapping[str, str]) -> Life:
-    """Return what a process is bound to.
+    """Return the unit that ends a process.
 
     Args:
         cgroups: text of its `/proc/PID/cgroup`.

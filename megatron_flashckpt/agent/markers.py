@@ -1,7 +1,8 @@
-"""Markers tell the agents of other nodes that a save is committed; see `file_format.marker`.
+"""Markers report to the agents of other nodes that a save is committed.
 
-A marker is put after its manifest, and removed before another save's manifest takes that one's
-place. One that is left over, or copied along, counts for nothing: the manifest begins differently.
+A marker (see `file_format.marker`) is written after its manifest, and removed before the manifest
+of another save replaces that manifest. A left-over or copied marker does not count, because the
+manifest begins differently.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 
 logger = logging.getLogger(__name__)
 
-#: Longer than any marker, whose longest part are keys of copies that differ.
+#: Upper bound of a marker's size; its longest part are keys of copies that differ.
 _MAX_NBYTES = 2**24
-#: How long a waiting node expects the marker of a manifest that it sees; then it reads that.
+#: Seconds that a waiting node waits for the marker of a manifest; then it reads the manifest.
 _UNMARKED_S = 5.0
 
 
 def put_marker(storage: Storage, facts: CommitFacts, manifest: bytes) -> None:
-    """Tell the agents of other nodes that a save is committed, whose manifest is there.
+    """Report to the agents of other nodes that a save is committed; its manifest is written.
 
     Never raises: without the marker they read the manifest.
 
     Args:
-        manifest: as it was put, or the beginning of it.
+        manifest: as it was written, or its head.
     """
     directory = file_names.iteration_dir(facts.iteration)
     try:
@@ -43,18 +44,21 @@ def put_marker(storage: Storage, facts: CommitFacts, manifest: bytes) -> None:
         )
     except (FlashCkptError, OSError) as error:
         logger.warning(
-            "committed iteration %d, but nodes read its whole manifest: %s", facts.iteration, error
+            "committed iteration %d, but without a marker, so other nodes read its whole manifest: "
+            "%s",
+            facts.iteration,
+            error,
         )
 
 
 def manifest_head(storage: Storage, iteration: int) -> bytes:
-    """Return the first bytes of a manifest, which no other manifest begins with."""
+    """Return the first bytes of a manifest, which identify it."""
     name = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     return storage.read(name, 0, HEAD_NBYTES)
 
 
 def read_marker(storage: Storage, iteration: int, save_id: str) -> CommitFacts | None:
-    """Return what the marker of a save says; None if it has none that the manifest agrees with.
+    """Return the facts in a save's marker; None without a marker that matches the manifest.
 
     Raises:
         StorageError: storage reports an error.
@@ -87,20 +91,20 @@ def remove_markers(storage: Storage, directory: str) -> None:
 def is_committed(save: PendingSave, present: set[str]) -> bool:
     if file_names.MANIFEST not in present:
         return False
-    found = None
+    facts = None
     if 0 not in save.metas:
-        found = read_marker(save.storage, save.iteration, save.save_id)
-    found = found or committed_facts(save, save.iteration)
-    if found is None or found.save_id != save.save_id:
+        facts = read_marker(save.storage, save.iteration, save.save_id)
+    facts = facts or committed_facts(save, save.iteration)
+    if facts is None or facts.save_id != save.save_id:
         return False
-    save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
+    save.cost, save.differing, save.compared = facts.cost, facts.differing, facts.compared
     return True
 
 
 def awaits_marker(save: PendingSave, present: set[str]) -> bool:
-    """Return whether the marker of `save` may follow the manifest that is there within a moment.
+    """Return whether the marker of `save` may soon follow its manifest.
 
-    It does not if the agent that commits was killed in between, or is of an older release.
+    No marker follows if the committing agent was killed in between, or is of an older release.
     """
     if 0 in save.metas or file_names.MANIFEST not in present:
         return False
@@ -108,22 +112,22 @@ def awaits_marker(save: PendingSave, present: set[str]) -> bool:
         return False
     now = time.monotonic()
     if save.unmarked_since is None:
-        # Nodes that read manifests of megabytes do not all begin at once.
+        # A random start, so that nodes do not all read manifests of megabytes at once.
         save.unmarked_since = now + random.uniform(0, _UNMARKED_S)
     return now < save.unmarked_since + _UNMARKED_S
 
 
 def committed_facts(save: PendingSave, iteration: int) -> CommitFacts | None:
-    """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
+    """Return the facts of the manifest of `iteration`; None if it is damaged or missing.
 
-    One that is damaged, or a newer release's, is none: a save will replace it.
+    A newer release's manifest also counts as missing: a save will replace it.
     """
     try:
         return save.manifests.facts(save.storage, file_names.iteration_dir(iteration))
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:
-        # What may pass does not say that there is no checkpoint: its shards would be deleted.
+        # A transient error does not mean that there is no checkpoint: its shards would be deleted.
         if is_damage(error) and not may_pass(error):
             return None
         raise

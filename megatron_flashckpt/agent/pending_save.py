@@ -1,4 +1,4 @@
-"""A save that an agent has a part in and whose outcome is open, and what it waits for."""
+"""State of a save that an agent has a part in and that has no result yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage
 
 _SHOWN = 8
-#: Records of ranks wait for the other ranks of their node for a quarter of the time that the save
-#: has taken by then, within these bounds in seconds.
+#: Records wait for the other ranks of their node for a quarter of the save's time so far, within
+#: these bounds in seconds.
 _PUBLISH_S = (2.0, 10.0)
 
 
 @dataclasses.dataclass
 class PendingSave:
-    """A save that this node has a part in and whose outcome is open."""
+    """A save that this node has a part in and that has no result yet."""
 
     storage: Storage
     iteration: int
@@ -31,88 +31,93 @@ class PendingSave:
     staged_at: float
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
     persisted: set[int] = dataclasses.field(default_factory=set)
-    """Ranks of this node whose write has ended, well or not."""
+    """Ranks of this node whose write has ended, with success or failure."""
     unpublished: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
     """Records of durable shards that are not in storage yet; see `publication`."""
     publish_by: float = 0.0
-    """When these records are published, whatever other ranks do; `time.monotonic`."""
+    """Time at which these records are published without waiting further; `time.monotonic`."""
     publish_again_at: float = 0.0
-    """When records whose put has failed are put again; `time.monotonic`."""
+    """Time of the next attempt to write records after a failure; `time.monotonic`."""
     publish_failures: int = 0
-    """Failures of the last put, one after the other."""
+    """Consecutive failures to write records."""
     record_names: set[str] = dataclasses.field(default_factory=set)
-    """Record files that this agent has put, tried to put, or found: they may be there."""
+    """Record files that this agent has written, tried to write, or found: they may exist."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
-    """What it took until it was staged, by rank of this node."""
+    """Timings until the slot was staged, by rank of this node."""
     cost: SaveCost | None = None
-    """What it took in all, once it is committed."""
+    """Timings of the committed save."""
     differing: tuple[str, ...] = ()
     compared: bool = False
-    """What its manifest says of copies, once it is committed."""
+    """The manifest's facts about copies, once the save is committed."""
     error: str | None = None
     lasts: bool = False
-    """Only a person can end what this node has failed at (`error_classes.will_last`)."""
+    """Only a person can remove the cause of this node's failure (`error_classes.will_last`)."""
     failed: set[int] = dataclasses.field(default_factory=set)
-    """Ranks of this node whose part has failed. A rank may have published its record before."""
+    """Ranks of this node whose part has failed, perhaps after their record was published."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
-    """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
+    """Abandoned after a restart: training has resumed from an older save."""
     abandoned_at: float | None = None
-    """When the agent began to conclude it for that reason; `time.monotonic`."""
+    """Time at which the agent began to conclude the abandoned save; `time.monotonic`."""
     given_up: str | None = None
-    """Why it was concluded while storage did not answer. It never becomes a checkpoint after that:
-    its files are anybody's to remove."""
+    """Reason of a failure while storage did not answer; any agent may remove the files then."""
     missing: list[int] = dataclasses.field(default_factory=list)
-    """Ranks without a commit record when last looked for, on the node that commits."""
+    """Ranks without a commit record at the last look, on the node that commits."""
     listed: set[str] = dataclasses.field(default_factory=set)
     """File names that the committing node has seen in the directory of the save."""
     list_at: float = 0.0
-    """When its directory is to be listed next; `time.monotonic`."""
+    """Time of the next listing of its directory; `time.monotonic`."""
     list_every_s: float = 0.0
-    """See `presence`; 0: it was not listed yet."""
+    """See `presence`; 0: not listed yet."""
     unmarked_since: float | None = None
-    """When a manifest without this save's marker was seen first; `time.monotonic`."""
+    """Time at which a manifest without this save's marker was first seen; `time.monotonic`."""
     troubled_since: float | None = None
-    """When storage began to report errors which may pass; `time.monotonic`."""
+    """Time at which storage began to report transient errors; `time.monotonic`."""
+    incomplete_since: float | None = None
+    """Time at which shards with records were first missing for the committing agent; same clock."""
     listed_all: bool = False
-    """Whether the last look at the directory has listed it."""
+    """True if the last look has listed the directory."""
     gone_since: float | None = None
-    """When records that this node has published were first not there; `time.monotonic`."""
+    """Time at which published records of this node were first missing; `time.monotonic`."""
     untold: tuple[int, str] | None = None
-    """A failure that storage had no room for a note of: the rank in whose name, and the reason."""
+    """Rank and reason of a failure note that storage had no space for."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
     called_slow: bool = False
-    """Its trainers were told that it takes long."""
+    """True once its trainers were notified that the save is slow."""
     serves_rank_0: bool = False
-    """Rank 0 of its run was connected to this agent when it was given the save: no other agent can
-    commit it, whether rank 0 stages its part or not."""
+    """True if the run's rank 0 was connected to this agent when the save was staged.
+
+    Then no other agent can commit the save, whether or not rank 0 stages its part.
+    """
     inherited: bool = False
-    """Taken over from another agent: staged before all that this one was given by a doorbell."""
+    """Adopted from another agent: older than all saves that were staged with this agent."""
     later: set[str] = dataclasses.field(default_factory=set)
-    """Saves that the same trainer staged later, where this one was taken over from another agent,
-    which may have committed them before it went."""
+    """Later saves of the same trainer, if this one was adopted from another agent.
+
+    That agent may have committed them before it died.
+    """
 
     past: PastSave | None = None
-    """How it went, if that was known before this agent got to it. See `history.told_of`."""
+    """Result of the save, if it was known before this agent adopted it; see `history.told_of`."""
 
     staged_as: str = ""
-    """The id that its slots have: another one if it failed before, and is written after all."""
+    """Save id in the slots; differs if a failed save is retried under a new id."""
 
     run: RunKey | None = None
-    """The newest run that the agent knew when it was given the save; None: no run has claimed."""
+    """The newest run known to the agent when the save was staged; None: no run has claimed."""
 
     fence: Fence | None = None
-    """Of the agent, which may have been overtaken by another run; None: there is no other."""
+    """The agent's fence; None: no other run can overtake it."""
     manifests: KnownManifests = dataclasses.field(default_factory=KnownManifests)
-    """Of the agent."""
+    """The agent's manifest cache."""
     previous: int | None = None
-    """What the tracker named before this save, once it has moved."""
+    """Iteration that the tracker named before this save, once it has moved."""
 
     @property
     def is_decided_here(self) -> bool:
-        """Return whether this agent alone decides if the save becomes a checkpoint."""
+        """Return whether only this agent decides if the save becomes a checkpoint."""
         return 0 in self.metas or self.serves_rank_0
 
     @property
@@ -120,22 +125,22 @@ class PendingSave:
         return file_names.iteration_dir(self.iteration)
 
     def is_from_before(self, run: RunKey | None) -> bool:
-        """Return whether a run that this agent had no part in lies between the save and `run`."""
+        """Return whether a run without this agent lies between the save's run and `run`."""
         return self.run is not None and run is not None and run.epoch > self.run.epoch + 1
 
     @property
     def is_of_newest_run(self) -> bool:
-        """Return whether no job has started since the agent was given the save."""
+        """Return whether no job has started since the agent received the save."""
         return self.fence is None or self.fence.newest == self.run
 
     @property
     def missed_a_run(self) -> bool:
-        """Return whether nobody commits the save, because this agent had no part in a later run."""
+        """Return whether no agent commits the save, because a later run ran without this agent."""
         return self.fence is not None and self.is_from_before(self.fence.newest)
 
     @property
     def is_moot(self) -> bool:
-        """Return whether nothing that this node publishes can make the save a checkpoint."""
+        """Return whether further records of this node cannot make the save a checkpoint."""
         return (
             self.error is not None
             or self.given_up is not None
@@ -145,16 +150,16 @@ class PendingSave:
 
     @property
     def missing_records(self) -> list[str]:
-        """Return the names that the missing records have if all nodes have as many ranks."""
+        """Return the names of the missing records, assuming that all nodes have as many ranks."""
         own = file_names.runs_of(self.metas)[0]
         return [
-            file_names.record_name(it.start, self.save_id, len(it))
+            file_names.record_name(ranks.start, self.save_id, len(ranks))
             for run in file_names.runs_of(self.missing)
-            for it in (run[i : i + len(own)] for i in range(0, len(run), len(own)))
+            for ranks in (run[i : i + len(own)] for i in range(0, len(run), len(own)))
         ]
 
     def hold_record(self, record: CommitRecord) -> None:
-        """Note a record that is to be published. The node's lock is held."""
+        """Add a record to be published. The caller holds the node's lock."""
         if not self.unpublished:
             now = time.monotonic()
             shortest_s, longest_s = _PUBLISH_S
@@ -164,12 +169,12 @@ class PendingSave:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Smaller if it was staged earlier."""
+        """Return a sort key; smaller for a save that was staged earlier."""
         return not self.inherited, self.iteration if self.inherited else self.staged_at
 
 
 def awaited_by(save: PendingSave) -> str:
-    """Return what `save` waits for, as far as is known without asking storage."""
+    """Return what `save` is waiting for, as far as is known without asking storage."""
     writing = sorted(set(save.metas) - save.persisted)
     if writing:
         return (
@@ -177,19 +182,19 @@ def awaited_by(save: PendingSave) -> str:
             f"still being written: {save.storage.place} is slow, or hangs"
         )
     if save.unpublished:
-        return f"the commit records of this node cannot be put: {save.storage.place} is slow"
+        return f"the commit records of this node cannot be written: {save.storage.place} is slow"
     if 0 not in save.metas:
-        return f"{file_names.MANIFEST} from the node of rank 0 is not there"
+        return f"{file_names.MANIFEST} from the node of rank 0 is missing"
     if not save.missing:
         return f"{save.storage.place} does not answer"
     return (
-        f"the commit records of {len(save.missing)} of {save.metas[0].world_size} ranks are not "
-        f"there ({', '.join(save.missing_records[:_SHOWN])})"
+        f"the commit records of {len(save.missing)} of {save.metas[0].world_size} ranks are "
+        f"missing ({', '.join(save.missing_records[:_SHOWN])})"
     )
 
 
 def gave_up(save: PendingSave, timeout_s: float) -> str:
-    """Return why a save failed that nothing came of in time."""
+    """Return the error of a save that was not committed in time."""
     return (
         f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s: "
         f"{awaited_by(save)}; look at that storage and at the agent logs of the nodes of these "

@@ -1,4 +1,4 @@
-"""What is done with staged slots: persisted by a pool, or vouched for if they are to stay."""
+"""Handling of staged slots: a thread pool persists them; memory-only slots get digests."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: Pauses before a shard is written again from its first byte, after errors which may pass.
+#: Pauses before a shard is written again from its first byte, after transient errors.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
-#: Slots of a node that are digested at a time after a crash.
+#: Threads that digest the slots of a node after a crash.
 _UNREAD_THREADS = 4
-#: Longest wait of an agent that leaves for the notes and removals of failed saves.
+#: Longest wait of a leaving agent for notes and removals of failed saves.
 _END_S = 10.0
 
 _T = TypeVar("_T")
 
 
 class Saves:
-    """Sees to it that what trainers stage is read, and that the committer knows of it."""
+    """Persists or digests slots that trainers have staged, and reports them to the committer."""
 
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
@@ -68,13 +68,13 @@ class Saves:
         # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
         self._note_pool = pool(1, "note")
-        # Trainers that need a core are gone by then, and their successors wait for it.
+        # Several threads: the trainers are gone, and their successors wait for this.
         self._unread_pool = pool(_UNREAD_THREADS, "digest")
 
     def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
-        """Take the settings of the run of a rank; return what they change. The lock is held.
+        """Apply the settings of a rank's run; return the changed ones. The caller holds the lock.
 
-        If they ask for other threads, the former ones end after what they have been given.
+        If the thread settings change, the former threads end after their queued work.
         """
         changed = self._node.configure(settings)
         if changed:
@@ -88,13 +88,13 @@ class Saves:
         return changed
 
     def close(self) -> None:
-        """End the threads, unless storage keeps them."""
+        """End the threads, except those that storage blocks."""
         self._digest_pool.shutdown()
-        # Nobody comes back for what dead trainers left: that memory is about to be freed.
+        # The slots of dead trainers need no digests: their memory is about to be freed.
         self._unread_pool.shutdown(wait=False, cancel_futures=True)
         if not self._committer.pending and not self._node.is_stuck():
             for pool in (self._pool, self._note_pool):
-                # What is left are notes and removals, which storage may keep for ever.
+                # Only notes and removals are left, and storage may block them for ever.
                 ending = threading.Thread(target=pool.shutdown, daemon=True)
                 ending.start()
                 ending.join(_END_S)
@@ -102,7 +102,7 @@ class Saves:
     def described(self, number: int, index: int) -> tuple[Slot, SlotHeader, bytes] | None:
         """Return a staged slot, its header and its encoded description; None if it is not staged.
 
-        The caller holds the lock, lets go of it to decode the description, and then calls
+        The caller holds the lock, releases it to decode the description, and then calls
         `take_over`.
         """
         slots = self._node.ranks[number].slots
@@ -118,16 +118,16 @@ class Saves:
         self,
         number: int,
         index: int,
-        doorbell: p.Staged | None = None,
+        message: p.Staged | None = None,
         described: tuple[Slot, SlotHeader, SlotMeta] | None = None,
     ) -> str:
-        """Do with a complete slot what it is meant for; return the save that is in it.
+        """Persist or digest a complete slot, depending on its state; return its save.
 
         The caller holds the lock.
 
         Args:
-            doorbell: by which its trainer has handed it over, if it is alive.
-            described: what `described` has returned, decoded. It counts if the slot is still so.
+            message: the "staged" message of the slot's trainer; None if the trainer is gone.
+            described: the result of `described`, decoded; ignored if the slot has changed since.
         """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
@@ -141,17 +141,17 @@ class Saves:
             is_known = described is not None and described[:2] == (slot, header)
             meta = described[2] if described is not None and is_known else slot.meta
             save = self._join(number, slot, info, header.save_id, meta)
-        if doorbell is not None:
-            self._node.traces.add(header.iteration, header.save_id, number, doorbell.spans)
-            if save is not None and doorbell.cost is not None:
-                save.costs[number] = doorbell.cost
+        if message is not None:
+            self._node.traces.add(header.iteration, header.save_id, number, message.spans)
+            if save is not None and message.cost is not None:
+                save.costs[number] = message.cost
         self._node.ranks[number].awaited.add(header.save_id)
         if not info.claimed:
             info.claimed, info.persisting = True, save is not None
             info.persisting_since = time.monotonic()
             reach("agent.enqueued")
             if save is None:
-                self._digest_pool.submit(self._vouch, number, slots, slot, header, time.monotonic())
+                self._digest_pool.submit(self._keep, number, slots, slot, header, time.monotonic())
             else:
                 self._pool.submit(self._persist, number, slots, slot, save)
             if self._node.peers is not None:
@@ -164,13 +164,13 @@ class Saves:
     ) -> PendingSave:
         return self._committer.join(number, slot.header, meta, save_id, inherited=info.inherited)
 
-    def _vouch(
+    def _keep(
         self, number: int, slots: RankSlots, slot: Slot, header: SlotHeader, started: float
     ) -> None:
-        """Take the digests of a slot that is meant for memory only; then it counts as kept."""
+        """Digest a memory-only slot; only then it counts as kept."""
         info = slots.infos[slot.index]
         with self._node.changed:
-            rank = self._node.ranks.get(number)  # None: its memory is not wanted any more
+            rank = self._node.ranks.get(number)  # None: the rank has departed
             still_there = rank is not None and rank.slots is slots and slot.header == header
             info.persisting = info.persisting or still_there
         digests: tuple[str, ...] | None = None
@@ -178,13 +178,13 @@ class Saves:
         try:
             with self._node.traces.recording(header.iteration, header.save_id, number):
                 digests = digest_slot(slot, header) if still_there else None
-        except Exception as failure:  # whatever it is, the trainer must learn of it
+        except Exception as failure:  # any failure must be reported to the trainer
             shown = shown_error(failure)
-            error = f"rank {number}: not digested in host memory: {shown}; it stays there"
+            error = f"rank {number}: not digested in host memory: {shown}; the slot is kept"
             logger.exception("rank %d: iteration %d was not digested", number, header.iteration)
         with self._node.changed:
             if still_there:
-                # What was taken when the trainer hung up counts: later changes must show.
+                # Digests taken when the trainer disconnected count: they reveal later changes.
                 info.persisting, info.digests = False, info.digests or digests
             seconds = time.monotonic() - started
             outcome = p.Outcome(
@@ -201,9 +201,9 @@ class Saves:
             self._node.changed.notify_all()
 
     def digest_unread(self, rank: Trainer) -> None:
-        """Begin to digest what a trainer that is gone has left and nothing has read to its end.
+        """Begin to digest the slots that a departed trainer left and that were never read.
 
-        Whatever changes from then on is neither restored nor persisted. The caller holds the lock.
+        Slots that change from then on are neither loaded nor persisted. The caller holds the lock.
         """
         if rank.slots is None:
             return
@@ -212,10 +212,10 @@ class Saves:
             self._unread_pool.submit(self._digest_unread, rank, slot, info)
 
     def look_up_digests(self, number: int) -> None:
-        """Begin to read from storage the digests of what another agent has made durable.
+        """Begin to read from storage the digests of slots that another agent made durable.
 
-        Memory that changes after the death of that agent must not be digested as it is then. The
-        caller holds the lock.
+        Memory may have changed since that agent died, so its present bytes must not be digested.
+        The caller holds the lock.
         """
         slots = self._node.ranks[number].slots
         if slots is None:
@@ -229,11 +229,11 @@ class Saves:
     ) -> None:
         try:
             digests = stored_digests(self._node.storage, header, number)
-        except (FlashCkptError, OSError) as error:  # retention may have removed it
+        except (FlashCkptError, OSError) as error:  # retention may have removed the checkpoint
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
             return
         with self._node.changed:
-            if info in slots.infos:  # the slot was not given to a later save
+            if info in slots.infos:  # the slot has no later save
                 info.digests = digests
 
     def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
@@ -241,19 +241,20 @@ class Saves:
         digests: tuple[str, ...] | None = None
         try:
             digests = digest_slot(slot, header)
-        except Exception:  # a load restores it unverified, and says so
+        except Exception:  # a load then restores the slot unverified, and reports that
             logger.exception("iteration %d was not digested", header.iteration)
         finally:
             with self._node.changed:
                 info.digesting = False
                 now = slot.header
                 if (now.save_id, now.iteration) == (header.save_id, header.iteration):
-                    # What was taken as it was written counts: that is what is in storage.
+                    # Digests taken while the slot was written count: storage has those bytes.
                     info.digests = info.digests or digests
                 self._node.drop_retired(rank)
                 self._node.changed.notify_all()
 
     def abandon(self, number: int, request: p.Abandon) -> None:
+        """Fail a save of which a rank could not stage its part. The caller holds the lock."""
         reason = f"rank {number}: {request.reason}"
         save = self._committer.pending.get(request.save_id)
         if save is not None:
@@ -261,9 +262,9 @@ class Saves:
             save.failed.add(number)
             self._node.changed.notify_all()
         else:
-            # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
+            # No rank of this node has staged the save yet; ranks that will find the note.
             self._leave_note(request.iteration, request.save_id, number, reason)
-        # Nor can it be written later.
+        # The second attempt cannot succeed either.
         self._leave_note(request.iteration, next_attempt(request.save_id), number, reason)
 
     def _leave_note(self, iteration: int, save_id: str, number: int, reason: str) -> None:
@@ -278,7 +279,7 @@ class Saves:
         started = time.monotonic()
         try:
             shard = self._made_durable(number, slot, header, info, save)
-        except Exception as failure:  # whatever it is, the trainers must learn of it
+        except Exception as failure:  # any failure must be reported to the trainers
             error = shown_error(failure)
             save.lasts = save.lasts or will_last(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
@@ -298,19 +299,19 @@ class Saves:
             forget(save)
 
     def _patiently(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
-        """Return `step()`, called again after errors that may pass."""
+        """Return `step()`, repeated after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
                 return step()
             except OSError as error:
                 if not may_pass(error) or self._is_over(save):
                     raise
-                logger.warning("rank %d: writes again in %.1f s: %s", number, pause_s, error)
+                logger.warning("rank %d: writing again in %.1f s: %s", number, pause_s, error)
             time.sleep(pause_s)
         return step()
 
     def _is_over(self, save: PendingSave) -> bool:
-        """Return whether `save` has failed elsewhere or timed out: nobody needs its shards."""
+        """Return True once `save` has failed elsewhere or timed out: its shards are useless."""
         with self._node.changed:
             given_up = self._committer.pending.get(save.save_id) is not save
             return given_up or save.error is not None
@@ -318,18 +319,18 @@ class Saves:
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
     ) -> DurableShard:
-        """Return a shard when it is durable; without a record if an earlier agent has put that."""
+        """Return a shard once it is durable, without a record if a former agent has written it."""
 
         def patiently(step: Callable[[], _T]) -> _T:
             return self._patiently(number, save, step)
 
         if info.inherited:
             if patiently(lambda: is_persisted(save, number)):
-                # Not those of the slot, which may have changed since it was written.
+                # Digests from storage, because the slot may have changed since it was written.
                 try:
                     digests = patiently(lambda: stored_digests(save.storage, header, number))
                 except CorruptCheckpointError as error:
-                    logger.warning("rank %d: only its memory is intact: %s", number, error)
+                    logger.warning("rank %d: its durable shard is damaged: %s", number, error)
                     digests = info.digests or digest_slot(slot, header)
                 return DurableShard(None, digests)
             save.past = patiently(lambda: told_of(save.storage, save.save_id))
@@ -347,7 +348,7 @@ class Saves:
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
     ) -> None:
-        """Tell the committer how the write of a shard ended. The caller holds the lock."""
+        """Record how the write of a shard ended. The caller holds the lock."""
         save.persisted.add(number)
         if error is not None:
             save.error = save.error or error
@@ -363,10 +364,10 @@ class Saves:
         )
 
     def persist_rest(self) -> bool:
-        """Write what is in memory only and would be lost; return whether there is any.
+        """Begin to write memory-only slots that would be lost; return whether there are any.
 
-        Each save once: what was meant for memory only, and what could not be written when it was
-        staged, for storage may have come back since.
+        Each save is written once: memory-only saves, and saves whose write failed when they were
+        staged, because storage may have recovered.
         """
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
         if (
@@ -380,18 +381,18 @@ class Saves:
         self._written_last.update(saves)
         for save_id in saves:
             logger.info("save %s is in memory only: writing it before leaving", save_id)
-            for number, theirs in slots.items():
-                slot = theirs.unwritten()[save_id]
+            for number, rank_slots in slots.items():
+                slot = rank_slots.unwritten()[save_id]
                 if slot.header.state == SlotState.FAILED:
-                    self._try_again(number, theirs, slot)
+                    self._try_again(number, rank_slots, slot)
                     continue
                 slot.set_state(SlotState.STAGED)
-                theirs.infos[slot.index].claimed = False
+                rank_slots.infos[slot.index].claimed = False
                 self.take_over(number, slot.index)
         return bool(saves)
 
     def _try_again(self, number: int, slots: RankSlots, slot: Slot) -> None:
-        """Persist what failed before, under an id of its own: notes of that failure are there."""
+        """Persist a failed save under a new id, because failure notes of the first id exist."""
         info = slots.infos[slot.index]
         save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
         info.persisting, info.persisting_since = True, time.monotonic()

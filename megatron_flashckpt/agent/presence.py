@@ -1,4 +1,4 @@
-"""Which files of a pending save are there, asked with as few requests as the wait allows."""
+"""Lookup of a pending save's files, with as few storage requests as possible."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import time
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format import file_names
 
-#: Seconds per rank of the job before a node that does not commit lists the directory at all, and
-#: the most of it. Most saves are committed by then.
+#: Delay of the first listing on a node that does not commit: seconds per rank of the job, and the
+#: maximum. Most saves are committed by then.
 _FIRST_S_PER_RANK, _FIRST_S = 0.05, 10.0
-#: Seconds until the next listing, which double with every one, up to the second number.
+#: Seconds until the next listing: the first interval, and the maximum after doublings.
 _LIST_S = (10.0, 90.0)
-#: The same where commit records are asked for by name.
+#: The same intervals while commit records are requested by name.
 _LIST_RECORDS_S = (5.0, 30.0)
-#: Entries of a directory that are listed in the time in which one name is asked for.
+#: Directory entries that can be listed in the time of one request by name.
 _ENTRIES_PER_NAME = 8
 
 
 def look(save: PendingSave) -> set[str]:
-    """Return the files that there are in the directory of `save`, as far as this node needs them.
+    """Return the files in the directory of `save`, as far as this node needs to know them.
 
-    The node of rank 0 waits for the records of all ranks. It lists the directory while many are
-    missing, and asks for the last ones by name: file systems with coarse times may keep an old
-    listing; names of nodes that have fewer ranks, or publish in parts, show in a listing only. The
-    other nodes ask for the manifest, its marker, and the note that the node of rank 0
-    leaves in rank 0's name, whoever has failed: if two thousand nodes listed thirty thousand files
-    every second, metadata servers would do nothing else. Now and then, and each at another moment,
-    they list the directory all the same: the node of rank 0 may know nothing of the save.
+    The node of rank 0 waits for the records of all ranks. While many records are missing it lists
+    the directory; the last ones it requests by name, because file systems with coarse times may
+    return an old listing. Only a listing shows names of nodes that have fewer ranks or publish in
+    parts.
+
+    Other nodes request the manifest, its marker, and the note that the node of rank 0 leaves in
+    rank 0's name, whichever rank has failed. If two thousand nodes listed thirty thousand files
+    every second, metadata servers would be overloaded. These nodes still list the directory rarely,
+    at random moments, because the node of rank 0 may not know the save.
     """
     now = time.monotonic()
     failed = file_names.failure_name(0, save.save_id)
@@ -44,7 +46,7 @@ def look(save: PendingSave) -> set[str]:
             return save.listed
         save.listed = set(save.storage.list(save.directory))
         if not is_cheaper:
-            save.list_every_s = 0.0  # the first one that is dearer than names comes soon
+            save.list_every_s = 0.0  # start the intervals anew
         if now >= save.list_at or not is_cheaper:
             _list_later(save, now, _LIST_RECORDS_S)
         return save.listed
@@ -60,7 +62,7 @@ def look(save: PendingSave) -> set[str]:
 
 
 def _list_later(save: PendingSave, now: float, interval_s: tuple[float, float]) -> None:
-    """Let the next listing wait, and the one after it twice as long."""
+    """Delay the next listing, and double the interval after it."""
     first, longest = interval_s
     save.list_every_s = min(2 * save.list_every_s, longest) if save.list_every_s else first
     save.list_at = now + random.uniform(0.75, 1.25) * save.list_every_s

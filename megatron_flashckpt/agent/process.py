@@ -1,8 +1,8 @@
-"""The agent's process: what it takes from the rank that starts it, and what it does not.
+"""The agent's process: inherited settings that it keeps, and those that it resets.
 
-A launcher binds each rank to some cores and to the memory beside them, and gives it variables for
-its GPU. The agent serves all ranks of the node and outlives them, so it leaves those bonds behind:
-else its threads would share the cores of one rank, which becomes the straggler of the job.
+A launcher binds each rank to some cores and to the memory next to them, and sets variables for its
+GPU. The agent serves all ranks of the node and survives them, so it resets these bindings.
+Otherwise its threads would share the cores of one rank and make that rank the job's straggler.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_flashckpt.config import Config
 
 logger = logging.getLogger(__name__)
 
-#: Variables that an agent gets of those of the process that starts it; `agent.environment` adds
-#: others. Paths of Python packages are those of EasyBuild, Guix, Nix and conda, too. The ids of
-#: jobs are there for batch systems that find the processes of a job by them.
+#: Environment variables that an agent inherits; `agent.environment` adds others. Paths of Python
+#: packages include those of EasyBuild, Guix, Nix and conda. The job ids are for batch systems that
+#: find the processes of a job by them.
 _VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "XDG_*"),
     *("LANG", "LANGUAGE", "LC_*", "TZ", "TZDIR", "LOCPATH", "KRB5*", "FLASHCKPT_*"),
@@ -39,13 +39,14 @@ _VARIABLES = (
 )
 _SELF = Path("/proc/self")
 _ALL_CPUS = Path("/sys/devices/system/cpu")
-#: So much (of the range -1000 to 1000) that the agent is spared while its slots take less than
-#: half of the memory. They are shared with the trainers: killing the agent would free nothing.
+#: Value of the agent's `oom_score_adj` (range -1000 to 1000). The agent is spared while its slots
+#: take less than half of the memory. The slots are shared with the trainers: killing the agent
+#: would free nothing.
 _OOM_SCORE_ADJ = -500
 #: From linux/mempolicy.h, and the numbers of a system call that the C library does not wrap.
 _MPOL_DEFAULT = 0
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-#: Without privileges the kernel takes one change of such a priority in 0.1 s, from all processes.
+#: Unprivileged processes together may change such a priority once in 0.1 s.
 _AUTOGROUP_ATTEMPTS = 10
 _AUTOGROUP_S = 0.05
 
@@ -53,11 +54,11 @@ _AUTOGROUP_S = 0.05
 def environment(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
     """Return the environment for a new agent.
 
-    Variables for GPUs, NCCL or OpenMP, of torchrun and of profilers stay behind: tools that hook
+    Variables for GPUs, NCCL or OpenMP, of torchrun and of profilers are dropped: tools that hook
     workers must not load torch into the agent.
 
     Args:
-        environ: that of the process that starts it.
+        environ: environment of the process that starts the agent.
         more: names of further variables to pass on; `*` stands for any characters.
     """
     patterns = (*_VARIABLES, *more)
@@ -82,12 +83,12 @@ def command(directory: Path, root: str, config: Config) -> list[str]:
 
 
 class AgentProcess:
-    """This process, as the agent's. Made before it starts a thread or forks."""
+    """The agent's own process. Created before the process starts a thread or forks."""
 
     def __init__(self, settings: AgentSettings) -> None:
-        """Leave behind what the process has inherited."""
+        """Reset inherited priority, memory policy and OOM score, then apply `settings`."""
         self._inherited = os.sched_getaffinity(0)
-        #: Whether the session was made for the agent: then a priority of all of it is the agent's.
+        #: True if the session was made for the agent; only then the agent may change its priority.
         self._has_session = os.getsid(0) == os.getpid()
         self._leave_real_time()
         _reset_memory_policy()
@@ -96,7 +97,7 @@ class AgentProcess:
         self.apply(settings)
 
     def apply(self, settings: AgentSettings) -> None:
-        """Take CPUs and priority from the settings of a run."""
+        """Apply CPUs and priority from the settings of a run."""
         cpus = str(settings.cpus)
         if cpus != self._cpus:
             self._cpus = cpus
@@ -114,7 +115,7 @@ class AgentProcess:
 
     @staticmethod
     def _leave_real_time() -> None:
-        """Let no priority above others', which a rank may have given itself, be the agent's."""
+        """Drop a raised or real-time priority that the starting rank has given itself."""
         if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         if os.getpriority(os.PRIO_PROCESS, 0) < 0:
@@ -143,7 +144,7 @@ class AgentProcess:
             return
         own = _allotted(os.environ)
         if own is not None and own < len(allowed) and allowed != self._inherited:
-            # No cpuset keeps the job to its CPUs, and those that are left belong to other jobs.
+            # No cpuset restricts the job to its CPUs; the remaining ones belong to other jobs.
             _move(self._inherited)
             logger.warning(
                 "Slurm gave this job %d CPUs of this node and no cpuset; the agent may use %d and "
@@ -154,22 +155,22 @@ class AgentProcess:
 
 
 def _move(cpus: Iterable[int]) -> set[int]:
-    """Let all threads run on `cpus`, as far as the cpuset allows; return on which they may.
+    """Run all threads on `cpus`, as far as the cpuset allows; return the allowed CPUs.
 
     Raises:
         OSError: the cpuset allows none of them.
     """
     os.sched_setaffinity(0, cpus)
     for task in (_SELF / "task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(task.name), cpus)
     return os.sched_getaffinity(0)
 
 
 def _machine() -> frozenset[int]:
-    """Return all CPUs of the machine but those that are kept free of ordinary processes."""
-    found = _listed(_ALL_CPUS / "possible") or frozenset(range(os.cpu_count() or 1))
-    return found - _listed(_ALL_CPUS / "isolated") or found
+    """Return all CPUs of the machine, except isolated ones."""
+    possible = _listed(_ALL_CPUS / "possible") or frozenset(range(os.cpu_count() or 1))
+    return possible - _listed(_ALL_CPUS / "isolated") or possible
 
 
 def _listed(file: Path) -> frozenset[int]:
@@ -180,7 +181,7 @@ def _listed(file: Path) -> frozenset[int]:
 
 
 def _allotted(environ: Mapping[str, str]) -> int | None:
-    """Return the CPUs that Slurm gave the job on each node, the fewest; None if there is no Slurm.
+    """Return the fewest CPUs that Slurm gave the job on one node; None without Slurm.
 
     The variable looks like `72(x2),36`.
     """
@@ -191,8 +192,8 @@ def _allotted(environ: Mapping[str, str]) -> int | None:
 def _lower_session(nice: int) -> None:
     """Lower the priority of all threads of this session against those of other sessions.
 
-    The kernel shares CPUs between sessions first, where it groups processes by session
-    (`kernel.sched_autogroup_enabled`): the priorities of threads count inside of one session only.
+    Where the kernel groups processes by session (`kernel.sched_autogroup_enabled`), it shares CPUs
+    between sessions first. Priorities of threads then count only within one session.
     """
     for _ in range(_AUTOGROUP_ATTEMPTS):
         try:
@@ -200,15 +201,15 @@ def _lower_session(nice: int) -> None:
         except BlockingIOError:
             time.sleep(_AUTOGROUP_S)
         except OSError:
-            return  # there are no such groups, and the priorities of threads count
+            return  # no such groups: the priorities of threads count
         else:
             return
 
 
 def _reset_memory_policy() -> None:
-    """Let memory be allocated beside the CPU that asks for it, not where the rank is bound to.
+    """Allocate memory next to the CPU that requests it, not where the rank is bound to.
 
-    Slabs keep the NUMA node that their trainer chose: it belongs to the memory.
+    Slabs keep the NUMA node that their trainer chose, because it belongs to the memory.
     """
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is not None:
@@ -217,10 +218,10 @@ def _reset_memory_policy() -> None:
 
 
 def _spare_from_oom(file: Path) -> int:
-    """Have the kernel kill trainers first when memory is short; return the score that is in force.
+    """Make the kernel kill trainers first when memory is short; return the score in force.
 
-    Without CAP_SYS_RESOURCE a score goes down only to where a privileged process has put it last,
-    which the kernel does not tell.
+    Without CAP_SYS_RESOURCE, a score can only be lowered to the value that a privileged process set
+    last. The kernel does not report that value, so a search finds it.
     """
     try:
         highest = int(file.read_text())

@@ -1,6 +1,6 @@
 """Messages between a trainer and its node's agent. `agent.frames` sends and receives them.
 
-The trainer asks, the agent answers: one reply per request, in order.
+The trainer sends requests; the agent sends one reply per request, in order.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ class Offer(msgspec.Struct, frozen=True):
     save_id: str
     durable: bool
     digests: tuple[str, ...] | None
-    """Chunk digests, once the agent has read the slot: to persist it, or to vouch for it."""
+    """Chunk digests, once the agent has read the slot to persist or to digest it."""
     recovered: bool = False
-    """It came from other nodes: nobody here knows whether it was ever durable."""
+    """The slot came from other nodes; this node does not know whether its save was durable."""
     committed: int = -1
-    """Iteration of the newest checkpoint that the agent knows to be in storage; -1: of none."""
+    """Iteration of the newest checkpoint that the agent knows to be in storage; -1: none."""
     lineage: tuple[str, ...] = ()
-    """Saves that this one continues: the newest that the agent saw committed, and the one that
-    training resumed from (empty if from none). Nothing: the agent was told of neither."""
+    """Ancestors: the newest save seen committed, and the save that training resumed from.
+
+    The second is "" if training resumed from none. Empty tuple: the agent knows neither.
+    """
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a save."""
+    """Result of a save."""
 
     iteration: int
     save_id: str
     error: str | None
-    """None: committed. Else why not, with place and remedy."""
+    """Reason of a failure, with place and remedy; None: committed."""
     seconds: float
-    """From staged on this node to committed (or given up)."""
+    """Time from staged on this node to committed (or failed)."""
     kept: bool = False
-    """It was for host memory only, and is there."""
+    """True: the save was for host memory only, and is kept there."""
     cost: SaveCost | None = None
-    """Of a committed save, if it is known."""
+    """Timings of a committed save, if they are known."""
     differing: tuple[str, ...] = ()
     compared: bool = False
-    """What the manifest of a committed save says of copies."""
+    """The manifest's facts about copies, for a committed save."""
     failed_ranks: tuple[int, ...] = ()
-    """Ranks of this node whose own part has failed; others may have failed elsewhere."""
+    """Ranks of this node whose own part has failed; ranks of other nodes may have failed too."""
     lasts: bool = False
-    """Only a person can end the reason of the failure, as far as this node knows it."""
+    """True if only a person can remove the cause of the failure, as far as this node knows."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -61,41 +63,41 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     rank: int
     protocol: int
     directory: str = ""
-    """Which directory the save directory is for the trainer; empty if it does not exist."""
+    """Identity of the trainer's save directory; empty if the directory does not exist."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     pid: int
     root: str
     former_pid: int = 0
-    """Earlier process of this rank that still runs, and that is served no more; 0: none."""
+    """Earlier process of this rank that still runs and is no longer served; 0: none."""
     facts: AgentFacts | None = None
 
 
 class AttachSlab(msgspec.Struct, frozen=True, tag=True):
     """Carries a slab's descriptor; replaces the rank's former slab. Reply: Attached.
 
-    A slab that outlived its agent may hold what that agent did not end: its successor does.
+    A slab may have unfinished saves of an agent that died; the new agent finishes them.
     """
 
     is_former: bool = False
-    """It is that of an earlier process of the rank, which may still write to it."""
+    """True: the slab of an earlier process of the rank, which may still write to it."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
     taken: tuple[str, ...]
-    """Saves staged in the slab, whose outcome will be told."""
+    """Saves staged in the slab, whose results the agent will report."""
 
 
 class DetachSlab(msgspec.Struct, frozen=True, tag=True):
     """Asks the agent to unmap the rank's slab, which holds no checkpoint. Reply: Done.
 
-    The agent unmaps the slab before it replies, unless a shard of the slab is still being read.
+    The agent unmaps the slab before it replies, or later if a shard of the slab is being read.
     """
 
 
 class TakeSlab(msgspec.Struct, frozen=True, tag=True):
-    """After a restart. Reply: SlabOffer, with the slab's descriptor if there is one."""
+    """Asks for the rank's slab after a restart. Reply: SlabOffer, with a descriptor if present."""
 
 
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
@@ -104,23 +106,25 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     read_only: bool = False
     """An earlier process of this rank still runs and may write to the slab's other slots."""
     is_digesting: bool = False
-    """True if offers without digests will have them soon: ask again."""
+    """True if offers without digests will have them soon: send the request again."""
     saves: tuple[tuple[int, str], ...] = ()
     """Iteration and id of every save that any rank has in a slot on this node."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """The rank is of this run, which claims the save directory. Reply: Done. See `agent.claim`."""
+    """The rank belongs to this run, which claims the save directory. Reply: Done.
+
+    See `agent.claim`.
+    """
 
     epoch: int
     run_id: str
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True):
-    """Training goes on from this save (None: from no slot). Reply: Done.
+    """Training resumes from this save (None: from no slot). Reply: Done.
 
-    Slots of other saves that are newer belong to a past that did not happen: they are emptied, so
-    that a later restart cannot pick them.
+    Newer slots of other saves are emptied, so that a later restart cannot use them.
     """
 
     save_id: str | None
@@ -128,7 +132,7 @@ class Adopt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acquire(msgspec.Struct, frozen=True, tag=True):
-    """Wants a slot to stage into; waits up to `wait_s` for one. Reply: Granted."""
+    """Requests a slot to stage into; waits up to `wait_s` for one. Reply: Granted."""
 
     iteration: int
     save_id: str
@@ -137,22 +141,22 @@ class Acquire(msgspec.Struct, frozen=True, tag=True):
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
     slot: int
-    """-1: all are busy."""
+    """-1: all slots are busy."""
     hung_s: float = 0.0
-    """Not 0: there is nothing to wait for; a slot has been written to storage for that long."""
+    """Not 0: waiting is useless, because a slot has been written to storage for that long."""
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The slot is complete: persist it, or (KEPT) take care of it as it is. Reply: Done."""
+    """The slot is complete: the agent persists it, or digests a KEPT one. Reply: Done."""
 
     slot: int
     cost: RankCost | None = None
     spans: tuple[Span, ...] = ()
-    """What the save has done so far."""
+    """Work of the save so far."""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """This rank has no part in a save that others may wait for: let it fail now. Reply: Done."""
+    """This rank has no part in a save, which fails now instead of by timeout. Reply: Done."""
 
     iteration: int
     save_id: str
@@ -160,7 +164,10 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Wants a template; waits up to `wait_s` for a rank that computes it. Reply: TemplateReply."""
+    """Requests a template; waits up to `wait_s` for the rank that computes it.
+
+    Reply: TemplateReply.
+    """
 
     fingerprint: str
     wait_s: float = 0.0
@@ -169,29 +176,29 @@ class GetTemplate(msgspec.Struct, frozen=True, tag=True):
 class TemplateReply(msgspec.Struct, frozen=True, tag=True):
     encoded: bytes | None
     computing: bool = False
-    """True: another rank is still computing the template; ask again."""
+    """True: another rank is still computing the template; send the request again."""
 
 
 class PutTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Reply: Done."""
+    """Publishes a template for the other ranks of the node. Reply: Done."""
 
     fingerprint: str
     encoded: bytes
 
 
 class Poll(msgspec.Struct, frozen=True, tag=True):
-    """Asks for outcomes not told yet; waits up to `wait_s` while saves are pending.
+    """Asks for unreported results; waits up to `wait_s` while saves are pending.
 
     Reply: Outcomes.
     """
 
     wait_s: float = 0.0
     spans: dict[str, tuple[Span, ...]] = {}
-    """By save, what it has done since its doorbell was rung."""
+    """The trainer's work since the "staged" message, by save."""
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """What the people of a job should know of a save that has no outcome yet."""
+    """Text for the people of a job about a save that has no result yet."""
 
     iteration: int
     text: str
@@ -204,21 +211,21 @@ class Outcomes(msgspec.Struct, frozen=True, tag=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """An agent's key pair for talking to other agents; the secret one never leaves the node."""
+    """Key pair of an agent for talking to other agents; the secret key stays on the node."""
 
     public: str
     secret: str
 
 
 class OpenPeers(msgspec.Struct, frozen=True, tag=True):
-    """Listen for the agents of other nodes. Reply: PeersOpened, the same to every rank."""
+    """Listen for the agents of other nodes. Reply: PeersOpened, equal for all ranks."""
 
     host: str
-    """Address of this node that the others reach."""
+    """Address of this node for the others."""
     threads: int
-    """That encrypt and decrypt."""
+    """Threads that encrypt and decrypt."""
     identity: Identity | None = None
-    """To take the place of an agent that is gone, and of its port."""
+    """Identity of a dead agent that this agent replaces, on the same port."""
     port: int | None = None
 
 
@@ -230,7 +237,7 @@ class PeersOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerNode(msgspec.Struct, frozen=True):
-    """How other nodes reach an agent, and know it."""
+    """Address and key of another node's agent."""
 
     host: str
     port: int
@@ -239,7 +246,7 @@ class PeerNode(msgspec.Struct, frozen=True):
 
 
 class JoinPeers(msgspec.Struct, frozen=True, tag=True):
-    """The agents of this job: let them in, and nobody else. Reply: Done."""
+    """The agents of this job, which are the only ones admitted. Reply: Done."""
 
     scheme: str
     """`copy` or `xor`."""
@@ -250,22 +257,22 @@ class JoinPeers(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndPeers(msgspec.Struct, frozen=True, tag=True):
-    """This run has no `redundancy`: hold and send nothing any more. Reply: Done.
+    """This run has no `redundancy`: drop held copies and send none. Reply: Done.
 
-    To an agent that has outlived a run that had.
+    Sent to every agent, because one may have served a run with `redundancy` before.
     """
 
 
 class Recover(msgspec.Struct, frozen=True, tag=True):
-    """Get the newest of these saves of this rank back from other nodes, as far as they have them.
+    """Fetch the newest of these saves of this rank from other nodes, if they have them.
 
-    Waits up to `wait_s` for the end of it. Reply: Recovered. TakeSlab tells what came of it.
+    Waits up to `wait_s` for the end. Reply: Recovered. TakeSlab returns the fetched slots.
     """
 
     saves: tuple[str, ...]
     wait_s: float
     huge_pages: bool
-    """Of what the slots shall consist: see `Slab.create`."""
+    """Kind of pages for the slots: see `Slab.create`."""
 
 
 class Recovered(msgspec.Struct, frozen=True, tag=True):
@@ -273,7 +280,7 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The rank ends as planned and will not be back. Reply: Done."""
+    """The rank ends as planned and will not return. Reply: Done."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
-"""Publishes the commit records of a node's ranks: one file for all of them, if they end in time.
+"""Publishes the commit records of a node's ranks: one file for all, if they end in time.
 
-At 16,384 ranks a file per rank would be 16,384 files that are made, renamed, read and removed in
-one directory for every save; a file per node of eight ranks is an eighth of that. The commit thread
-publishes, so no two threads put records of one save.
+With 16,384 ranks, a file per rank would mean 16,384 files created, renamed, read and removed in one
+directory for every save; a file per node of eight ranks is an eighth of that. Only the commit
+thread publishes, so no two threads write records of one save.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: Pauses before records are put again after errors which may pass.
+#: Pauses before records are written again after transient errors.
 _RETRIES_S = (0.5, 2.0, 8.0)
 
 
 def put_records(storage: Storage, records: Sequence[CommitRecord]) -> None:
-    """Tell all agents that the shards of contiguous ranks are durable. May be repeated.
+    """Report to all agents that the shards of contiguous ranks are durable. May be repeated.
 
-    Once this was called, these shards must not be written again: a put that has reported an error
-    may have been done, and the save may have been committed.
+    After this call, these shards must not be written again: a `put` that raised may have taken
+    effect, and the save may be committed.
 
     Args:
         records: of one save, in the order of ranks.
     """
     first = records[0]
     name = record_name(first.rank, first.save_id, len(records))
-    # Its presence means that every byte of the shards is durable. It need not be: a manifest says
-    # all of it, and a save that has none when power is lost has failed.
+    # The file's presence means that every byte of the shards is durable. The file itself need not
+    # be durable: the manifest repeats it, and a save without a manifest at a power loss has failed.
     with phase("commit record"):
         storage.put(
             f"{iteration_dir(first.iteration)}/{name}", encode_records(records), durable="nothing"
@@ -48,13 +48,13 @@ def put_records(storage: Storage, records: Sequence[CommitRecord]) -> None:
 
 
 def is_due(save: PendingSave, connected: Collection[int]) -> bool:
-    """Return whether the records that wait are to be published now. The node's lock is held.
+    """Return whether the waiting records are to be published now. The caller holds the lock.
 
-    They wait for the other ranks of the node, which share a file with them, but not for ever: one
-    may be slow, or dead.
+    Records wait for the node's other ranks, to share a file, but only until `publish_by`: a rank
+    may be slow or dead.
 
     Args:
-        connected: ranks of this node whose trainers are connected. They stage the same save soon.
+        connected: ranks of this node with connected trainers, which will stage the same save soon.
     """
     if not save.unpublished or save.is_moot:
         return False
@@ -67,19 +67,19 @@ def is_due(save: PendingSave, connected: Collection[int]) -> bool:
 
 
 def publish(save: PendingSave, connected: Collection[int], lock: threading.Condition) -> None:
-    """Put the records that are due. Called by the commit thread, again and again; never raises.
+    """Write the records that are due. Called repeatedly by the commit thread; never raises.
 
-    What goes wrong is retried if it may pass, and is the error of the save otherwise.
+    A transient error is retried; any other error fails the save.
     """
     with lock:
         due = dict(save.unpublished) if is_due(save, connected) else {}
     for ranks in runs_of(due):
         records = [due[rank] for rank in ranks]
-        # Before the put, which may be done though it reports an error.
+        # Before the `put`, which may take effect although it raises.
         save.record_names.add(record_name(ranks.start, save.save_id, len(ranks)))
         try:
             put_records(save.storage, records)
-        except Exception as error:  # whatever it is, the trainers must learn of it
+        except Exception as error:  # any failure must be reported to the trainers
             _failed(save, ranks, error, lock)
             return
         with lock:
@@ -89,7 +89,7 @@ def publish(save: PendingSave, connected: Collection[int], lock: threading.Condi
 
 
 def _failed(save: PendingSave, ranks: range, error: Exception, lock: threading.Condition) -> None:
-    """Have records put again after a pause, or end the save."""
+    """Schedule another attempt after a pause, or fail the save."""
     if (
         isinstance(error, OSError)
         and may_pass(error)
@@ -98,13 +98,16 @@ def _failed(save: PendingSave, ranks: range, error: Exception, lock: threading.C
     ):
         pause_s = _RETRIES_S[save.publish_failures]
         logger.warning(
-            "iteration %d: puts its records again in %.1f s: %s", save.iteration, pause_s, error
+            "iteration %d: writing its commit records again in %.1f s: %s",
+            save.iteration,
+            pause_s,
+            error,
         )
         save.publish_failures += 1
         save.publish_again_at = time.monotonic() + pause_s
         return
     shown = shown_error(error)
-    logger.error("iteration %d: its records were not put: %s", save.iteration, shown)
+    logger.error("iteration %d: its commit records were not written: %s", save.iteration, shown)
     with lock:
         save.lasts = save.lasts or will_last(error)
         save.error = save.error or shown

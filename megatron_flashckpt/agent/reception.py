@@ -1,7 +1,7 @@
-"""Accepts the agent's connections, and lives through whatever goes wrong with one of them.
+"""Accepts the agent's connections, and survives every failure of one of them.
 
-The agent holds the only copy of a checkpoint when its trainers are dead. So no flood of
-connections, no silent peer and no lack of descriptors or threads may end it.
+The agent holds the only copy of a checkpoint when its trainers are dead. So a flood of connections,
+a silent peer, or a lack of descriptors or threads must not end it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron_flashckpt.error_classes import is_scarce
 
 logger = logging.getLogger(__name__)
 
-#: Connections that have not said who they are. Trainers do so at once, and are at most some dozens.
+#: Connections without a greeting. Trainers greet at once, and are at most some dozens.
 MOST_SILENT = 64
-#: Seconds that a connection has for each part of its greeting.
+#: Time limit for each part of a greeting.
 GREETING_S = 5.0
 #: A greeting has about 20 bytes.
 GREETING_NBYTES = 1024
-#: Descriptors that an agent may have at most. Some daemons' limits are beyond a billion.
+#: Upper bound of an agent's descriptors; the limits of some daemons exceed a billion.
 _FILES = 2**16
-#: Seconds between two lines of the log about connections that were turned away.
-_SAY_EVERY_S = 60.0
+#: Seconds between two log lines about connections that were turned away.
+_LOG_EVERY_S = 60.0
 
 
 def raise_limit() -> None:
-    """Let this process open as many files as it may: every slab and connection takes one."""
+    """Raise this process's limit on open files: every slab and connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -40,28 +40,28 @@ def raise_limit() -> None:
 
 
 class Strangers:
-    """The connections that have not greeted yet. Of too many, the oldest ones are hung up."""
+    """Connections that have not greeted yet; if there are too many, the oldest are closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, socket.socket] = {}
-        self._unsaid = 0
-        self._said_at = -_SAY_EVERY_S
+        self._unlogged = 0
+        self._logged_at = -_LOG_EVERY_S
 
     def add(self, connection: socket.socket) -> None:
-        """Expect a greeting of `connection`, within a time."""
+        """Expect a greeting of `connection` within `GREETING_S`."""
         connection.settimeout(GREETING_S)
         with self._lock:
             self._waiting[id(connection)] = connection
-        self._hang_up(MOST_SILENT, f"more than {MOST_SILENT} connections say nothing")
+        self._hang_up(MOST_SILENT, f"more than {MOST_SILENT} connections send no greeting")
 
     def remove(self, connection: socket.socket) -> None:
-        """Forget `connection`, which has greeted, or is about to be closed. May be repeated."""
+        """Forget `connection`, which has greeted or is about to be closed. May be repeated."""
         with self._lock:
             self._waiting.pop(id(connection), None)
 
     def hang_up_all(self, reason: str) -> None:
-        """Free the descriptors of all of them."""
+        """Free the descriptors of all connections without a greeting."""
         self._hang_up(0, reason)
 
     def _hang_up(self, most: int, reason: str) -> None:
@@ -69,18 +69,18 @@ class Strangers:
             surplus = list(self._waiting.values())[: max(0, len(self._waiting) - most)]
             for connection in surplus:
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+                    connection.shutdown(socket.SHUT_RDWR)  # the connection's own thread closes it
         if surplus:
             self.turned_away(reason, len(surplus))
 
     def turned_away(self, reason: str, count: int = 1) -> None:
-        """Say that connections were turned away; a flood of them does not fill the log."""
+        """Log that connections were turned away; a flood of them does not fill the log."""
         with self._lock:
-            self._unsaid += count
+            self._unlogged += count
             now = time.monotonic()
-            if now - self._said_at < _SAY_EVERY_S:
+            if now - self._logged_at < _LOG_EVERY_S:
                 return
-            count, self._unsaid, self._said_at = self._unsaid, 0, now
+            count, self._unlogged, self._logged_at = self._unlogged, 0, now
         logger.warning("turned away %d connections: %s", count, reason)
 
 
@@ -90,23 +90,24 @@ class Reception:
     def __init__(self, listener: socket.socket, strangers: Strangers) -> None:
         self._listener = listener
         self._strangers = strangers
-        #: Closed to accept a connection, and hang up on it, when there is no other descriptor left:
-        #: whoever waits in the queue would have the kernel report the same error for ever.
+        #: Spare descriptor. Without another free descriptor, this one is closed to accept a
+        #: connection and close it: while that connection waits in the queue, the kernel reports the
+        #: same error for ever.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def listen_on(self, listener: socket.socket) -> None:
-        """Accept the connections of another socket from now on."""
+        """Accept connections from another socket from now on."""
         self._listener.close()
         self._listener = listener
 
     def close(self) -> None:
-        """Hang up on those who wait in the queue."""
+        """Refuse the connections that wait in the queue."""
         self._listener.close()
         if self._spare >= 0:
             os.close(self._spare)
 
     def accept(self, within_s: float) -> socket.socket | None:
-        """Return the next connection; None if none came, or if it could not be taken."""
+        """Return the next connection; None if none came or none could be accepted."""
         try:
             self._listener.settimeout(within_s)
             return self._listener.accept()[0]
@@ -116,7 +117,7 @@ class Reception:
             if is_scarce(error):
                 self._turn_away(str(error))
             else:
-                # That peer is gone again (ECONNABORTED), or the kernel has a reason of its own.
+                # The peer has closed already (ECONNABORTED), or the kernel has another reason.
                 self._strangers.turned_away(str(error))
                 time.sleep(within_s)
             return None
@@ -133,4 +134,4 @@ class Reception:
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if self._spare < 0:
-            time.sleep(0.01)  # until threads have closed what was hung up
+            time.sleep(0.01)  # until threads have closed their connections

@@ -26,8 +26,8 @@ from megatron_flashckpt.memory.slot import decoded_meta
 
 logger = logging.getLogger(__name__)
 
-#: Saves of a rank that may wait for their commit at a time: more would pile up without end where
-#: storage commits more slowly than the saves come.
+#: Saves of a rank that may wait for their commit at a time. The bound keeps them from piling up if
+#: storage commits more slowly than saves arrive.
 _UNCOMMITTED = 8
 
 
@@ -44,7 +44,7 @@ class RequestHandler:
     def answer(
         self, number: int, request: p.Request, fd: int | None, process: RankProcess | None
     ) -> tuple[p.Reply] | tuple[p.Reply, int]:
-        """Return the reply, with the descriptor to send along if any."""
+        """Return the reply, with a descriptor to send if there is one."""
         if isinstance(request, p.AttachSlab) and fd is not None:
             taken = self._attach(number, Slab.attach(fd), process, request)
             reach("agent.attached")
@@ -67,7 +67,7 @@ class RequestHandler:
             self._staged(number, request, process)
             return (p.Done(),)
         if isinstance(request, p.Adopt) and number == 0:
-            # Before any rank goes on: none of them has a save under way.
+            # No rank has a save under way yet, because no rank has resumed.
             is_resumed = request.save_id is not None
             self._committer.look_for_leftovers(request.iteration if is_resumed else None)
         with self._node.changed:
@@ -126,14 +126,14 @@ class RequestHandler:
                     return (p.Refused(f"unexpected {type(request).__name__}"),)
 
     def release(self, number: int) -> None:
-        """Let another rank compute the template that this one was to compute. The lock is held."""
+        """Let another rank compute this rank's assigned template. The caller holds the lock."""
         self._templates.release(number)
 
     def _served(self, number: int, process: RankProcess | None) -> Trainer:
-        """Return what the agent keeps for a rank. The lock is held.
+        """Return the agent's state of a rank. The caller holds the lock.
 
         Raises:
-            AgentError: the agent serves another process of this rank since.
+            AgentError: the agent serves another process of this rank now.
         """
         rank = self._node.ranks[number]
         if rank.incarnations.served != process:
@@ -150,7 +150,7 @@ class RequestHandler:
                 slab.close()
                 raise
             if rank.slots is not None and rank.slots.slab.is_same(slab):
-                # Its trainer has reconnected; what we know of its slots stays true.
+                # The trainer has reconnected; the state of its slots stays valid.
                 slab.close()
             else:
                 slots = RankSlots(slab)
@@ -176,11 +176,11 @@ class RequestHandler:
             if slots.busy:
                 return
             rank.retired.remove(slots)
-        # Not in the background: the rank needs the memory back before it allocates a larger slab.
+        # In the foreground: the rank needs the memory back before it allocates a larger slab.
         slots.slab.close()
 
     def _protect(self, number: int) -> None:
-        """Let other nodes have what a rank brought along, as far as they do not have it already."""
+        """Send the slots of a new slab to other nodes that do not hold them already."""
         slots = self._node.ranks[number].slots
         if slots is None or self._node.peers is None:
             return
@@ -188,10 +188,10 @@ class RequestHandler:
             self._node.peers.staged(number, slots, offer.slot)
 
     def inherit(self, number: int) -> tuple[str, ...]:
-        """Persist what a rank has staged, doorbell or not; drop what it had half copied.
+        """Persist all staged slots of a rank, announced or not; drop half-copied slots.
 
-        Nobody is writing to its slots: the trainer is gone, or hands over a slab that was another
-        agent's. What was staged there may be durable in part, or committed, already.
+        Called when no process writes to the slots: the trainer is gone, or hands over a slab of
+        another agent. That agent may have made them durable in part, or committed them.
         """
         slots = self._node.ranks[number].slots
         if slots is None:
@@ -202,7 +202,7 @@ class RequestHandler:
             try:
                 taken.append(self._saves.take_over(number, index))
             except FlashCkptError as error:
-                logger.error("rank %d: what is staged in slot %d is lost: %s", number, index, error)
+                logger.error("rank %d: the staged slot %d is lost: %s", number, index, error)
                 continue
             save = self._committer.pending.get(taken[-1])
             if save is not None:
@@ -212,7 +212,7 @@ class RequestHandler:
     def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
         if self._node.peers is None:
             require_pyzmq()
-            # Loaded only where it is needed: other agents start 20 ms faster, and without pyzmq.
+            # Imported here: other agents start 20 ms faster, and without pyzmq.
             from megatron_flashckpt.agent.peers.redundancy import Redundancy
 
             self._node.peers = Redundancy(request, self._node.own_slots, self._node.install)
@@ -221,14 +221,14 @@ class RequestHandler:
     def _end_peers(self) -> None:
         peers, self._node.peers = self._node.peers, None
         if peers is not None:
-            logger.info("this run has no redundancy: nothing is held for other nodes any more")
-            # Not here: it waits for what is under way, and this answer must not.
+            logger.info("this run has no redundancy: copies held for other nodes are dropped")
+            # In a thread, because `close` waits for transfers and this answer must not.
             threading.Thread(target=peers.close, daemon=True).start()
 
     def _acquire(self, number: int, wait_s: float, process: RankProcess | None) -> p.Granted:
         rank = self._served(number, process)
         if rank.slots is None:
-            raise AgentError("a slot was asked for before a slab was attached")
+            raise AgentError("a slot was requested before a slab was attached")
         if former_pid := rank.slots.former_pid():
             raise AgentError(
                 f"process {former_pid}, an earlier one of rank {number}, may still "
@@ -238,7 +238,7 @@ class RequestHandler:
         while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
             hung_s = rank.slots.busy_for()
             if hung_s > self._node.options.commit_timeout_s:
-                # Nothing that could be waited for: these saves have been given up.
+                # Waiting is useless: these saves have failed by their timeout.
                 index = rank.slots.acquire(newest_too=True)
                 if index >= 0:
                     break
@@ -257,11 +257,11 @@ class RequestHandler:
     def _staged(self, number: int, request: p.Staged, process: RankProcess | None) -> None:
         with self._node.changed:
             self._served(number, process)
-            found = self._saves.described(number, request.slot)
-        # Without the lock: a rank with thousands of pieces would hold up all others.
+            staged_slot = self._saves.described(number, request.slot)
+        # Decode without the lock: a rank with thousands of pieces would delay all others.
         described = None
-        if found is not None:
-            slot, header, encoded = found
+        if staged_slot is not None:
+            slot, header, encoded = staged_slot
             described = slot, header, decoded_meta(encoded, slot.index)
         with self._node.changed:
             self._served(number, process)
@@ -274,13 +274,14 @@ class RequestHandler:
             rank.slots.adopt(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
         self._node.resumed_from = request.save_id or ""
-        awaited = set().union(*(each.awaited for each in self._node.ranks.values()))
+        awaited = set().union(*(trainer.awaited for trainer in self._node.ranks.values()))
         for save in self._committer.pending.values():
-            # Of an older save everything is staged, or will never be: all ranks have started anew.
+            # Older saves are complete if all ranks have staged them: all ranks have started anew,
+            # so no further part will be staged.
             staged = (
                 save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()
             )
-            # But this node may have hung while another one had its ranks. Then the agents that
+            # But this node may have hung while another node had its ranks. Then the agents that
             # would commit the save have given it up, or are gone.
             staged &= is_here or not save.is_from_before(self._node.fence.newest)
             if save.staged_as != request.save_id and not staged:
@@ -288,7 +289,8 @@ class RequestHandler:
         if self._node.peers is not None:
             self._node.peers.adopt(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
-            # Its own node may have been lost before this was durable, and others wait for it.
+            # The rank's own node may have been lost before this save was durable, and others wait
+            # for it.
             self._saves.take_over(number, index)
             rank.awaited.discard(request.save_id or "")
         self._node.changed.notify_all()
@@ -300,8 +302,8 @@ class RequestHandler:
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
-        told, rank.untold = tuple(rank.untold), []
-        for outcome in told:
+        outcomes, rank.untold = tuple(rank.untold), []
+        for outcome in outcomes:
             self._node.traces.told(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(told, len(self._committer.owed(number)), notices)
+        return p.Outcomes(outcomes, len(self._committer.owed(number)), notices)

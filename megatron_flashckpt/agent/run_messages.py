@@ -9,14 +9,14 @@ import msgspec
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.memory.host_memory import shown
 
-#: Ranks that a message lists at most.
+#: Upper bound of the ranks in a message.
 _SHOWN = 8
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """The settings of this run; an agent that an earlier run started takes them. Reply: Configured.
+    """Settings of this run, which an agent of an earlier run applies. Reply: Configured.
 
-    Sent after Hello. The run that came last decides.
+    Sent after Hello. The last run decides.
     """
 
     settings: AgentSettings
@@ -24,13 +24,13 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 
 class Configured(msgspec.Struct, frozen=True, tag=True):
     changed: tuple[str, ...]
-    """Each setting that was another one before, with both values."""
+    """Each changed setting, with both values."""
 
 
 class BeginRun(msgspec.Struct, frozen=True, tag=True):
     """This rank has loaded, and belongs to a run. Reply: Done.
 
-    When all ranks of the run on this node have said so, the agent frees the memory of others.
+    When all ranks of the run on this node have sent it, the agent frees the memory of other ranks.
     """
 
     run_id: str
@@ -39,9 +39,9 @@ class BeginRun(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag=True):
-    """Asks whose memory the agent holds. Reply: Held.
+    """Asks for the slabs that the agent holds. Reply: Held.
 
-    Waits up to `wait_s` until the memory of ranks that are not of the run is freed.
+    Waits up to `wait_s` until the memory of ranks outside the run is freed.
     """
 
     wait_s: float
@@ -53,12 +53,12 @@ class HeldSlab(msgspec.Struct, frozen=True):
     rank: int
     nbytes: int
     iteration: int
-    """The newest complete checkpoint in it; -1: there is none."""
+    """The newest complete checkpoint in the slab; -1: none."""
     durable: bool
     departed: bool
     """The rank is not of the run on this node."""
     in_use: bool
-    """It is being written to storage, or its save has no outcome yet."""
+    """The slab is being written to storage, or its save has no result yet."""
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +66,7 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 def whose(slabs: Sequence[HeldSlab]) -> str:
-    """Return how much memory slabs take, and for which rank and save each."""
+    """Return the total size of slabs, and size, rank and save of the first ones."""
     total = sum(slab.nbytes for slab in slabs)
     listed = [_described(slab) for slab in slabs[:_SHOWN]]
     if len(slabs) > _SHOWN:

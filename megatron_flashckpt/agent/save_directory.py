@@ -1,7 +1,7 @@
-"""Which directory a save directory is: its device and inode, beside its path.
+"""Identity of a save directory: its device and inode, in addition to its path.
 
-Containers of one node may have different directories at one path, and a directory may be removed
-and made anew, or replaced by a copy. An agent holds the memory of one of them and of no other.
+Containers of one node may have different directories at one path. A directory may also be removed
+and made again, or replaced by a copy. An agent holds memory for exactly one of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 from megatron_flashckpt.error_classes import may_pass
 
-#: Seconds between two looks at the path, and how many of them must find something else there.
+#: Seconds between two checks of the path, and the number of failed checks after which it is gone.
 _LOOK_S = 2.0
 _LOOKS = 3
-#: Pauses before a directory is looked at again, after errors which may pass.
+#: Pauses before a directory is examined again, after transient errors.
 _RETRIES_S = (0.1, 0.5, 2.0)
 
 
 def ensure(root: str) -> None:
-    """Create the directory, so that there is one to tell from others; or leave that to a save.
+    """Create the directory, so that it has an identity. Never raises.
 
     Errors are waited out as in `identity_of`.
     """
@@ -31,14 +31,14 @@ def ensure(root: str) -> None:
         os.makedirs(root, exist_ok=True)
         return ""
 
-    _patiently(make)  # the check before the first step, or a save, says why there is none
+    _patiently(make)  # the check before the first step, or a save, reports the error
 
 
 def identity_of(root: str) -> str:
-    """Return what tells the directory `root` from others on this node; empty if there is none.
+    """Return the identity of the directory `root` on this node; empty if it does not exist.
 
-    Errors that may pass are waited out for some seconds. With another identity the trainer would
-    look for another agent, and start one, beside the agent that holds its memory.
+    Transient errors are waited out for some seconds. With a wrong identity the trainer would start
+    a second agent, while the first one holds its memory.
     """
     return _patiently(lambda: _shown(os.stat(root)))
 
@@ -49,7 +49,7 @@ def resolved(root: str) -> str:
 
 
 def _patiently(look: Callable[[], str]) -> str:
-    """Return `look()`, tried again after errors that may pass; empty if it fails all the same."""
+    """Return `look()`, repeated after errors that may pass; empty if it still fails."""
     for pause_s in (*_RETRIES_S, None):
         try:
             return look()
@@ -68,9 +68,9 @@ def _shown(status: os.stat_result) -> str:
 class HeldDirectory:
     """The save directory of an agent, held open.
 
-    While it is open, no other directory of this node gets its inode number, also after somebody has
-    removed it. It is opened in the background: storage that hangs must not keep trainers from the
-    agent that holds their memory.
+    While the directory is open, no other directory of this node gets its inode number, even if it
+    was removed. A thread opens it, because storage that hangs must not keep trainers from the agent
+    that holds their memory.
     """
 
     def __init__(self, root: str) -> None:
@@ -81,17 +81,17 @@ class HeldDirectory:
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
     def is_gone(self) -> bool:
-        """Return whether nothing, or another directory, is at the path since some seconds.
+        """Return whether the path has been missing, or another directory, for some seconds.
 
-        Begins another look, and never waits for storage. Then no trainer can come back for the
-        memory of this directory, and no save may be written to the other one.
+        Starts another check without waiting for storage. If it is gone, no trainer can return for
+        the memory of this directory, and no save may be written to the other one.
         """
         self._asked.set()
         return self._gone >= _LOOKS
 
     def _hold(self) -> None:
-        with contextlib.suppress(OSError):  # there is none: nothing to be told from others
-            # Stays open as long as the process lives.
+        with contextlib.suppress(OSError):  # no directory, so no identity
+            # Stays open until the process ends.
             fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._identity = _shown(os.fstat(fd))
             while True:
@@ -105,15 +105,15 @@ class HeldDirectory:
             return _shown(os.stat(self._root)) != self._identity
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # storage is in trouble, which may pass
+        except OSError:  # a storage error, which may pass
             return False
 
     def why_not(self, identity: str) -> str | None:
-        """Return why a trainer whose save directory is `identity` is not served; None: it is."""
+        """Return the reason to refuse a trainer with save directory `identity`; None: serve it."""
         if not identity or not self._identity or identity == self._identity:
             return None
         return (
-            f"this agent (pid {os.getpid()}) serves {self._root} ({self._identity}), which for the "
-            f"trainer is another directory ({identity}); it was replaced just now, or is mounted "
-            "differently: start the job again, or end this agent"
+            f"this agent (pid {os.getpid()}) serves {self._root} ({self._identity}), but at that "
+            f"path the trainer has another directory ({identity}); it was replaced just now, or is "
+            "mounted differently: start the job again, or end this agent"
         )

@@ -1,7 +1,7 @@
-"""The agent: serves the node's trainers, persists what they stage, commits, and outlives them.
+"""The agent's main loop: serves trainers, persists and commits their saves, and survives them.
 
-Threads: one accepts, one per trainer answers, a pool persists, one commits. All shared state is
-behind one lock, whose condition is notified on every change; nothing slow happens while it is held.
+Threads: one accepts, one per trainer answers, a pool persists, one commits. One lock guards all
+shared state; its condition is notified on every change. No slow operation runs under the lock.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_flashckpt.agent.upkeep import Upkeep
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-#: Seconds for which an agent that nobody has talked to yet stays.
+#: Seconds that an agent waits for its first trainer.
 _UNCLAIMED_S = 60.0
 
 
 class Agent:
-    """One per node and save directory. `serve` runs until the agent is not needed any more."""
+    """One agent per node and save directory. `serve` runs until the agent is no longer needed."""
 
     def __init__(
         self,
@@ -39,11 +39,12 @@ class Agent:
         *,
         unclaimed_s: float = _UNCLAIMED_S,
     ) -> None:
-        """Listen.
+        """Listen for trainers.
 
         Args:
-            process: this one, which takes the settings of later runs, too; None: it keeps its own.
-            unclaimed_s: seconds that it waits for its first trainer.
+            process: this process, to which settings of later runs are applied; None: it is
+                unchanged.
+            unclaimed_s: seconds to wait for the first trainer.
         """
         self._upkeep = upkeep
         self._node = Node(options, process)
@@ -53,20 +54,20 @@ class Agent:
         strangers = Strangers()
         second_starts = SecondStarts(lambda: upkeep.directory)
         self._handler = RequestHandler(self._node, self._saves, self._committer)
-        self._talks = Conversations(
+        self._conversations = Conversations(
             self._node, self._saves, self._handler, strangers, second_starts
         )
         self._reception = Reception(upkeep.listen(), strangers)
         self._unclaimed_s = unclaimed_s
-        #: When to end, at the latest; set by a signal.
+        #: Latest time to end; set by a signal.
         self._deadline: float | None = None
         self.unfinished = False
-        """True: when it was told to end, a save was not durable in time."""
+        """True: the agent was told to end, and a save was not durable in time."""
         self.all_left = False
-        """True: all trainers have ended as planned, and nothing is being written any more."""
+        """True: all trainers have ended as planned, and no shard is being written."""
 
     def serve(self) -> None:
-        """Accept trainers until all have left, or none has come back for the grace time."""
+        """Serve until all trainers have left, or none has returned within the grace time."""
         self._committer.start()
         self._claim.start()
         while not self._may_leave():
@@ -77,7 +78,7 @@ class Agent:
                 self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)
             if connection is not None:
-                self._talks.begin(connection)
+                self._conversations.begin(connection)
         with self._node.changed:
             ranks = self._node.ranks.values()
             self.all_left = bool(ranks) and all(rank.left for rank in ranks)
@@ -91,10 +92,10 @@ class Agent:
         self._reception.close()
 
     def end_soon(self) -> None:
-        """Have `serve` return when all that is staged is durable and no trainer is left.
+        """Make `serve` return when all staged saves are durable and no trainer is left.
 
-        At the latest after `sigterm_timeout_s`; called again: at once. Takes no lock, because a
-        signal handler calls it.
+        It returns after `sigterm_timeout_s` at the latest, and at once after a second call. Takes
+        no lock, because a signal handler calls this.
         """
         wait_s = 0.0 if self._deadline is not None else self._node.options.sigterm_timeout_s
         self._deadline = time.monotonic() + wait_s
@@ -111,24 +112,26 @@ class Agent:
                     )
                     self.unfinished = True
                 return True
-            if not self._talks.connections and self._node.held.is_gone():
+            if not self._conversations.connections and self._node.held.is_gone():
                 logger.error(
-                    "%s: was removed, or another directory is in its place: what is in memory is "
-                    "given up",
+                    "%s: was removed, or another directory is in its place: the checkpoints in "
+                    "memory are given up",
                     self._node.options.root,
                 )
                 return True
-            if self._talks.connections or (self._committer.pending and not self._talks.parting):
-                self._talks.last_seen = time.monotonic()
-            if self._talks.connections or self._committer.pending:
+            if self._conversations.connections or (
+                self._committer.pending and not self._conversations.parting
+            ):
+                self._conversations.last_seen = time.monotonic()
+            if self._conversations.connections or self._committer.pending:
                 return False
             patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
             if (
-                self._talks.parting
+                self._conversations.parting
                 or self._deadline is not None
                 or (self._node.ranks and all(rank.left for rank in self._node.ranks.values()))
-                or time.monotonic() - self._talks.last_seen > patience
+                or time.monotonic() - self._conversations.last_seen > patience
             ):
-                self._talks.parting = self._saves.persist_rest()
-                return not self._talks.parting
+                self._conversations.parting = self._saves.persist_rest()
+                return not self._conversations.parting
             return False

@@ -1,4 +1,4 @@
-"""The settings of an agent: those that a run starts it with, or that a later run changes."""
+"""Settings of an agent: set by the run that starts it, and changed by later runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_flashckpt.config import Config, Trace
 
 
 class AgentSettings(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of the configuration that the agent needs: on its command line, and in `Configure`.
+    """Part of the configuration for the agent: sent on its command line and in `Configure`.
 
-    A field of the section `agent` is here by being one of `SentConfig`.
+    Fields of the section `agent` are those of `SentConfig`.
     """
 
     history: CountOrZero = 0
@@ -21,7 +21,7 @@ class AgentSettings(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def settings_of(config: Config) -> AgentSettings:
-    """Return the settings that an agent gets by `config`."""
+    """Return the agent's settings from `config`."""
     section = {name: getattr(config.agent, name) for name in SentConfig.__struct_fields__}
     return AgentSettings(**section, history=config.history, trace=config.trace)
 

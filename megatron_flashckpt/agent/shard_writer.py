@@ -1,4 +1,4 @@
-"""Writes one rank's staged bytes as one shard file, and makes the commit record of that file."""
+"""Writes one rank's staged bytes as one shard file, and creates its commit record."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron_flashckpt.tracing import phase
 
 
 class DurableShard(NamedTuple):
-    """A shard whose every byte is durable, and what is to be said of it."""
+    """A durable shard with its commit record and digests."""
 
     record: CommitRecord | None
-    """None: it is in storage already."""
+    """Commit record; None if it is in storage already."""
     digests: tuple[str, ...]
 
 
@@ -76,13 +76,13 @@ def slot_shard(
 
     Args:
         cost: timings of the save on this rank up to the staged slot, if they are known.
-        known: returns the digests of all chunks if something else has read the slot by now.
+        known: returns the digests of all chunks if the slot has been read before.
 
     Raises:
-        StorageError: nothing of the attempt is left behind.
-        CorruptCheckpointError: the slot changed between both readings; likewise.
+        StorageError: the attempt's file is removed.
+        CorruptCheckpointError: the slot changed between both readings; the file is removed.
     """
-    # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
+    # Close the views even after an error: a slab cannot be freed while views of it exist.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
         return durable_shard(
             storage, header.iteration, header.save_id, meta, data_section, cost, flow, known
@@ -90,7 +90,7 @@ def slot_shard(
 
 
 def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
-    """Return the chunk digests of a shard that is durable already."""
+    """Return the chunk digests of a durable shard."""
     name = f"{iteration_dir(header.iteration)}/{shard_name(rank, header.save_id)}"
     place = f"{storage.place}/{name}"
     nbytes = header_nbytes(storage.read(name, 0, 8), place)
@@ -98,7 +98,7 @@ def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str
 
 
 def digest_slot(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
-    """Return the chunk digests of a slot that is not written anywhere.
+    """Return the chunk digests of a slot that is not written to storage.
 
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
     """
@@ -112,7 +112,7 @@ def _digest(chunk: memoryview) -> str:
 
 
 def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
-    """Yield the chunks of a slot's data as views; the caller releases each."""
+    """Yield the chunks of a slot's data as views, which the caller releases."""
     with slot.data() as data:
         for start in range(0, nbytes, CHUNK_NBYTES):
             yield data[start : start + CHUNK_NBYTES]
@@ -124,7 +124,7 @@ def _write_chunks(
     """Digest and write all chunks with `flow.threads` threads; return the digests in order.
 
     Each thread holds one chunk at a time. While storage writes the chunks of some threads, another
-    thread digests the next chunk: the queue is never longer than there are threads.
+    thread digests the next chunk. So at most `flow.threads` chunks are in use.
     """
     digests: dict[int, str] = {}
     numbered = enumerate(chunks)
@@ -150,7 +150,8 @@ def _write_chunks(
             raise
 
     with concurrent.futures.ThreadPoolExecutor(flow.threads, "write") as pool:
-        # In the context of this thread, so that the phases are recorded with those of the save.
+        # The threads run in copies of this thread's context, so that their phases are recorded with
+        # those of the save.
         contexts = [contextvars.copy_context() for _ in range(flow.threads)]
         writing = [pool.submit(context.run, write_some) for context in contexts]
     for future in writing:
@@ -161,15 +162,15 @@ def _write_chunks(
 def _check_unchanged(
     digests: list[str], known: tuple[str, ...] | None, rank: int, iteration: int
 ) -> None:
-    """Raise CorruptCheckpointError if a slot was read before and had other digests."""
+    """Raise CorruptCheckpointError if an earlier reading of the slot had other digests."""
     changed = [
         n for n, pair in enumerate(zip(digests, known or (), strict=False)) if len({*pair}) > 1
     ]
     if changed:
         raise CorruptCheckpointError(
             f"rank {rank}: iteration {iteration} was not written: chunks {changed[:8]} of its slot "
-            "changed after its trainer had gone; host memory is damaged or another process writes "
-            "to it"
+            "changed after its trainer had gone; host memory is damaged, or another process writes "
+            "to the slot"
         )
 
 
@@ -205,15 +206,14 @@ def durable_shard(
     """Make one rank's shard durable.
 
     Args:
-        chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter; each is
-            released when it is written. With more than one of `flow.threads`, several are in use
-            at a time.
+        chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter. Each chunk is
+            released when it is written; several are in use if `flow.threads` exceeds one.
         cost: timings of the save on this rank up to the staged slot, if they are known.
-        known: returns the digests that the chunks must have, if there are such.
+        known: returns the digests that the chunks must have, or None.
 
     Raises:
-        StorageError: nothing of the attempt is left behind.
-        CorruptCheckpointError: the chunks have other digests; likewise.
+        StorageError: the attempt's file is removed.
+        CorruptCheckpointError: the chunks have other digests; the file is removed.
     """
     directory = iteration_dir(iteration)
 

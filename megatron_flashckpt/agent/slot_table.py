@@ -1,6 +1,6 @@
-"""The agent's book of slots: which rank has what in memory, and which slot may be overwritten.
+"""Table of slots: contents per rank, and the choice of the slot to overwrite.
 
-Not thread-safe by itself: the server holds its lock around every call.
+Not thread-safe: callers hold the agent's lock around every call.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHea
 
 @dataclasses.dataclass
 class SlotInfo:
-    """What the agent knows of a slot beyond its header."""
+    """Facts about a slot that are not in its header."""
 
     sequence: int = -1
     """Order of acquisition; higher is newer."""
     persisting: bool = False
-    """Its bytes are being read (or about to be): must not be overwritten."""
+    """The slot is being read, or about to be, and must not be overwritten."""
     persisting_since: float = 0.0
     claimed: bool = False
-    """Handed over: its trainer has rung the doorbell, or the slot was taken over without that."""
+    """The trainer has sent the "staged" message, or the agent has taken the slot without it."""
     inherited: bool = False
-    """Another agent had it first, and may have come to any point of making it durable."""
+    """Another agent had the slot before, and may have persisted or committed its save."""
     digests: tuple[str, ...] | None = None
     digesting: bool = False
-    """Its bytes are being read for their digests alone: must not be overwritten."""
+    """The slot is being read only for its digests, and must not be overwritten."""
     recovered: bool = False
-    """Its bytes came from other nodes."""
+    """The slot came from other nodes."""
     elsewhere: bool = False
-    """They came from the slot that the rank had on another node, whose agent persists them. Two
-    agents must never write one shard: one of them could overwrite it after the commit."""
+    """The slot came from the slot of the rank on its former node, whose agent persists it. Two
+    agents must never write one shard: one of them could overwrite the shard after the commit."""
 
 
 class RankSlots:
@@ -48,20 +48,20 @@ class RankSlots:
         self.slab = slab
         self._former: set[RankProcess] = set()
         self.infos = [SlotInfo() for _ in slab.slots]
-        # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
+        # A slab of a former agent may hold checkpoints: the newest one is overwritten last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
             info.sequence = next(self._sequence)
             info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
 
     def note_former(self, process: RankProcess) -> None:
-        """Note an earlier process of the rank, which may still write to slots that it acquired."""
+        """Record an earlier process of the rank, which may still write to its acquired slots."""
         self._former.add(process)
 
     def former_pid(self) -> int:
-        """Return the pid of an earlier process that may still write to this slab; 0: there is none.
+        """Return the pid of an earlier process that may still write to this slab; 0: none.
 
-        What it had begun and not handed over is emptied when it has ended.
+        When that process has ended, its unfinished slots are emptied.
         """
         if not self._former:
             return 0
@@ -77,21 +77,21 @@ class RankSlots:
 
     @property
     def busy(self) -> bool:
-        """Whether any slot is still being persisted or digested."""
+        """Return whether any slot is being persisted or digested."""
         return self.is_persisting or self.is_digesting
 
     @property
     def is_persisting(self) -> bool:
-        """Whether any slot is still being persisted."""
+        """Return whether any slot is being persisted."""
         return any(info.persisting for info in self.infos)
 
     @property
     def is_digesting(self) -> bool:
-        """Whether the digests of any slot are being taken because its trainer is gone."""
+        """Return whether any slot is being digested because its trainer is gone."""
         return any(info.digesting for info in self.infos)
 
     def undigested(self) -> list[tuple[Slot, SlotInfo]]:
-        """Return the complete slots that have no digests, nor will soon."""
+        """Return the complete slots without digests that are not being digested."""
         return [
             (slot, info)
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
@@ -99,33 +99,35 @@ class RankSlots:
         ]
 
     def busy_for(self) -> float:
-        """Return the seconds for which the oldest read goes on."""
+        """Return the seconds since the oldest running read began."""
         started = [info.persisting_since for info in self.infos if info.persisting]
         return time.monotonic() - min(started) if started else 0.0
 
     def acquire(self, *, newest_too: bool = False) -> int:
-        """Return the slot to overwrite: one that holds no complete checkpoint, else the oldest.
+        """Return the slot to overwrite: one without a complete checkpoint, otherwise the oldest.
 
-        -1 if there is none. The newest complete checkpoint is not handed out, even if all others
-        are being read: ranks that are ahead with writing and ranks that are behind would overwrite
-        different ones, and a crash would find none that all have.
+        Returns -1 if there is none. The newest complete checkpoint is not handed out, even if all
+        others are being read. Otherwise ranks that write fast and ranks that write slowly would
+        overwrite different checkpoints, and after a crash no checkpoint would be complete on all
+        ranks.
 
-        An only slot is handed out as soon as its save is concluded: either the checkpoint is in
-        storage, or it never will be.
+        A single slot is handed out as soon as its save has a result: the checkpoint is in storage,
+        or never will be.
 
         Args:
-            newest_too: hand it out all the same; nobody can wait for the others.
+            newest_too: hand out the newest one too, because waiting for the others is useless.
         """
         slots = self.slab.slots
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
         newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
-        free = [i for i, it in enumerate(self.infos) if not (it.persisting or it.digesting)]
+        free = [i for i, info in enumerate(self.infos) if not (info.persisting or info.digesting)]
         free = [i for i in free if newest_too or i != newest or self._is_concluded_alone(i)]
         if not free:
             return -1
         index = min(
             free,
-            # Not "empty": a copy that failed leaves its slot STAGING, newer than the complete one.
+            # "Not complete" instead of "empty": a failed copy leaves its slot STAGING, newer than
+            # the complete checkpoint.
             key=lambda i: (slots[i].header.state in COMPLETE, self.infos[i].sequence),
         )
         slots[index].set_header(EMPTY_HEADER)
@@ -133,42 +135,42 @@ class RankSlots:
         return index
 
     def _is_concluded_alone(self, index: int) -> bool:
-        """Return whether slot `index` is the only one, and its save is not pending."""
+        """Return whether slot `index` is the only slot, and its save is not pending."""
         is_open = self.slab.slots[index].header.state == SlotState.STAGED
         return len(self.infos) == 1 and not (is_open and self.infos[index].claimed)
 
     def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
-        """Return every complete checkpoint, newest first.
+        """Return all complete checkpoints, newest first.
 
         Args:
-            committed: iteration of the newest checkpoint that is known to be in storage.
-            lineage: saves that these continue; see `protocol.Offer`.
+            committed: iteration of the newest checkpoint known to be in storage.
+            lineage: saves that these checkpoints continue; see `protocol.Offer`.
         """
-        found = []
+        by_age = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
-                which = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*which, durable, info.digests, info.recovered, committed, lineage)
-                found.append((info.sequence, offer))
-        return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
+                identity = (slot.index, header.iteration, header.save_id)
+                offer = Offer(*identity, durable, info.digests, info.recovered, committed, lineage)
+                by_age.append((info.sequence, offer))
+        return [offer for _, offer in sorted(by_age, key=lambda pair: -pair[0])]
 
     def open(self) -> list[int]:
-        """Return the slots whose save has no outcome yet, oldest first.
+        """Return the slots whose save has no result yet, oldest first.
 
-        Not those that came from other nodes: they may be of any age, and some of them durable.
+        Slots from other nodes are left out: they may be of any age, and some are durable.
         """
-        found = []
+        indices = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             state = slot.header.state
-            without = state == SlotState.KEPT and info.digests is None
-            if not info.recovered and (state == SlotState.STAGED or without):
-                found.append(slot.index)
-        return sorted(found, key=lambda index: self.infos[index].sequence)
+            is_undigested = state == SlotState.KEPT and info.digests is None
+            if not info.recovered and (state == SlotState.STAGED or is_undigested):
+                indices.append(slot.index)
+        return sorted(indices, key=lambda index: self.infos[index].sequence)
 
     def recovered(self, save_id: str | None) -> list[int]:
-        """Return the slots with this save that came from other nodes and no agent persists yet."""
+        """Return the slots of this save that came from other nodes and no agent persists yet."""
         return [
             slot.index
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
@@ -187,19 +189,19 @@ class RankSlots:
         }
 
     def unwritten(self) -> dict[str, Slot]:
-        """Return, by save, the slots that are not for storage, or were not to be written."""
+        """Return, by save, the slots that are memory-only or whose write failed."""
         states = (SlotState.KEPT, SlotState.FAILED)
         slots = [slot for slot in self.slab.slots if slot.header.state in states]
         return {slot.header.save_id: slot for slot in slots}
 
     @property
     def committed(self) -> int:
-        """Iteration of the newest checkpoint here that is in storage; -1 if there is none."""
+        """Iteration of the newest checkpoint in this slab that is in storage; -1: none."""
         return max((header.iteration for header in self._durable()), default=-1)
 
     @property
     def stored(self) -> str | None:
-        """The newest save here that is in storage; None if there is none."""
+        """The newest save in this slab that is in storage; None if there is none."""
         durable = self._durable()
         return max(durable, key=lambda header: header.iteration).save_id if durable else None
 
@@ -208,7 +210,7 @@ class RankSlots:
         return [header for header in headers if header.state == SlotState.DURABLE]
 
     def discard_torn(self) -> None:
-        """Empty what a dead trainer was still copying."""
+        """Empty the slots that a dead trainer was still copying into."""
         for slot in self.slab.slots:
             if slot.header.state == SlotState.STAGING:
                 slot.set_header(EMPTY_HEADER)
@@ -226,7 +228,7 @@ class RankSlots:
                 slot.set_header(EMPTY_HEADER)
 
     def mark(self, save_id: str, state: SlotState) -> None:
-        """Set the state of the complete slot that holds `save_id`, if it still does."""
+        """Set the state of the complete slot with `save_id`, if there still is one."""
         for slot in self.slab.slots:
             header = slot.header
             if header.save_id == save_id and header.state in COMPLETE:
@@ -234,15 +236,15 @@ class RankSlots:
 
 
 def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[str]:
-    """Return the saves to write if memory is to be given up and no trainer comes back.
+    """Return the saves to write before memory is given up for ever, newest first.
 
-    Those meant for memory only, and those that could not be written, that all of this node's ranks
-    have and that are newer than what is in storage. Ranks of other nodes may lack the newest, so
-    all are returned, newest first; where there are no other nodes, just the newest.
+    These are memory-only and failed saves that all ranks of this node have and that are newer than
+    the checkpoint in storage. Ranks of other nodes may lack the newest one, so all are returned; if
+    there are no other nodes, only the newest.
     """
     held = [slots.unwritten() for slots in ranks]
     common = set(held[0]).intersection(*held[1:]) if held else set()
-    # Only the agent of rank 0 is told; the others see it in their slots.
+    # Only the agent of rank 0 learns of commits at once; other agents find them in their slots.
     committed = max(committed, *(slots.committed for slots in ranks)) if ranks else committed
     newer = [held[0][save_id] for save_id in common]
     newer = [slot for slot in newer if slot.header.iteration > committed]

@@ -1,25 +1,25 @@
-"""Where an agent and its trainers find each other: a private directory per save directory.
+"""Private directory of an agent, one per save directory, with the socket for its trainers.
 
     <base>/<16 hex digits of the save directory>/agent.sock   the socket
                                                  lock         held by the agent; holds its pid
-                                                 agent.log    what it says
+                                                 agent.log    its log
                                                  second-starts.json   former processes of ranks
 
-The directory is keyed by the save directory, so that a restarted job finds the agent that holds
-its memory: by its path and by what it is, because other directories may be at that path in other
-containers of the node, or later. No ports and no shared-memory names: nothing to clash
-with, nothing to guess.
+The key is derived from the save directory, so that a restarted job finds the agent that holds its
+memory. It covers path and identity, because another directory may be at that path in another
+container of the node, or later. There are no ports and no shared-memory names, which could clash or
+be guessed.
 
-A directory that is reached by two paths, through bind mounts, has an agent for each: where one of
-them lives, the path of the other may lead elsewhere. They work together like agents of two nodes,
-and the claim decides which of them may write.
+A directory with two paths, through bind mounts, has an agent for each path: where one agent runs,
+the other path may lead elsewhere. The two agents work together like agents of two nodes, and the
+claim decides which one may write.
 
-All processes of a user on a node must find the same directory, also if only some of them have
+All processes of a user on a node must find the same directory. Only some of them have
 `XDG_RUNTIME_DIR` (a login shell has it, `srun` and cron do not). So there is one shared base that
-they all see, `/tmp/flashckpt-<uid>`. An agent prefers to live below `XDG_RUNTIME_DIR`, which no
-cleaner empties; then the shared base holds a symbolic link to its directory. If another user has
-taken the name of the shared base, it is `/tmp/flashckpt-<uid>-<time>-<random>` instead: nobody else
-can own a directory in the name of this user, so the user's processes find it by its owner.
+all of them see, `/tmp/flashckpt-<uid>`. An agent prefers a directory below `XDG_RUNTIME_DIR`, which
+no cleaner empties; then the shared base holds a symbolic link to that directory. If another user
+has taken the name of the shared base, it is `/tmp/flashckpt-<uid>-<time>-<random>` instead. The
+user's processes find that base by its owner, because no other user can create it for this user.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LOCK = "lock"
 LOG = "agent.log"
 SECOND_STARTS = "second-starts.json"
 
-#: unix(7): 108 with the final zero.
+#: unix(7): 108 with the final zero byte.
 _MAX_SOCKET_PATH_NBYTES = 107
 _TEMPORARY = Path("/tmp")
-#: Longest wait for the lock of the temporary directory, and seconds between two attempts.
+#: Longest wait for the lock of the temporary directory, and the pause between two attempts.
 _LOCK_S = 5.0
 _LOCK_RETRY_S = 0.01
 #: Attempts to agree with other processes that look for a directory at the same moment.
@@ -54,10 +54,10 @@ _ATTEMPTS = 20
 
 
 def private_directory(path: Path, *, parents: bool = True) -> Path:
-    """Create `path` (mode 0700) or check that nobody else can reach into it.
+    """Create `path` (mode 0700), or check that no other user can access it.
 
     Raises:
-        AgentError: it is a link, belongs to another user, or is open to others.
+        AgentError: `path` is a link, belongs to another user, or is open to others.
     """
     try:
         path.mkdir(mode=0o700, parents=parents)
@@ -71,7 +71,7 @@ def private_directory(path: Path, *, parents: bool = True) -> Path:
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return private_directory(path, parents=parents)  # its agent has just left
+        return private_directory(path, parents=parents)  # its agent has just removed it
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise AgentError(
             f"{path}: is not a directory of user {os.getuid()}; remove it or set 'runtime_dir'"
@@ -88,17 +88,17 @@ def agent_directory(root: str, runtime_dir: str | None) -> Path:
     """Return the private directory of the agent for save directory `root` on this node.
 
     Raises:
-        AgentError: it is not private, or its path is too long for a socket.
+        AgentError: the directory is not private, or its path is too long for a socket.
     """
     named = f"{resolved(root)}\0{identity_of(root)}"
     return directory_of(xxhash.xxh3_64_hexdigest(os.fsencode(named)), runtime_dir)
 
 
 def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> Path:
-    """Return the directory `key`, which is made if need be; see `agent_directory`.
+    """Return the directory for `key`, creating it if it is missing; see `agent_directory`.
 
     Args:
-        parents: make the directory that `runtime_dir` lies in, too.
+        parents: also create the parent directories of `runtime_dir`.
     """
     if runtime_dir:
         base = Path(runtime_dir).absolute()
@@ -114,9 +114,9 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
         preferred = None
     entry = _shared_base() / key
     for _ in range(_ATTEMPTS):
-        found = _entered(entry)
-        if found is not None:
-            return found
+        existing = _entered(entry)
+        if existing is not None:
+            return existing
         if preferred is None:
             if (made := _made(entry)) is not None:
                 return made
@@ -125,11 +125,13 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
         with contextlib.suppress(FileExistsError):
             entry.symlink_to(place)
             return place
-        # Another process was faster; it may have had another environment.
+        # Another process was faster and may have had another environment.
         if _entered(entry) != place:
             with contextlib.suppress(OSError):
                 place.rmdir()
-    raise AgentError(f"{entry}: changes all the time; set 'runtime_dir'")
+    raise AgentError(
+        f"{entry}: other processes create and remove it all the time; set 'runtime_dir'"
+    )
 
 
 def leave(directory: Path, runtime_dir: str | None) -> None:
@@ -144,7 +146,7 @@ def leave(directory: Path, runtime_dir: str | None) -> None:
 
 
 def shared_paths(key: str) -> list[Path]:
-    """Return the shared base and the entry in it that leads to the directory `key`."""
+    """Return the shared base, and its entry for the directory `key`."""
     base = _shared_base()
     return [base, base / key]
 
@@ -152,7 +154,7 @@ def shared_paths(key: str) -> list[Path]:
 def holder(directory: Path) -> int | None:
     """Return the pid of the agent that holds the lock of `directory`; None if none does.
 
-    0: the lock is held, but does not say by whom.
+    0: the lock is held, but its file has no pid.
     """
     try:
         fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -183,9 +185,9 @@ def _of_session() -> Path | None:
 
 
 def _shared_base() -> Path:
-    """Return the base that all processes of this user find, whatever their environment."""
+    """Return the base that all processes of this user find, in any environment."""
     usual = _TEMPORARY / f"flashckpt-{os.getuid()}"
-    # Looked for first: once some process had to make one, all others follow.
+    # Look for substitutes first: once a process had to create one, all others use it.
     if others := _of_our_own(usual.name):
         return others[0]
     try:
@@ -197,9 +199,7 @@ def _shared_base() -> Path:
             name = f"{usual.name}-{time.time_ns():016x}-{secrets.token_hex(4)}"
             made = private_directory(_TEMPORARY / name)
     first = _of_our_own(usual.name)[0]
-    if (
-        first != made
-    ):  # somebody else kept the lock for long, and another process did not wait either
+    if first != made:  # the lock was held for long, and another process did not wait either
         with contextlib.suppress(OSError):
             made.rmdir()
     return first
@@ -207,10 +207,10 @@ def _shared_base() -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keep other processes of this machine from making a shared base meanwhile.
+    """Keep other processes of this machine from creating a shared base meanwhile.
 
-    The lock is that of the temporary directory itself, which nobody can take away. As every user
-    can hold it, the wait is short.
+    The lock is that of the temporary directory itself, which nobody can remove. The wait is short,
+    because every user can hold this lock.
     """
     fd = os.open(_TEMPORARY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -227,9 +227,9 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _of_our_own(usual: str) -> list[Path]:
-    """Return the private directories of this user that stand in for `usual`, oldest first."""
-    with os.scandir(_TEMPORARY) as found:
-        names = sorted(it.name for it in found if it.name.startswith(f"{usual}-"))
+    """Return the private directories of this user that replace `usual`, oldest first."""
+    with os.scandir(_TEMPORARY) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.startswith(f"{usual}-"))
     return [path for name in names if _is_private(path := _TEMPORARY / name)]
 
 
@@ -246,24 +246,24 @@ def _is_private(path: Path) -> bool:
 
 
 def _entered(entry: Path) -> Path | None:
-    """Return the directory that an entry of the shared base is or leads to; None: there is none."""
+    """Return the directory of an entry of the shared base, through its link; None if missing."""
     if entry.is_symlink():
         with contextlib.suppress(OSError):
             place = Path(os.readlink(entry))
             if _is_private(place):
                 return place
-            entry.unlink()  # its session is over, or its agent has left
+            entry.unlink()  # the session is over, or the agent has left
         return None
     return _made(entry) if os.path.lexists(entry) else None
 
 
 def _made(entry: Path) -> Path | None:
-    """Return the directory at an entry of the shared base, made if need be.
+    """Return the directory at an entry of the shared base, creating it if it is missing.
 
-    Returns None if another process has just made a link of it, to a directory of its session.
+    Returns None if another process has just made the entry a link to a directory of its session.
 
     Raises:
-        AgentError: it is not private.
+        AgentError: the directory is not private.
     """
     try:
         return private_directory(entry)

@@ -1,4 +1,4 @@
-"""What the parts of an agent share: the node's trainers and their slots, behind one lock."""
+"""Shared state of the agent: the node's trainers and their slots, behind one lock."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ if TYPE_CHECKING:
 
 
 class AgentOptions(AgentSettings, frozen=True, kw_only=True):
-    """What the agent is started with."""
+    """Options with which the agent is started."""
 
     root: str
     foreground: bool = False
-    """`flashckpt agent --foreground`: not started by a trainer, and outlives all of them."""
+    """`flashckpt agent --foreground`: started without a trainer; survives all trainers."""
 
 
 def options_of(settings: AgentSettings, root: str, *, foreground: bool) -> AgentOptions:
-    """Return what an agent with these settings is started with."""
+    """Return the start options of an agent with these settings."""
     return AgentOptions(root=root, foreground=foreground, **msgspec.structs.asdict(settings))
 
 
 class Trainer:
-    """What the agent keeps for one trainer, across its restarts."""
+    """The agent's state of one trainer, kept across the trainer's restarts."""
 
     def __init__(self, incarnations: Incarnations | None = None) -> None:
-        """Args: `incarnations`: those that an earlier agent has met."""
+        """Start without slots, with the `incarnations` that an earlier agent has met."""
         self.slots: RankSlots | None = None
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
-        """Saves that the connected trainer has staged and was not told the outcome of."""
+        """Saves that the connected trainer has staged and whose results were not reported."""
         self.untold: list[p.Outcome] = []
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
         self.incarnations = incarnations or Incarnations()
         self.run: RunKey | None = None
-        """The run of the connected trainer, if it has told of one."""
+        """The run of the connected trainer, if it has reported one."""
 
     def forget_saves(self) -> None:
-        """Tell a later trainer nothing of what this one has staged.
+        """Drop the results that a former trainer of this rank was waiting for.
 
-        No failure of a save that a crash cut short may stop a job that has restarted well.
+        A failed save of a crashed run must not stop a job that has restarted well.
         """
         self.awaited.clear()
         self.untold.clear()
@@ -69,10 +69,10 @@ class Trainer:
 
 
 class Node:
-    """All that is shared is changed under `changed`, which is notified of it."""
+    """State that all threads share; changed under `changed`, which is notified."""
 
     def __init__(self, options: AgentOptions, process: AgentProcess | None = None) -> None:
-        """Args: `process`: told of other settings."""
+        """Set up empty state; `process` gets changed settings applied."""
         self.options = options
         self._process = process
         self.direct_io = DirectIo(options.direct_io)
@@ -85,11 +85,11 @@ class Node:
         self.ranks: dict[int, Trainer] = {}
         self.peers: Redundancy | None = None
         self.committed = -1
-        """Iteration of the newest checkpoint that is known to be in storage."""
+        """Iteration of the newest checkpoint known to be in storage."""
         self.stored: str | None = None
         """The newest save that was seen committed; None if none was."""
         self.resumed_from: str | None = None
-        """The save that training resumed from; empty: from none; None: nobody has said."""
+        """The save that training resumed from; "": from none; None: not reported."""
         self._facts = AgentFacts(time.time(), options.foreground, own_life())
 
     @property
@@ -104,18 +104,18 @@ class Node:
         return rank_0 is not None and newest is not None and rank_0.run == newest
 
     def facts(self) -> AgentFacts:
-        """Return what a trainer that joins is told of this agent. The caller holds the lock."""
+        """Return the facts about this agent for a new trainer. The caller holds the lock."""
         held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
         iterations = sorted({offer.iteration for offers in held for offer in offers})
         return msgspec.structs.replace(self._facts, iterations=tuple(iterations))
 
     def configure(self, settings: AgentSettings) -> tuple[str, ...]:
-        """Take other settings; return what they change. The caller holds the lock.
+        """Apply other settings; return the changed ones. The caller holds the lock.
 
-        What is being written goes on as it began, but for the rate limit, which all writes share.
+        Running writes keep their settings, except for the rate limit, which all writes share.
         """
         former = self.options
-        if settings.direct_io != former.direct_io:  # or what was learnt would be lost
+        if settings.direct_io != former.direct_io:  # otherwise keep the measurements
             self.direct_io = DirectIo(settings.direct_io)
         self.options = options_of(settings, former.root, foreground=former.foreground)
         self.flow.pace.limit(settings.write_mib_per_s)
@@ -126,7 +126,7 @@ class Node:
         return differences(former, settings)
 
     def storage_at(self, root: str) -> FencedStorage:
-        """Return the save directory, as one of its trainers calls it."""
+        """Return the save directory at the path that one of its trainers uses."""
         return FencedStorage(open_storage(root, self.direct_io), self.fence)
 
     def saves(self) -> tuple[tuple[int, str], ...]:
@@ -141,10 +141,10 @@ class Node:
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:
             slots = {number: rank.slots for number, rank in self.ranks.items()}
-        return {number: theirs for number, theirs in slots.items() if theirs is not None}
+        return {number: owned for number, owned in slots.items() if owned is not None}
 
     def install(self, number: int, slots: RankSlots) -> None:
-        """Make slots that came from other nodes those of a rank."""
+        """Give a rank slots that came from other nodes."""
         with self.changed:
             # Recovered slots do not tell what is in storage. Those of the ranks that this node had
             # in the former run do, but they are offered to no rank.
@@ -155,7 +155,7 @@ class Node:
             self.replace_slots(self.ranks[number], slots)
 
     def retire_slots(self, rank: Trainer) -> None:
-        """Take away a rank's slots; `drop_retired` frees them. The caller holds the lock."""
+        """Detach a rank's slots; `drop_retired` frees them. The caller holds the lock."""
         if rank.slots is not None:
             rank.retired.append(rank.slots)
             rank.slots = None
@@ -168,13 +168,13 @@ class Node:
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:
-        """Begin to free replaced slabs that nothing reads any more. The caller holds the lock."""
+        """Begin to free retired slabs that are no longer read. The caller holds the lock."""
         for slots in [slots for slots in rank.retired if not slots.busy]:
             rank.retired.remove(slots)
             free(slots.slab)
 
     def give_up_slots(self) -> None:
-        """Begin to free all slabs. A trainer that is still connected finds its slots gone."""
+        """Begin to free all slabs. A trainer that is still connected loses its slots."""
         with self.changed:
             for rank in self.ranks.values():
                 slots, rank.slots = rank.slots, None
@@ -182,7 +182,7 @@ class Node:
                     free(slots.slab)
 
     def is_stuck(self) -> bool:
-        """Return whether a shard of a save that was given up is still being written."""
+        """Return whether a shard of a failed save is still being written."""
         return any(
             slots.is_persisting
             for rank in self.ranks.values()

@@ -1,7 +1,7 @@
-"""A start becomes the writer of a save directory, or is refused because another run writes there.
+"""Start of a run: it becomes the writer of a save directory, or is refused.
 
-Run by rank 0, before anything is changed. A run whose trainers are gone is no obstacle: its agent
-has a bounded time to write what was staged, which is what a restart wants to resume from.
+Run by rank 0, before anything is changed. A run whose trainers are gone does not refuse the start:
+its agent has a bounded time to write its staged saves, from which a restart wants to resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-#: What `other_writer` may be.
+#: Values of `other_writer`.
 Policy = Literal["refuse", "take_over"]
 
 _LOOK_S = 0.1
@@ -39,9 +39,9 @@ def take(
 
     Args:
         connect: returns the connection to the agent of this node, which renews the claim.
-        policy: what to do about a run that still trains.
-        wait_s: longest wait for such a run to end, and for the agent of one that has ended to
-            write what was staged.
+        policy: what to do about another run that still trains.
+        wait_s: longest wait for such a run to end, or for the agent of an ended run to write its
+            staged saves.
 
     Raises:
         OtherWriterError: another run writes there; nothing was changed.
@@ -49,11 +49,11 @@ def take(
     former = _await_end(storage, connect, policy, wait_s)
     key = RunKey(1 if former is None else former.epoch + 1, run_id)
     client = connect()
-    # Before the claim is put: the agent may be writing what the run before has staged.
+    # Before the claim is written, because the agent may be writing saves of the former run.
     client.hold(key)
     agent = process_with(client.agent_pid)
     now = time.time()
-    made = Claim(
+    new_claim = Claim(
         state=TRAINING,
         renewed_at=now,
         claimed_at=now,
@@ -68,34 +68,34 @@ def take(
     known = {key} if former is None else {key, former.key}
 
     def check() -> None:
-        # Before each attempt: another run may have claimed while storage was away for a moment.
-        with contextlib.suppress(CorruptCheckpointError):  # it is replaced: `_Watch.look`
+        # Before each attempt: another run may have claimed while storage did not answer.
+        with contextlib.suppress(CorruptCheckpointError):  # a damaged claim is replaced
             _refuse_others(storage, known)
 
-    claims.put(storage, made, check)
-    _refuse_others(storage, {key})  # both have started at the same moment
+    claims.put(storage, new_claim, check)
+    _refuse_others(storage, {key})  # two runs may start at the same moment
     return key
 
 
 def _refuse_others(storage: Storage, known: Collection[RunKey]) -> None:
-    """Raise if the directory has the claim of another run than those that are known."""
-    found = claims.read(storage)
-    if found is not None and found.key not in known:
-        raise _refusal(storage, found)
+    """Raise if the directory has the claim of a run that is not in `known`."""
+    claim = claims.read(storage)
+    if claim is not None and claim.key not in known:
+        raise _refusal(storage, claim)
 
 
 def is_live(storage: Storage) -> Claim | None:
     """Return the claim of a run that trains or writes now; None if none does.
 
-    Looks for as long as a renewal can take, unless it is certain earlier.
+    Takes as long as a renewal can take, or less if the state is certain earlier.
     """
     watch = _Watch(storage)
     while True:
-        found = watch.look()
-        if found is None or found.state in (IDLE, ENDED) or watch.is_dead(found):
+        claim = watch.look()
+        if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
             return None
         if watch.renews:
-            return found
+            return claim
         time.sleep(_LOOK_S)
 
 
@@ -110,39 +110,43 @@ def _await_end(
     deadline = time.monotonic() + wait_s
     watch = _Watch(storage)
     while True:
-        found = watch.look()
-        if found is None or found.state in (IDLE, ENDED) or watch.is_dead(found):
-            return found
-        if found.state == TRAINING and policy == "take_over":
-            logger.warning("%s: taken over from %s, which trains", storage.place, found.writer)
-            return found
-        # A job that is restarted finds its agent on the same node again, which goes on.
-        if found.machine == claims.here() and connect().agent_pid == found.pid:
-            return found
+        claim = watch.look()
+        if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
+            return claim
+        if claim.state == TRAINING and policy == "take_over":
+            logger.warning(
+                "%s: taken over from %s, which is training: its later saves fail",
+                storage.place,
+                claim.writer,
+            )
+            return claim
+        # A restarted job finds its agent on the same node again, and that agent continues.
+        if claim.machine == claims.here() and connect().agent_pid == claim.pid:
+            return claim
         if not watch.has_waited:
             watch.has_waited = True
             logger.warning(
-                "%s: %s may still write there; waiting until it ends, for %g s at most once it is "
-                "seen to live",
+                "%s: %s may still write there; waiting for its end, at most %g s if it turns out "
+                "to be alive",
                 storage.place,
-                found.writer,
+                claim.writer,
                 wait_s,
             )
         if watch.renews and time.monotonic() > deadline:
-            if found.state == TRAINING:
-                raise _refusal(storage, found)
+            if claim.state == TRAINING:
+                raise _refusal(storage, claim)
             logger.warning(
-                "%s: %s has not written what was staged within %g s, and is taken over",
+                "%s: %s has not written its staged saves within %g s and is taken over",
                 storage.place,
-                found.writer,
+                claim.writer,
                 wait_s,
             )
-            return found
+            return claim
         time.sleep(_LOOK_S)
 
 
 class _Watch:
-    """Looks at a claim again and again, to see whether it is renewed, by the clock of this host."""
+    """Reads a claim repeatedly, to see whether it is renewed, by the clock of this host."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -152,27 +156,27 @@ class _Watch:
         self.has_waited = False
 
     def look(self) -> Claim | None:
-        """Return the claim of now; None if there is none that counts."""
+        """Return the current claim; None if there is none or it is damaged."""
         try:
-            found = claims.read(self._storage)
+            claim = claims.read(self._storage)
         except CorruptCheckpointError as error:
-            logger.warning("%s; it is replaced", error)
+            logger.warning("%s; this start replaces it", error)
             return None
-        if found != self._last:
-            is_same = found is not None and self._last is not None and found.key == self._last.key
+        if claim != self._last:
+            is_same = claim is not None and self._last is not None and claim.key == self._last.key
             self.renews = is_same
-            self._last, self._since = found, time.monotonic()
-        return found
+            self._last, self._since = claim, time.monotonic()
+        return claim
 
-    def is_dead(self, found: Claim) -> bool:
-        """Return whether nobody renews the claim any more."""
+    def is_dead(self, claim: Claim) -> bool:
+        """Return whether the claim is no longer renewed."""
         silent_s = time.monotonic() - self._since
-        return found.is_of_dead_process or silent_s > found.patience_s
+        return claim.is_of_dead_process or silent_s > claim.patience_s
 
 
-def _refusal(storage: Storage, found: Claim) -> OtherWriterError:
-    doing = "trains" if found.state == TRAINING else "writes"
+def _refusal(storage: Storage, claim: Claim) -> OtherWriterError:
+    doing = "trains" if claim.state == TRAINING else "writes"
     return OtherWriterError(
-        f"{storage.place}: {found.writer} {doing} and saves there; nothing was changed. End that "
-        "job, or save elsewhere; 'other_writer: take_over' takes its place (its later saves fail)"
+        f"{storage.place}: {claim.writer} {doing} and saves there; nothing was changed. End that "
+        "job, or save elsewhere; 'other_writer: take_over' replaces it (its later saves fail)"
     )

@@ -6,19 +6,19 @@ import threading
 import time
 from typing import NamedTuple
 
-#: Seconds for which ranks wait for the one that computes a template they all need. A rank that dies
-#: ends the wait earlier; one that is merely slow holds up the others' training step anyway.
+#: Seconds that ranks wait for the rank that computes their template. If that rank dies, the wait
+#: ends earlier; if it is slow, it delays the others' training step anyway.
 _COMPUTING_S = 30.0
 
 
 class _Computing(NamedTuple):
     rank: int
     until: float
-    """When another rank may compute the template instead, by the monotonic clock."""
+    """Time, by the monotonic clock, after which another rank may compute the template."""
 
 
 class TemplateStore:
-    """Encoded templates by fingerprint. Every call is made with `changed` held."""
+    """Encoded templates by fingerprint. Callers hold `changed`."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -26,10 +26,10 @@ class TemplateStore:
         self._computing: dict[str, _Computing] = {}
 
     def get(self, rank: int, fingerprint: str, wait_s: float) -> tuple[bytes | None, bool]:
-        """Return a template, or None; and then True if another rank is still computing it.
+        """Return a template, or None and whether another rank is still computing it.
 
-        None and False tell `rank` to compute the template. The ranks of a node plan at the same
-        moment: without the wait all of them would find nothing and compute the same template.
+        After None and False, `rank` must compute the template. The ranks of a node plan at the same
+        moment: without the wait, all of them would compute the same template.
         """
         deadline = time.monotonic() + wait_s
         while fingerprint not in self._encoded:
@@ -44,13 +44,13 @@ class TemplateStore:
         return self._encoded[fingerprint], False
 
     def put(self, fingerprint: str, encoded: bytes) -> None:
-        """Keep a template that a rank computed, and wake those that wait for it."""
+        """Store a computed template, and wake the ranks that wait for it."""
         self._encoded[fingerprint] = encoded
         self._computing.pop(fingerprint, None)
         self._changed.notify_all()
 
     def release(self, rank: int) -> None:
-        """Let another rank compute what `rank`, which has hung up, did not finish."""
-        for fingerprint in [key for key, it in self._computing.items() if it.rank == rank]:
+        """Let another rank compute the templates that `rank`, which has disconnected, began."""
+        for fingerprint in [key for key, state in self._computing.items() if state.rank == rank]:
             del self._computing[fingerprint]
         self._changed.notify_all()

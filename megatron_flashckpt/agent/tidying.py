@@ -1,8 +1,8 @@
-"""What commits leave to be removed, in a thread of its own: after the outcome was told.
+"""Removal of obsolete files after a commit, in a thread of its own.
 
-A checkpoint exists from its manifest on, and loads need nothing that is removed here. So trainers
-are told and slots are free before the first file is deleted. What an agent that is killed has not
-removed, the next one finds: records as leftovers, checkpoints by their moved manifests.
+A checkpoint exists once its manifest does, and loads do not need the files removed here. So results
+are reported and slots freed before the first file is deleted. If an agent is killed meanwhile, the
+next one finds the rest: records as orphaned files, checkpoints by their moved manifests.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CommittedSave:
-    """The facts of a committed save that its removals need: some hundred bytes.
+    """Facts of a committed save that its removals need: some hundred bytes.
 
-    Storage that hangs in a removal takes new saves all the same, and each of them waits here. The
-    template and the common state of one save may have megabytes, so they must not wait with it.
+    While storage hangs in a removal, further committed saves queue here. Template and common state
+    of one save may take megabytes, so they are not kept.
     """
 
     storage: Storage
@@ -70,20 +70,20 @@ class CommittedSave:
 
     @property
     def is_of_newest_run(self) -> bool:
-        """Return whether no job has started since the agent was given the save."""
+        """Return whether no job has started since the agent received the save."""
         return self.fence is None or self.fence.newest == self.run
 
 
 def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
-    """Remove the records of a committed save, other attempts at it, and what retention lets go.
+    """Remove a committed save's records, its other attempts, and expired checkpoints.
 
     Args:
-        pending: returns the saves that are under way; their files stay.
+        pending: returns the pending saves, whose files stay.
     """
     storage = save.storage
     try:
         with phase("tidy up"):
-            _superfluous_files(save, pending).remove(storage)
+            _obsolete_files(save, pending).remove(storage)
         reach("commit.tidy")
         with phase("retention"):
             with save.manifests.changing:
@@ -98,26 +98,29 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
             finish(storage)
         reach("commit.done")
     except (FlashCkptError, OSError) as error:
-        # The checkpoint is committed; untidiness must not make it look failed.
-        logger.warning("committed iteration %d, but: %s", save.iteration, error)
+        # The checkpoint is committed; a failed removal must not make it look failed.
+        logger.warning(
+            "committed iteration %d, but obsolete files are not removed: %s", save.iteration, error
+        )
 
 
-def _superfluous_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Leftovers:
-    """Return what of ours is in the directory of a committed save and not part of it.
+def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Leftovers:
+    """Return the files of other attempts in the directory of a committed save.
 
-    Nothing if another save of the same iteration has been committed since.
+    Empty if another save of the same iteration has been committed since.
     """
-    # With the lock no file that is listed is one that the commit thread is about to rename.
+    # The lock keeps the commit thread from renaming files that are being listed.
     with save.manifests.changing:
         try:
             committed = save.manifests.facts(save.storage, save.directory).save_id
-        except FileNotFoundError:  # retention has taken it away since: all of its files go
+        except FileNotFoundError:  # retention has removed the checkpoint since
             return Leftovers()
         if committed != save.save_id:
             return Leftovers()
         files = beside(save.storage, save.directory, save.save_id)
-        # Both asked after the listing. Until a job starts again, a save of the same iteration whose
-        # files are listed is known here before. Later the other nodes may have begun one.
+        # Query pending saves and the run after the listing. Until a job starts again, this agent
+        # knows every save of the iteration before its files can be listed. After a start, other
+        # nodes may have begun a save that this agent does not know.
         spared = pending()
         if not save.is_of_newest_run:
             return Leftovers(
@@ -127,22 +130,22 @@ def _superfluous_files(save: CommittedSave, pending: Callable[[], set[str]]) -> 
 
 
 class Tidier:
-    """Does one piece of work after the other until it is closed."""
+    """Runs queued work in one thread until it is closed."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tidy", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def add(self, work: Callable[[], None]) -> None:
-        """Have `work` done after all that was added before."""
+        """Queue `work` behind all earlier work."""
         self._work.put(work)
 
     def close(self, within_s: float) -> None:
-        """Return when all work is done, but not later than after `within_s`."""
+        """Return when all work is done, or after `within_s`."""
         self._work.put(None)
         self._thread.join(within_s)
 
@@ -150,5 +153,5 @@ class Tidier:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception:  # or nothing would be removed any more
-                logger.exception("left behind")
+            except Exception:  # otherwise all later removals would be lost
+                logger.exception("obsolete files were not removed")

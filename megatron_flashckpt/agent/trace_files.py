@@ -1,8 +1,8 @@
 """Traces of saves: one file per save and node, in the Chrome trace format that Perfetto opens.
 
-A rank is a process of the trace; its tracks are the training thread, the copy thread and what the
-agent does for it. The agent's own process shows the commit. Times are those of the wall clock, so
-that the files of several nodes can be laid over each other.
+Each rank is a process of the trace; its tracks are the training thread, the copy thread and the
+agent's work for the rank. The agent's own process shows the commit. Times are wall-clock times, so
+that files of several nodes can be merged.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megatron_flashckpt.tracing import Recorder, Span
 
 logger = logging.getLogger(__name__)
 
-#: Saves whose phases are in memory. Older ones have been written, or nobody will ask for them.
+#: Saves whose phases are in memory. Older ones are written, or will not be requested.
 _MOST = 8
 #: Number of an agent's process in the trace: beyond those of ranks.
 _AGENT = 1_000_000
 _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8,32}-rank_\d{5,}\.trace\.json")
-#: What is read of a trace to see which save directory it is of: more than the longest path.
+#: Bytes at the end of a trace that contain its save directory: more than the longest path.
 _TAIL_NBYTES = 2**14
-#: What the threads of a trainer are called for people.
+#: Names of a trainer's threads, for people.
 _TRACKS = {"MainThread": "training", "flashckpt-stage": "copies"}
-_TOLD = "outcome told"
+_REPORTED = "result reported"
 
 
 @dataclasses.dataclass
@@ -46,33 +46,33 @@ class _Save:
     iteration: int
     began: float = dataclasses.field(default_factory=time.time)
     spans: list[tuple[int | None, Span]] = dataclasses.field(default_factory=list)
-    """By rank; None: what the agent does for all of them."""
+    """Spans with their rank; None: work of the agent for all ranks."""
 
 
 class Traces:
-    """The phases of the node's saves. Does nothing at all unless a directory is given."""
+    """Phases of the node's saves. Without a directory, nothing is recorded."""
 
     def __init__(self, root: str, trace: Trace) -> None:
         self._root = root
-        #: Whether a file in the directory is a trace of this save directory.
+        #: Whether a file in the directory is a trace of this save directory, by path.
         self._known: dict[Path, bool] = {}
         self.first_rank = 0
-        """The lowest one of this node, which tells its files from those of others."""
+        """Lowest rank of this node; distinguishes its files from those of other nodes."""
         self._lock = threading.Lock()
-        #: Held while a file is replaced, or an earlier view of a save could replace a later one.
+        #: Held while a file is replaced, so that an older version cannot replace a newer one.
         self._writing = threading.Lock()
         self._saves: dict[str, _Save] = {}
-        #: Saves of which something was told since they were written.
+        #: Saves with results that were reported after their trace was written.
         self._unwritten: set[str] = set()
         self.configure(trace)
 
     def configure(self, trace: Trace) -> None:
-        """Put traces elsewhere, or keep others, from now on."""
+        """Use another directory or another number of kept traces from now on."""
         self._directory = Path(self._root, trace.directory) if trace.directory else None
         self._keep = trace.keep
 
     def add(self, iteration: int, save_id: str, rank: int | None, spans: Iterable[Span]) -> None:
-        """Remember phases of a save."""
+        """Record phases of a save."""
         if self._directory is None:
             return
         with self._lock:
@@ -82,15 +82,15 @@ class Traces:
                 del self._saves[next(iter(self._saves))]
 
     def add_later(self, rank: int, spans: dict[str, tuple[Span, ...]]) -> None:
-        """Remember what trainers say of saves that are known already."""
-        for save_id, theirs in spans.items():
+        """Record phases that trainers report of known saves."""
+        for save_id, save_spans in spans.items():
             known = self._saves.get(save_id)
             if known is not None:
-                self.add(known.iteration, save_id, rank, theirs)
+                self.add(known.iteration, save_id, rank, save_spans)
 
     @contextlib.contextmanager
     def recording(self, iteration: int, save_id: str, rank: int | None) -> Iterator[None]:
-        """Remember the phases of what this thread does for a save inside the context."""
+        """Record the phases of this thread's work for a save inside the context."""
         if self._directory is None:
             yield
             return
@@ -102,26 +102,26 @@ class Traces:
             self.add(iteration, save_id, rank, recorder.spans)
 
     def told(self, save_id: str, rank: int) -> None:
-        """Remember that a trainer has learned of the outcome just now."""
+        """Record that a trainer receives the result of a save now."""
         known = self._saves.get(save_id)
         if known is not None:
-            now = Span(_TOLD, "MainThread", time.monotonic(), 0)
+            now = Span(_REPORTED, "MainThread", time.monotonic(), 0)
             self.add(known.iteration, save_id, rank, [now])
             self._unwritten.add(save_id)
 
     def write_told(self) -> None:
-        """Write the traces of saves whose outcome was told meanwhile. Called without locks."""
+        """Write the traces of saves with newly reported results. Called without locks."""
         while self._unwritten:
             with contextlib.suppress(KeyError):
                 self.write(self._unwritten.pop())
 
     def write(self, save_id: str) -> None:
-        """Write what is known of a save, over what was known before; failing costs a warning."""
+        """Write the trace of a save, replacing its former version; a failure is only logged."""
         with self._writing:
             self._write(save_id)
 
     def _write(self, save_id: str) -> None:
-        directory = self._directory  # of now: a later run may put its traces elsewhere
+        directory = self._directory  # read once: a later run may change it
         with self._lock:
             save = self._saves.get(save_id)
             if directory is None or save is None:
@@ -137,7 +137,8 @@ class Traces:
             directory.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(encoded)
-                # What a save's outcome adds to its trace makes it no newer than the next one's.
+                # The time stays that of the save: its late result must not make the trace newer
+                # than the next save's.
                 os.utime(temporary, (save.began, save.began))
                 os.replace(temporary, directory / name)
             finally:
@@ -147,27 +148,27 @@ class Traces:
             logger.warning("no trace of iteration %d: %s", save.iteration, error)
 
     def _prune(self, directory: Path, suffix: str) -> None:
-        """Delete this node's traces of this save directory but for the newest ones."""
+        """Delete this node's traces of this save directory, except the newest ones."""
         listed = list(directory.iterdir())
         self._known = {path: self._known[path] for path in listed if path in self._known}
-        mine = [
+        own_traces = [
             path
             for path in listed
             if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_mine(path)
         ]
-        mine.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in mine[: -self._keep]:
+        own_traces.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in own_traces[: -self._keep]:
             path.unlink(missing_ok=True)
 
     def _is_mine(self, path: Path) -> bool:
-        """Return whether a file is a trace of this save directory: several jobs may share one."""
+        """Return whether a file is a trace of this save directory; several jobs may share one."""
         if path not in self._known:
             self._known[path] = False
             if stat.S_ISREG(path.lstat().st_mode):
                 with open(path, "rb") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
-                    said = b'"root":' + msgspec.json.encode(self._root)
-                    self._known[path] = said in file.read()
+                    root_field = b'"root":' + msgspec.json.encode(self._root)
+                    self._known[path] = root_field in file.read()
         return self._known[path]
 
 
@@ -178,12 +179,12 @@ def chrome_trace(
     spans: Iterable[tuple[int | None, Span]],
     root: str,
 ) -> dict[str, Any]:
-    """Return the trace of one save on one node, as Perfetto and chrome://tracing read it.
+    """Return the trace of one save on one node, for Perfetto and chrome://tracing.
 
-    The format: "Trace Event Format", Google, 2016 (complete events `X`, instants `i`, names `M`).
+    Format: "Trace Event Format", Google, 2016 (complete events `X`, instants `i`, names `M`).
 
     Args:
-        first_rank: the lowest one of the node.
+        first_rank: lowest rank of the node.
         root: the save directory.
     """
     to_wall = time.time() - time.monotonic()
@@ -193,22 +194,22 @@ def chrome_trace(
     for rank, span in spans:
         pid = _AGENT + first_rank if rank is None else rank
         tid = tracks.setdefault((pid, span.thread), len(tracks) + 1)
-        how = {"ph": "X", "dur": 1e6 * span.seconds}
-        if span.name == _TOLD:
-            how = {"ph": "i", "s": "p"}
+        event_type = {"ph": "X", "dur": 1e6 * span.seconds}
+        if span.name == _REPORTED:
+            event_type = {"ph": "i", "s": "p"}
         start = {"pid": pid, "tid": tid, "ts": 1e6 * (span.start + to_wall)}
-        events.append({"name": span.name, "cat": "save", **how, **start})
+        events.append({"name": span.name, "cat": "save", **event_type, **start})
     for (pid, thread), tid in tracks.items():
-        # Threads of a pool are numbered, which says nothing.
+        # The number of a pool's thread is left out.
         track = _TRACKS.get(thread, f"agent: {thread.partition('_')[0]}")
         events.append(_name("thread_name", pid, tid, track))
     for pid in sorted({pid for pid, _ in tracks}):
         name = f"rank {pid}" if pid < _AGENT else f"agent on {host}"
         events.append(_name("process_name", pid, 0, name))
     # At the end of the file, where `_is_mine` looks for it.
-    said = {"iteration": iteration, "save": save_id, "host": host, "root": root}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+    facts = {"iteration": iteration, "save": save_id, "host": host, "root": root}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,7 +1,7 @@
-"""The agent looks after its own files: cleaners of temporary files take what nobody has touched.
+"""Upkeep of the agent's own files, which cleaners of temporary files remove when untouched.
 
 A trainer that finds no socket starts another agent, which ends at once while the lock is held. So
-an agent without a socket could be reached by nobody, and be replaced by nobody.
+trainers could neither reach nor replace an agent without a socket.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _BACKLOG = 128
-#: Seconds between two looks at the own files, and at whether others still find them.
+#: Seconds between two checks of the own files, and of the directory that other processes find.
 _LOOK_S = 1.0
 _FIND_S = 30.0
-#: Files untouched for so many seconds are touched: the strictest cleaners take those of a day.
+#: Files untouched for this long are touched; the strictest cleaners remove files after a day.
 _FRESH_S = 3600.0
 
 
 class Upkeep:
-    """The lock, the socket and the log of an agent. Used by one thread."""
+    """Lock, socket and log of an agent. Used by one thread."""
 
     def __init__(
         self, directory: Path, runtime_dir: str | None, log_fds: tuple[int, ...] = (1, 2)
@@ -39,13 +39,13 @@ class Upkeep:
         """Take the lock.
 
         Args:
-            directory: where agents of this save directory live.
+            directory: directory of the agents of this save directory.
             runtime_dir: the setting.
             log_fds: the descriptors by which this process writes to the log.
 
         Raises:
-            BlockingIOError: another agent has it.
-            FileNotFoundError: another agent has just left, directory and all.
+            BlockingIOError: another agent holds the lock.
+            FileNotFoundError: another agent has just left and removed the directory.
         """
         self.directory = directory
         self._runtime_dir = runtime_dir
@@ -58,16 +58,16 @@ class Upkeep:
 
     @property
     def writes_log(self) -> bool:
-        """Whether what this process says goes to the log that others see."""
+        """Return whether this process writes to the log file that others see."""
         try:
             return os.path.samestat(os.fstat(self._log_fds[-1]), os.stat(self.directory / LOG))
         except FileNotFoundError:
             return False
 
     def listen(self) -> socket.socket:
-        """Return a new listening socket, in place of a former one. The lock now names this process.
+        """Return a new listening socket that replaces a former one; store the pid in the lock.
 
-        Called after the fork: whoever connects is told by the kernel who called `listen`.
+        Called after the fork, because the kernel reports the caller of `listen` to trainers.
         """
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
@@ -85,9 +85,9 @@ class Upkeep:
         return listener
 
     def look(self) -> socket.socket | None:
-        """Restore what is missing; return the socket to listen on from now on, if it is a new one.
+        """Restore missing files; return a new socket to listen on if there is one.
 
-        Called often; looks now and then. Never raises.
+        Called often, checks every `_LOOK_S`. Never raises.
         """
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
@@ -98,17 +98,17 @@ class Upkeep:
         except (OSError, AgentError) as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                logger.error("trainers that come now do not find this agent: %s", error)
+                logger.error("new trainers cannot find this agent: %s", error)
             return None
 
     def _restore(self, now: float) -> socket.socket | None:
-        whole = self._has(LOCK, os.fstat(self._lock)) and self._has(SOCKET, self._socket)
-        if not whole or now - self._found_at > _FIND_S:
+        is_complete = self._has(LOCK, os.fstat(self._lock)) and self._has(SOCKET, self._socket)
+        if not is_complete or now - self._found_at > _FIND_S:
             self._found_at = now
             directory = socket_dir.directory_of(
                 self.directory.name, self._runtime_dir, parents=False
             )
-            whole = whole and directory == self.directory
+            is_complete = is_complete and directory == self.directory
             if not self._runtime_dir:
                 _touch(*socket_dir.shared_paths(directory.name))
             if directory != self.directory or not self._has(LOCK, os.fstat(self._lock)):
@@ -118,7 +118,7 @@ class Upkeep:
         self._restore_log()
         own = [self.directory / name for name in (SOCKET, LOCK, LOG, SECOND_STARTS)]
         _touch(*own, self.directory, self.directory.parent)
-        if whole:
+        if is_complete:
             return None
         listener = self.listen()
         logger.info("restored %s, which had been removed", self.directory / SOCKET)
@@ -126,12 +126,12 @@ class Upkeep:
         return listener
 
     def _has(self, name: str, status: os.stat_result | None) -> bool:
-        """Return whether a file of ours is still there under its name."""
+        """Return whether the file with this status is still there under its name."""
         try:
-            found = (self.directory / name).lstat()
+            present = (self.directory / name).lstat()
         except FileNotFoundError:
             return False
-        return status is not None and os.path.samestat(found, status)
+        return status is not None and os.path.samestat(present, status)
 
     def _restore_log(self) -> None:
         if self._logs and not (self.directory / LOG).exists():
@@ -142,11 +142,11 @@ class Upkeep:
             os.close(fd)
 
     def leave(self, *, keep_log: bool) -> None:
-        """Remove the socket, and the other files too unless there is something to read in the log.
+        """Remove the socket, and without `keep_log` the log, the lock and the directory.
 
-        The socket first: from then on a trainer that comes finds nobody and starts a new agent.
+        The socket goes first: from then on, a new trainer finds no agent and starts one.
         """
-        if self._has(LOCK, os.fstat(self._lock)):  # or another agent lives there
+        if self._has(LOCK, os.fstat(self._lock)):  # otherwise another agent uses it
             (self.directory / SOCKET).unlink(missing_ok=True)
             (self.directory / SECOND_STARTS).unlink(missing_ok=True)
             if not keep_log:
@@ -167,13 +167,13 @@ def _locked(directory: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # An agent that leaves removes its files while it still holds the lock. If it did so since
-        # the lock was opened, the lock is no longer what others see.
+        # A leaving agent removes its files while it holds the lock. If that happened after the lock
+        # was opened, other processes see another lock file.
         if not os.path.samestat(os.fstat(fd), os.stat(path)):
             raise FileNotFoundError(f"{path}: its agent has just left")
     except BlockingIOError as error:
         os.close(fd)
-        raise BlockingIOError(f"{path}: another agent holds it") from error
+        raise BlockingIOError(f"{path}: another agent holds the lock") from error
     except OSError:
         os.close(fd)
         raise
@@ -181,7 +181,7 @@ def _locked(directory: Path) -> int:
 
 
 def _touch(*paths: Path) -> None:
-    """Make files new that a cleaner might soon take for old ones."""
+    """Touch files that a cleaner might soon remove as old."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime > _FRESH_S:

@@ -1,4 +1,4 @@
-"""How bytes go from the memory of a node to storage, and what that leaves to training."""
+"""Limits of writing from a node's memory to storage, which protect training."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import time
 
 
 class Pace:
-    """Lets bytes pass at no more than a rate; shared by all threads that write."""
+    """Rate limit for bytes, shared by all threads that write."""
 
     def __init__(self, mib_per_s: float | None = None) -> None:
         self.limit(mib_per_s)
         self._lock = threading.Lock()
         self._lifted = threading.Event()
-        #: When all bytes that have been let pass will have taken their time.
+        #: Time at which the bytes admitted so far are written, at the limited rate.
         self._free_at = 0.0
 
     def limit(self, mib_per_s: float | None) -> None:
-        """Let bytes pass at another rate from now on; None: as fast as they come."""
+        """Set the rate; None: no limit."""
         self._s_per_byte = 0.0 if mib_per_s is None else 1 / (mib_per_s * 2**20)
 
     def wait(self, nbytes: int) -> None:
-        """Return when these bytes may be written."""
+        """Return when `nbytes` may be written."""
         with self._lock:
             start = max(time.monotonic(), self._free_at)
             self._free_at = start + nbytes * self._s_per_byte
         self._lifted.wait(max(0.0, start - time.monotonic()))
 
     def lift(self) -> None:
-        """Hold nothing up any more."""
+        """End the limit and all waits for it."""
         self._lifted.set()
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """How the bytes of each shard go to storage."""
+    """Parallelism and rate limit of a shard's way to storage."""
 
     threads: int = 1
     """Chunks of a shard that are digested and written at the same time."""
     pace: Pace = dataclasses.field(default_factory=Pace)
-    """That of all shards of the node together."""
+    """Rate limit of all shards of the node together."""
 
 
 def give_way(nice: int) -> None:
-    """Lower the priority of the calling thread, and of those that it will start, by `nice`.
+    """Raise the nice value of the calling thread, and of its future threads, by `nice`.
 
-    That of its I/O follows, where the scheduler of the device knows priorities (ioprio_set(2)).
+    I/O priority follows where the device's scheduler knows priorities (ioprio_set(2)).
     """
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # training would just not be spared
+    with contextlib.suppress(OSError):  # only costs training some speed
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)

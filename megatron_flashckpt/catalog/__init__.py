@@ -1,1 +1,1 @@
-"""What a save directory holds: names, manifests and shards; start reading at `listing`."""
+"""Contents of a save directory: names, manifests and shards; `listing` is the entry point."""

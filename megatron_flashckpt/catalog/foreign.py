@@ -1,6 +1,6 @@
-"""Checkpoints that others wrote into a save directory, told by the names of their files.
+"""Checkpoints that other programs wrote into a save directory, recognised by their file names.
 
-Torch-free; changes nothing.
+This module needs no torch and changes no file.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from megatron_flashckpt.storage.base import Storage
 DLROVER = "DLRover's"
 #: DLRover's own tracker, which it moves together with Megatron's.
 _DLROVER_TRACKER = "dlrover_latest.txt"
-#: Directory of one rank's optimizer shards; our files have longer names.
+#: Directory of one rank's optimizer shards. Our own files have longer names.
 _RANK_DIR = re.compile(r"rank_(\d{5,})")
 _MODEL_DIR = "mp_rank_"
-#: No more is read of a tracker and of Megatron's metadata.json, however long they are.
+#: Bytes to read of a tracker, and of Megatron's metadata.json, at most.
 _SMALL_NBYTES = 4096
 _METADATA_NBYTES = 2**16
 
 
 def megatron_format(storage: Storage, directory: str) -> str | None:
-    """Return the name of Megatron's own format that `directory` is in; None if it is in none."""
+    """Return Megatron's own format of `directory`; None if it has another format."""
     present = storage.list(directory)
     if any(name.startswith(_MODEL_DIR) for name in present):
         return "torch"
     if "metadata.json" in present:
         try:
             encoded = storage.read(f"{directory}/metadata.json", 0, _METADATA_NBYTES)
-            said = msgspec.json.decode(encoded)
+            description = msgspec.json.decode(encoded)
         except (msgspec.DecodeError, RecursionError):
-            said = None
-        return str(said.get("sharded_backend", "?")) if isinstance(said, dict) else "?"
+            description = None
+        return (
+            str(description.get("sharded_backend", "?")) if isinstance(description, dict) else "?"
+        )
     return "torch.distributed" if ".metadata" in present else None
 
 
 def is_dlrovers(storage: Storage, directory: str) -> bool:
-    """Return whether `directory`, of one iteration, holds optimizer state by rank.
+    """Return whether the iteration directory `directory` holds optimizer state by rank.
 
-    Without the distributed optimizer DLRover writes Megatron's own format `torch`.
+    Without the distributed optimizer DLRover writes Megatron's own format `torch`, which this
+    function does not recognise.
     """
     return any(_RANK_DIR.fullmatch(name) for name in storage.list(directory))
 
 
 def dlrover_remark(storage: Storage, directory: str) -> str:
-    """Return what can be seen of a checkpoint of DLRover's, and how to go on from it."""
+    """Return the remark on a checkpoint of DLRover: files that are missing, or how to use it."""
     present = storage.list(directory)
     ranks = {int(match[1]) for name in present if (match := _RANK_DIR.fullmatch(name))}
     missing = sorted(set(range(max(ranks))) - ranks)
@@ -60,15 +63,15 @@ def dlrover_remark(storage: Storage, directory: str) -> str:
 
 
 def dlrover_empty(storage: Storage, iteration: int) -> str | None:
-    """Return the problem if DLRover committed `iteration` without any file; None: it did not.
+    """Return the problem if DLRover committed `iteration` without any file, else None.
 
-    Its saver does so if trainers are killed while they copy into shared memory.
+    DLRover's saver does so if trainers are killed while they copy into shared memory.
     """
     try:
-        said = storage.read(_DLROVER_TRACKER, 0, _SMALL_NBYTES).decode(errors="replace").strip()
+        tracked = storage.read(_DLROVER_TRACKER, 0, _SMALL_NBYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    if said != str(iteration) or storage.list(iteration_dir(iteration)):
+    if tracked != str(iteration) or storage.list(iteration_dir(iteration)):
         return None
     others = [
         str(number)
@@ -76,19 +79,19 @@ def dlrover_empty(storage: Storage, iteration: int) -> str | None:
         if (number := parse_iteration_dir(name)) is not None and storage.list(name)
     ]
     return (
-        f"{storage.place}/{iteration_dir(iteration)}: DLRover committed it with no files in it; go "
-        f"on from another iteration ({', '.join(others) or 'none'} there)"
+        f"{storage.place}/{iteration_dir(iteration)}: DLRover committed this iteration without any "
+        f"file; resume from another iteration (available: {', '.join(others) or 'none'})"
     )
 
 
 def dlrover_problem(storage: Storage, iteration: int) -> str | None:
-    """Return why no job can load `iteration` if DLRover wrote it; None: it did not."""
+    """Return the reason why no job can load `iteration` if DLRover wrote it, else None."""
     directory = iteration_dir(iteration)
     if is_dlrovers(storage, directory):
         return (
             f"{storage.place}/{directory}: is in DLRover's format, which neither Megatron nor "
             f"megatron_flashckpt loads; convert it: flashckpt convert {storage.place} DST --to "
-            f"flashckpt --iteration {iteration}, then --load DST (its weights alone are loaded "
-            "with --finetune or --no-load-optim)"
+            f"flashckpt --iteration {iteration}, then start with --load DST (to load the weights "
+            "alone, add --finetune or --no-load-optim)"
         )
     return dlrover_empty(storage, iteration)

@@ -1,9 +1,9 @@
-"""What became of the last saves of a job: one line each in a file beside the checkpoints.
+"""History of a job's last saves: a file in the save directory with one line per save.
 
-Committed checkpoints say of themselves what they took; this file also knows those that failed, and
-those that retention has removed since. Only the agent that commits writes it, whole and atomically,
-so that any storage can hold it. People and `flashckpt report` read it, and agents that take over
-what another one had; no load does.
+Manifests hold the timings of committed saves. The history also records saves that failed, or that
+retention has removed since. The committing agent replaces the file atomically, which any storage
+supports. `flashckpt report` reads it, and agents that adopt the slots of another agent; loads do
+not.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-#: What is longer was not written by us.
+#: Bytes to read of the file, at most: our own files are shorter.
 _MAX_NBYTES = 2**24
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True):
-    """One save to storage whose outcome is known."""
+    """Save to storage that was committed or has failed."""
 
     iteration: int
     save_id: str
     ended_at: float
     """Seconds since 1970."""
     seconds: float
-    """From staged on the node that commits to committed, or given up."""
+    """Time from staged, on the committing node, to committed or failed."""
     error: str | None = None
-    """None: it was committed."""
+    """Reason of the failure; None if the save was committed."""
     world_size: int
     cost: SaveCost | None = None
 
 
 def append(storage: Storage, save: PastSave, keep: int) -> None:
-    """Add a save to the history, which tells of the last `keep` (0: there is none).
+    """Add a save to the history, which keeps the last `keep` saves (0: no history).
 
-    Never raises: a checkpoint is worth more than what is said of it.
+    Logs errors and never raises: a failed note must not fail a checkpoint.
     """
     if not keep:
         return
     try:
         lines = [*_lines(storage), msgspec.json.encode(save)][-keep:]
         text = b"".join(line + b"\n" for line in lines)
-        storage.put(HISTORY, text, durable="contents")  # power that is lost may take the last line
+        storage.put(HISTORY, text, durable="contents")  # a power loss may lose the line
     except (FlashCkptError, OSError) as error:
-        logger.warning("%s/%s is not up to date: %s", storage.place, HISTORY, error)
+        logger.warning("%s/%s was not updated: %s", storage.place, HISTORY, error)
 
 
 _PAST_SAVE = msgspec.json.Decoder(PastSave)
 
 
 def read(storage: Storage) -> list[PastSave]:
-    """Return the saves that the history tells of, oldest first; what is not one is left out."""
-    found = []
+    """Return the saves in the history, oldest first; lines that cannot be decoded are skipped."""
+    saves = []
     for line in _lines(storage):
         try:
-            found.append(_PAST_SAVE.decode(line))
+            saves.append(_PAST_SAVE.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
-    return found
+    return saves
 
 
 def told_of(storage: Storage, save_id: str) -> PastSave | None:
-    """Return what the history says of one save; None if it does not know it.
+    """Return the history's entry of one save; None if there is none.
 
-    A rank whose agent was killed may come late to the next one, or to that of its node: what it had
-    staged has then been committed with the part that was durable, and retention may have removed it
-    since. To write that part again would be to wait in vain for the others'.
+    A rank whose agent was killed may connect late to the next agent. The save that the rank staged
+    may have been committed meanwhile with its durable shard, and removed by retention. To write
+    the shard again would wait forever for the shards of other ranks.
     """
     return next((past for past in read(storage) if past.save_id == save_id), None)
 

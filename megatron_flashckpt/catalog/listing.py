@@ -1,4 +1,4 @@
-"""What a save directory holds, from names and manifests alone. Torch-free; changes nothing."""
+"""Listing of a save directory from file names and manifests; needs no torch, changes no file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MEGATRON = "Megatron's own"
 
 _RELEASE = "release"
 _OF_RANKS = (".safetensors", ".commit", ".failed")
-#: How the parallel sizes of a description are shown.
+#: Short names of the parallel sizes in a description.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -46,25 +46,25 @@ _SIZES = {
     "ep": "expert_model_parallel_size",
     "dp": "data_parallel_size",
 }
-#: Ranks or files named in a message.
+#: Ranks or files that a message names, at most.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
-#: Files looked at at the same time, for storage that answers slowly.
+#: Files whose size is queried at the same time; hides the latency of slow storage.
 _THREADS = 16
-#: No more is read of a note, however long it is.
+#: Bytes to read of a failure note, at most.
 _SMALL_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One iteration directory."""
+    """Iteration directory and its state."""
 
     directory: str
     iteration: int | None
-    """None: Megatron's `release`."""
+    """Iteration; None for Megatron's `release`."""
     state: str
     remark: str = ""
-    """Why it is not committed, damaged or cannot be read, or which format it has."""
+    """Reason if the state is not `committed`; the format of a checkpoint that is not ours."""
     ranks: int | None = None
     nbytes: int | None = None
     layout: str = ""
@@ -74,18 +74,22 @@ def save_directory(directory: str) -> Storage:
     """Return the storage of a save directory.
 
     Raises:
-        NotCommittedError: it is none, or a checkpoint inside one.
+        NotCommittedError: `directory` is not a save directory, or is one checkpoint inside one.
     """
     if not directory.strip():
-        # An unset variable of a script; Python would take it for the working directory.
-        raise NotCommittedError(f"{directory!r}: names no directory; give what --save names")
+        # An unset variable in a script; Path("") is the working directory.
+        raise NotCommittedError(
+            f"{directory!r}: names no directory; give Megatron's --save directory"
+        )
     path = Path(directory)
     if not path.is_dir():
-        raise NotCommittedError(f"{directory}: is not a directory; give what --save names")
+        raise NotCommittedError(
+            f"{directory}: is not a directory; give Megatron's --save directory"
+        )
     iteration = file_names.parse_iteration_dir(path.absolute().name)
     if iteration is not None and not (path / file_names.TRACKER).exists():
         raise NotCommittedError(
-            f"{directory}: is one checkpoint; give the directory that holds it: "
+            f"{directory}: is one checkpoint; give its save directory: "
             f"{path.absolute().parent} --iteration {iteration}"
         )
     return open_storage(path)
@@ -95,9 +99,9 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
     """Return the committed checkpoint of `iteration`.
 
     Raises:
-        NotCommittedError: there is none, or it is one of Megatron's own or DLRover's.
-        CorruptCheckpointError: its manifest is damaged.
-        FormatVersionError: a newer release wrote it.
+        NotCommittedError: no such checkpoint, or one in Megatron's or DLRover's format.
+        CorruptCheckpointError: the manifest is damaged.
+        FormatVersionError: a newer release wrote the manifest.
     """
     try:
         encoded = read_manifest(storage, iteration)
@@ -109,7 +113,8 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
             raise
         raise NotCommittedError(
             f"{storage.place}/{file_names.iteration_dir(iteration)}: is in Megatron's own format "
-            f"'{megatron}', which has no digests to check; Megatron itself reads it"
+            f"'{megatron}', which this command does not read; Megatron itself loads it, and "
+            "'flashckpt convert' converts it"
         ) from error
     return StoredCheckpoint(storage, iteration, encoded)
 
@@ -118,34 +123,34 @@ def chosen_iteration(storage: Storage) -> int:
     """Return the iteration that a job would load: the tracked one, else the newest committed.
 
     Raises:
-        NotCommittedError: the tracker names none, and none of ours is committed.
+        NotCommittedError: the tracker names no iteration, and no checkpoint of ours is committed.
     """
     tracked = tracked_iteration(storage)
     return loadable_iterations(storage)[-1] if tracked is None else tracked
 
 
 def committed_iterations(storage: Storage) -> list[int]:
-    """Return in order the iterations of ours that are committed, or cannot be looked at."""
-    found = []
+    """Return our committed iterations in order, and those whose directory cannot be listed."""
+    iterations = []
     for iteration, directory in _directories(storage):
         try:
             committed = file_names.MANIFEST in storage.list(directory)
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
-            committed = True  # it may have been; whoever opens it learns what is wrong
+            committed = True  # perhaps; opening the checkpoint reports the damage
         if committed and iteration is not None:
-            found.append(iteration)
-    return found
+            iterations.append(iteration)
+    return iterations
 
 
 def loadable_iterations(storage: Storage) -> list[int]:
-    """Return in order what jobs may be told to load: what is committed, and what is tracked.
+    """Return in order the iterations that a job may load: committed ones, and the tracked one.
 
-    Iterations in Megatron's own formats, and DLRover's, are left out.
+    Leaves out iterations in Megatron's own formats and in DLRover's.
 
     Raises:
-        NotCommittedError: there is none.
+        NotCommittedError: no such iteration.
     """
     iterations = set(committed_iterations(storage))
     tracked = tracked_iteration(storage)
@@ -153,8 +158,7 @@ def loadable_iterations(storage: Storage) -> list[int]:
         iterations.add(tracked)
     if not iterations:
         raise NotCommittedError(
-            f"{storage.place}: holds no committed checkpoint; 'flashckpt ls DIR' shows what it "
-            "holds"
+            f"{storage.place}: holds no committed checkpoint; 'flashckpt ls DIR' lists its contents"
         )
     return sorted(iterations)
 
@@ -167,46 +171,46 @@ def _is_foreign(storage: Storage, directory: str) -> bool:
 
 
 def checkpoints(storage: Storage) -> list[Found]:
-    """Return all iteration directories in order, whatever state they are in."""
-    found = []
+    """Return all iteration directories in order, whatever their state."""
+    entries = []
     removals = {file_names.parse_removal_name(name) for name in storage.list("")}
-    removed = {file_names.iteration_dir(it[0]) for it in removals if it is not None}
+    removed = {file_names.iteration_dir(removal[0]) for removal in removals if removal is not None}
     for iteration, directory in _directories(storage):
         try:
             present = set(storage.list(directory))
             if file_names.MANIFEST in present and iteration is not None:
-                found.append(_committed(open_checkpoint(storage, iteration), present))
+                entries.append(_committed(open_checkpoint(storage, iteration), present))
             elif foreign.is_dlrovers(storage, directory):
                 remark = foreign.dlrover_remark(storage, directory)
-                found.append(Found(directory, iteration, foreign.DLROVER, remark))
+                entries.append(Found(directory, iteration, foreign.DLROVER, remark))
             elif megatron := foreign.megatron_format(storage, directory):
-                found.append(Found(directory, iteration, MEGATRON, megatron))
+                entries.append(Found(directory, iteration, MEGATRON, megatron))
             elif directory in removed:
-                remark = "its removal was cut short; the next commit ends it"
-                found.append(Found(directory, iteration, NOT_COMMITTED, remark))
+                remark = "its removal was interrupted; the next commit completes it"
+                entries.append(Found(directory, iteration, NOT_COMMITTED, remark))
             else:
-                found.append(_uncommitted(storage, directory, iteration, present))
+                entries.append(_uncommitted(storage, directory, iteration, present))
         except (FlashCkptError, OSError) as error:
-            found.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
+            entries.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
     tracked = tracked_iteration(storage)
     if tracked is not None and foreign.dlrover_empty(storage, tracked):
         directory = file_names.iteration_dir(tracked)
-        found = [one for one in found if one.directory != directory]
-        remark = "committed with no files in it"
-        found.append(Found(directory, tracked, foreign.DLROVER, remark))
-    return found
+        entries = [entry for entry in entries if entry.directory != directory]
+        remark = "committed without any file"
+        entries.append(Found(directory, tracked, foreign.DLROVER, remark))
+    return entries
 
 
 def _directories(storage: Storage) -> list[tuple[int | None, str]]:
-    found: list[tuple[int | None, str]] = []
+    directories: list[tuple[int | None, str]] = []
     for name in storage.list(""):
         iteration = file_names.parse_iteration_dir(name)
-        # Not any name with a number in it: only the one that loading would look for.
+        # `iter_10` parses too, but a load looks only for `iter_0000010`.
         if name == _RELEASE or (
             iteration is not None and name == file_names.iteration_dir(iteration)
         ):
-            found.append((iteration, name))
-    return sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0])
+            directories.append((iteration, name))
+    return sorted(directories, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
 def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
@@ -224,26 +228,31 @@ def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
 
 
 def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
-    """Return which files are missing or not as long as they were; empty if none. Reads no file."""
+    """Return the files that are missing or have another length; empty if none. Reads no file."""
     shards = stored.manifest.shards
     files = [file_names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]
     missing = [file for file in files if file not in present]
-    left = [shard for shard in shards if shard.file in present]
+    present_shards = [shard for shard in shards if shard.file in present]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        sizes = pool.map(lambda it: stored.storage.size(f"{stored.directory}/{it.file}"), left)
+        sizes = pool.map(
+            lambda shard_entry: stored.storage.size(f"{stored.directory}/{shard_entry.file}"),
+            present_shards,
+        )
         changed = [
             f"{shard.file} ({nbytes} bytes instead of {shard.nbytes})"
-            for shard, nbytes in zip(left, sizes, strict=True)
+            for shard, nbytes in zip(present_shards, sizes, strict=True)
             if nbytes != shard.nbytes
         ]
     problems = {"missing": missing, "of another length": changed}
-    return "; ".join(f"{what}: {_some(which)}" for what, which in problems.items() if which)
+    return "; ".join(
+        f"{problem}: {_some(affected)}" for problem, affected in problems.items() if affected
+    )
 
 
 def _uncommitted(
     storage: Storage, directory: str, iteration: int | None, present: set[str]
 ) -> Found:
-    """Say how far each attempt to save this iteration came."""
+    """Return an entry that describes the progress of each attempt to save this iteration."""
     saves: dict[str, list[str]] = defaultdict(list)
     for name in sorted(present):
         save_id = file_names.save_id_of(name)
@@ -252,17 +261,17 @@ def _uncommitted(
     if not saves:
         return Found(directory, iteration, NOT_COMMITTED, "no files of ours in it")
     remarks, ranks, nbytes = [], None, 0
-    for save_id, ours in saves.items():
-        shards = [name for name in ours if name.endswith(".safetensors")]
+    for save_id, own_files in saves.items():
+        shards = [name for name in own_files if name.endswith(".safetensors")]
         nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
-        failed = [name for name in ours if name.endswith(".failed")]
+        failed = [name for name in own_files if name.endswith(".failed")]
         if failed:
             note = storage.read(f"{directory}/{failed[0]}", 0, _SMALL_NBYTES)
-            said = for_listing(note.decode(errors="replace"))
-            remarks.append(f"the save failed: {said}")
+            reason = for_listing(note.decode(errors="replace"))
+            remarks.append(f"the save failed: {reason}")
             continue
         ranks = _world_size(storage, directory, shards)
-        durable = file_names.ranks_with_record(ours, save_id, ranks or _MAX_RANKS)
+        durable = file_names.ranks_with_record(own_files, save_id, ranks or _MAX_RANKS)
         remark = f"no {file_names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
         remarks.append(f"{remark}, missing: {_some(missing)}" if missing else remark)
@@ -270,21 +279,21 @@ def _uncommitted(
 
 
 def _world_size(storage: Storage, directory: str, shards: list[str]) -> int | None:
-    """Return what the first complete shard says; shards are written header last."""
+    """Return the world size in the first complete shard; a shard's header is written last."""
     for name in (f"{directory}/{shard}" for shard in shards):
         try:
             nbytes = header_nbytes(storage.read(name, 0, 8), name)
             header = storage.read(name, 0, min(nbytes, storage.size(name)))
-            said = decode_header(header, name).metadata.world_size
+            world_size = decode_header(header, name).metadata.world_size
         except CorruptCheckpointError:
             continue
-        # A claim; not to be believed if its ranks would not even fit into memory.
-        return said if 0 < said <= _MAX_RANKS else None
+        # A damaged file may claim so many ranks that a list of them would not fit into memory.
+        return world_size if 0 < world_size <= _MAX_RANKS else None
     return None
 
 
 def layout_of(description: dict[str, Any]) -> str:
-    """Return the parallel sizes that matter, as `tp2 pp1 dp4`; empty if there are none."""
+    """Return the parallel sizes as `tp2 pp1 dp4`, without vpp, cp and ep of 1."""
     return " ".join(
         f"{short}{description[name]}"
         for short, name in _SIZES.items()
@@ -294,25 +303,25 @@ def layout_of(description: dict[str, Any]) -> str:
 
 
 def _some(items: Sequence[object]) -> str:
-    """Return the first few of `items`, for a message."""
+    """Return the first few of `items` and the number of further ones, for a message."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(map(str, items[:_SHOWN])) + more
 
 
 class TensorSummary(msgspec.Struct, frozen=True):
-    """One global tensor as the manifest has it."""
+    """Global tensor, as recorded in the manifest."""
 
     key: str
     kind: str
     dtype: str
     global_shape: Shape
     nbytes: int
-    """Stored, over all ranks."""
+    """Stored bytes of all ranks."""
     pieces: int
 
 
 class FileSummary(msgspec.Struct, frozen=True):
-    """One shard file as the manifest has it."""
+    """Shard file, as recorded in the manifest."""
 
     rank: int
     coordinates: Coordinates
@@ -322,7 +331,7 @@ class FileSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What `flashckpt inspect` shows."""
+    """Contents of one checkpoint, as `flashckpt inspect` shows them."""
 
     place: str
     iteration: int
@@ -331,7 +340,7 @@ class Summary(msgspec.Struct, frozen=True):
     world_size: int
     tracked: bool
     differing: tuple[str, ...]
-    """Keys of tensors of which ranks have copies that differ."""
+    """Keys of tensors whose copies differ between ranks."""
     nbytes: int
     description: dict[str, Any]
     tensors: tuple[TensorSummary, ...]
@@ -339,12 +348,12 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summary(stored: StoredCheckpoint) -> Summary:
-    """Return the contents of a checkpoint as its manifest tells them; reads no shard file."""
+    """Return the contents of a checkpoint, as recorded in its manifest; reads no shard file."""
     manifest = stored.manifest
     nbytes: Counter[tuple[str, str, str, Shape]] = Counter()
     pieces: Counter[tuple[str, str, str, Shape]] = Counter()
     shards_of = Counter(shard.template for shard in manifest.shards)
-    # By template, not by rank: at 16,384 ranks there are a few of the one and many of the other.
+    # Count by template, because 16,384 ranks share a few templates.
     for fingerprint, items in manifest.templates.items():
         for item in items:
             name = (manifest.keys[item.key], item.kind, item.dtype, item.global_shape)

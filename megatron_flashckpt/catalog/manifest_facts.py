@@ -1,4 +1,4 @@
-"""What an agent knows of the manifests in its save directory, without reading them again."""
+"""Cache of an agent's facts about the manifests in its save directory."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Stamp, Storage, read_whole
 
-#: Manifests whose facts are remembered: about 1 kB each.
+#: Manifests whose facts are cached, at most; about 1 kB per manifest.
 _MOST = 4096
 
 
 class KnownManifests:
-    """The facts of manifests by name, size, time of change and inode. Used by several threads.
+    """Facts of manifests by name, size, time of change and inode. Thread-safe.
 
-    Manifests of a job of 16,384 ranks have 10 MB each, and retention asks for all of them after
-    every commit. A manifest that was replaced has another inode.
+    A manifest of 16,384 ranks has 10 MB, and retention needs the facts of all manifests after every
+    commit. A replaced manifest has another inode.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[Stamp, CommitFacts]] = OrderedDict()
         self.changing = threading.Lock()
-        """Held from the manifest of a commit until its tracker, and while retention chooses: a
-        checkpoint that the tracker is about to name must not be taken for an old one."""
+        """Held by a commit from its manifest until its tracker, and while retention selects
+        checkpoints: retention must keep a checkpoint that the tracker is about to name."""
 
     def facts(self, storage: Storage, directory: str) -> CommitFacts:
-        """Return what the manifest in `directory` says of its checkpoint.
+        """Return the facts in the manifest of `directory`.
 
         Raises:
-            FileNotFoundError: there is none.
-            CorruptCheckpointError: damaged.
-            FormatVersionError: written by a newer release.
+            FileNotFoundError: no manifest.
+            CorruptCheckpointError: the manifest is damaged.
+            FormatVersionError: a newer release wrote the manifest.
         """
         name = f"{directory}/{file_names.MANIFEST}"
         place = f"{storage.place}/{name}"
@@ -45,7 +45,7 @@ class KnownManifests:
                 return known
         encoded = read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
         facts = manifest.decode_facts(encoded, place)
-        if storage.stamp(name) == stamp:  # else it was replaced while it was read
+        if storage.stamp(name) == stamp:  # else the manifest was replaced during the read
             with self._lock:
                 self._known[place] = stamp, facts
                 while len(self._known) > _MOST:

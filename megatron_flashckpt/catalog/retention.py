@@ -1,11 +1,11 @@
-"""Which committed checkpoints go, and how they go.
+"""Retention: selection and removal of old checkpoints.
 
-What there is comes from storage alone: the iteration directories with a valid manifest. Nothing is
-remembered between commits, so a restart, another agent or another node changes nothing.
+Retention considers the iteration directories in storage that have a valid manifest. It keeps no
+state between commits, so a restart, another agent or another node decides in the same way.
 
-A checkpoint goes in three steps: its manifest is moved beside the tracker (`removal_name`), and
-from that moment on nobody can load it; then its files are deleted, then the moved manifest. A
-removal that was cut short is found by that name and finished after a later commit.
+A removal has three steps. First the manifest is moved next to the tracker (`removal_name`), so that
+the checkpoint cannot be loaded any more; then its files are deleted; then the moved manifest. An
+interrupted removal is recognised by the moved manifest, and completed after a later commit.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron_flashckpt.storage.parallel import for_all
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
-#: How NFS calls a deleted file that a process on the same node has open.
+#: Prefix of NFS for a deleted file that a process on the same node still has open.
 _OPEN_ELSEWHERE = ".nfs"
-#: Directories of which the log has said that they hold nothing but such files.
+#: Directories with only such files that were logged already.
 _told_open: set[str] = set()
-#: The time of the day when this process started, and that of a clock which nobody sets.
+#: Start of this process: seconds since 1970, and seconds of a clock that cannot be set.
 _STARTED = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _now() -> float:
-    """Return the seconds since 1970, however far somebody has set the clock forward meanwhile.
+    """Return the seconds since 1970, without jumps ahead since this process started.
 
-    A clock that jumps ahead must not make all checkpoints look old. One that is set back keeps
-    them for longer, which costs space only.
+    A clock that is set forward must not make all checkpoints look old. A clock that is set back
+    only keeps checkpoints longer, which needs space.
     """
     wall, steady = _STARTED
     return min(time.time(), wall + time.clock_gettime(time.CLOCK_BOOTTIME) - steady)
@@ -53,12 +53,12 @@ def why_kept(
     previous: int | None,
     now: float,
 ) -> dict[int, list[str]]:
-    """Return by iteration the rules that keep it; what no rule keeps may go.
+    """Return by iteration the rules that keep it; a checkpoint without a rule may be removed.
 
     Args:
-        retain_interval: Megatron's; by itself it lets only the previous checkpoint go.
-        tracked: what the tracker names: the last durable one.
-        previous: what the tracker named before, if it was moved.
+        retain_interval: Megatron's `--save-retain-interval`; alone it removes only `previous`.
+        tracked: iteration that the tracker names: the last durable one.
+        previous: iteration that the tracker named before, if the tracker was moved.
         now: seconds since 1970.
     """
     newest_first = sorted(commits, key=lambda commit: -commit.iteration)
@@ -68,37 +68,40 @@ def why_kept(
         for commit in filter(wanted, newest_first):
             reasons[commit.iteration].append(reason)
 
-    keep("tracker", lambda it: it.iteration == tracked)
-    # Also what a past left behind that training has gone back from.
-    keep("newer", lambda it: it.iteration > tracked)
+    keep("tracker", lambda facts: facts.iteration == tracked)
+    # After a restart from an older iteration, newer checkpoints of the former run may remain.
+    keep("newer", lambda facts: facts.iteration > tracked)
     if retain_interval is not None:
-        keep(f"retain interval {retain_interval}", lambda it: it.iteration % retain_interval == 0)
+        keep(
+            f"retain interval {retain_interval}",
+            lambda facts: facts.iteration % retain_interval == 0,
+        )
     if rules == Retention():
-        keep("no rule against it", lambda it: not retain_interval or it.iteration != previous)
+        keep("no rule against it", lambda facts: not retain_interval or facts.iteration != previous)
     past = [commit for commit in newest_first if commit.iteration <= tracked]
     if rules.latest is not None:
         latest = past[: rules.latest]
-        keep(f"latest {rules.latest}", lambda it: it in latest)
+        keep(f"latest {rules.latest}", lambda facts: facts in latest)
     if (every := rules.every) is not None:
-        keep(f"every {every}", lambda it: it.iteration % every == 0)
+        keep(f"every {every}", lambda facts: facts.iteration % every == 0)
     if rules.best is not None:
         reason, best = _best(past, rules.best)
-        keep(reason, lambda it: it in best)
+        keep(reason, lambda facts: facts in best)
     if (hours := rules.max_age_hours) is not None:
-        # Of unknown age: written by an older release. It is not ours to guess.
+        # A checkpoint of an older release has no commit time; it is kept.
         keep(
             f"age below {hours:g} h",
-            lambda it: it.committed_at is None or now - it.committed_at < 3600 * hours,
+            lambda facts: facts.committed_at is None or now - facts.committed_at < 3600 * hours,
         )
     return reasons
 
 
 def _best(past: list[CommitFacts], rule: Best) -> tuple[str, list[CommitFacts]]:
-    """Return what to call the rule and what it keeps of `past`, which is newest first."""
+    """Return a name of the rule, and the checkpoints of `past` (newest first) that it keeps."""
     sign = 1 if rule.mode == "min" else -1
     measured = [commit for commit in past if rule.metric in commit.metrics]
     if not measured:
-        # A name that is never reported must not cost anybody all checkpoints.
+        # A misspelled metric must not remove all checkpoints.
         return f"none has metric '{rule.metric}'", past
     measured.sort(key=lambda commit: sign * commit.metrics[rule.metric])
     return f"best {rule.keep} by '{rule.metric}'", measured[: rule.keep]
@@ -112,9 +115,9 @@ def retire(
     tracked: int | None,
     previous: int | None,
 ) -> None:
-    """Remove what no rule keeps, and finish removals that were cut short.
+    """Remove checkpoints that no rule keeps, and complete interrupted removals.
 
-    What cannot be removed stays and is said in the log.
+    A checkpoint that cannot be removed is kept and logged.
     """
     hide(storage, rules, retain_interval=retain_interval, tracked=tracked, previous=previous)
     finish(storage)
@@ -129,11 +132,11 @@ def hide(
     previous: int | None,
     manifests: KnownManifests | None = None,
 ) -> None:
-    """Take away the manifests of what no rule keeps, so that nobody can load it any more.
+    """Move away the manifests of checkpoints that no rule keeps, so that none can be loaded.
 
-    Called by the agent that commits while no tracker can move.
+    The committing agent calls this while the tracker cannot move.
     """
-    for commit in superfluous(
+    for commit in removable(
         storage,
         rules,
         retain_interval=retain_interval,
@@ -146,13 +149,13 @@ def hide(
 
 
 def finish(storage: Storage) -> None:
-    """Delete the files of all checkpoints whose manifests were taken away."""
+    """Delete the files of all checkpoints whose manifests were moved away."""
     for name in storage.list(""):
         if (removed := file_names.parse_removal_name(name)) and storage.kind(name) == "file":
             _attempt(storage, *removed, _clear)
 
 
-def superfluous(
+def removable(
     storage: Storage,
     rules: Retention,
     *,
@@ -161,18 +164,20 @@ def superfluous(
     previous: int | None,
     manifests: KnownManifests | None = None,
 ) -> list[CommitFacts]:
-    """Return the checkpoints that no rule keeps; none if there are no rules, or no tracker."""
+    """Return the checkpoints that no rule keeps; none without a rule or a tracker."""
     if tracked is None or (rules == Retention() and retain_interval is None):
         return []
     if rules == Retention():
-        # The one that Megatron looks at; no need to read the others.
+        # Megatron's interval concerns only this checkpoint.
         directories = [] if previous is None else [file_names.iteration_dir(previous)]
     else:
         directories = storage.list("")
     commits, unreadable = survey(storage, directories, manifests)
     for iteration, error in unreadable.items():
         logger.warning(
-            "retention leaves iteration %d alone: %s", iteration, for_listing(str(error))
+            "retention keeps iteration %d, because its manifest cannot be read: %s",
+            iteration,
+            for_listing(str(error)),
         )
     reasons = why_kept(
         commits,
@@ -182,31 +187,30 @@ def superfluous(
         previous=previous,
         now=_now(),
     )
-    if rules.best is not None and not any(rules.best.metric in it.metrics for it in commits):
+    if rules.best is not None and not any(rules.best.metric in facts.metrics for facts in commits):
         logger.warning(
-            "no checkpoint has the metric '%s' that 'retention.best' is to rank by, so none is "
-            "removed; report it with megatron_flashckpt.report_metric",
+            "no checkpoint has the metric '%s' that 'retention.best' names, so none is removed; "
+            "report the metric with megatron_flashckpt.report_metric",
             rules.best.metric,
         )
     return [commit for commit in commits if not reasons[commit.iteration]]
 
 
 def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]:
-    """Return what is known of the checkpoints of ours in `directories`; see `survey`."""
+    """Return the facts of our committed checkpoints in `directories`; see `survey`."""
     return survey(storage, directories)[0]
 
 
 def survey(
     storage: Storage, directories: Iterable[str], manifests: KnownManifests | None = None
 ) -> tuple[list[CommitFacts], dict[int, FlashCkptError | OSError]]:
-    """Return the checkpoints of ours in `directories`, and by iteration why one cannot be read.
+    """Return our committed checkpoints in `directories`, and by iteration the errors of others.
 
-    Whatever else `directories` names is passed over. Links are not followed: what they lead to is
-    somebody else's. A damaged manifest is no checkpoint: it takes nobody's place, and its directory
-    stays for its owner to look at.
+    Directories without a manifest are skipped, and links, whose target may belong to another job. A
+    checkpoint with a damaged manifest does not count for any rule, and is never removed.
     """
     manifests = manifests or KnownManifests()
-    found = []
+    checkpoints = []
     unreadable: dict[int, FlashCkptError | OSError] = {}
     for directory in directories:
         iteration = file_names.parse_iteration_dir(directory)
@@ -220,8 +224,8 @@ def survey(
             unreadable[iteration] = error
             continue
         if file_names.iteration_dir(facts.iteration) == directory:
-            found.append(facts)
-    return found, unreadable
+            checkpoints.append(facts)
+    return checkpoints, unreadable
 
 
 def _attempt(
@@ -230,7 +234,7 @@ def _attempt(
     save_id: str,
     step: Callable[[Storage, int, str], None],
 ) -> None:
-    """Take a step of a removal; one that fails does not keep the others from theirs."""
+    """Run one step of a removal; log an error, so that other removals continue."""
     try:
         step(storage, iteration, save_id)
     except (FlashCkptError, OSError) as error:
@@ -239,7 +243,7 @@ def _attempt(
 
 def _hide(storage: Storage, iteration: int, save_id: str) -> None:
     manifest = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
-    # In one step it cannot be loaded any more, and whoever commits next knows what is left to do.
+    # One atomic step: no load finds the checkpoint, and the next commit finds the removal.
     storage.move(manifest, file_names.removal_name(iteration, save_id))
     reach("retain.hidden")
 
@@ -247,7 +251,7 @@ def _hide(storage: Storage, iteration: int, save_id: str) -> None:
 def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
     directory = file_names.iteration_dir(iteration)
-    left = []
+    remaining = []
 
     def delete(path: str) -> None:
         if storage.kind(path) == "file":
@@ -255,30 +259,35 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
             reach("retain.file")
 
     if storage.kind(directory) == "directory":
-        # Only this save's: another one of the same iteration may be on its way there.
-        mine = [name for name in storage.list(directory) if file_names.save_id_of(name) == save_id]
-        for_all(delete, [f"{directory}/{name}" for name in mine])
-        left = storage.list(directory)
-        if not left:
+        # Only files of this save: another save of this iteration may be writing there.
+        own_files = [
+            name for name in storage.list(directory) if file_names.save_id_of(name) == save_id
+        ]
+        for_all(delete, [f"{directory}/{name}" for name in own_files])
+        remaining = storage.list(directory)
+        if not remaining:
             storage.delete_directory(directory)
     place = f"{storage.place}/{directory}"
-    if left and all(name.startswith(_OPEN_ELSEWHERE) for name in left):
+    if remaining and all(name.startswith(_OPEN_ELSEWHERE) for name in remaining):
         if place not in _told_open:
             _told_open.add(place)
             logger.info(
-                "%s: a process on some node still reads from it (%s); it is removed after a later "
-                "commit",
+                "%s: a process still has deleted files open (%s); a later commit removes the "
+                "directory",
                 place,
-                ", ".join(left[:_SHOWN]),
+                ", ".join(remaining[:_SHOWN]),
             )
         return
     foreign = [
-        name for name in left if name != file_names.MANIFEST and not file_names.save_id_of(name)
+        name
+        for name in remaining
+        if name != file_names.MANIFEST and not file_names.save_id_of(name)
     ]
     foreign = [name for name in foreign if not name.startswith(_OPEN_ELSEWHERE)]
     if foreign:
         logger.warning(
-            "%s: stays without a checkpoint, because it holds what is not ours: %s",
+            "%s: the checkpoint was removed, but the directory stays, because it holds files of "
+            "other programs: %s",
             place,
             ", ".join(foreign[:_SHOWN]),
         )

@@ -1,4 +1,4 @@
-"""A committed checkpoint in storage: its contents, and any chunk of it, verified."""
+"""A committed checkpoint in storage: manifest, shard headers and chunks, verified when read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_flashckpt.layout.template import Source, Template
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.scatter_read import KeptFiles
 
-#: Of a common file: args, scheduler, counters.
+#: Largest common file, which holds args, scheduler and counters.
 _MAX_COMMON_NBYTES = 2**30
 
 
 class StoredCheckpoint:
-    """One `iter_NNNNNNN` directory with a manifest. Reads only; changes nothing."""
+    """One `iter_NNNNNNN` directory with a manifest. Read-only."""
 
     def __init__(self, storage: Storage, iteration: int, encoded_manifest: bytes) -> None:
         self.storage = storage
@@ -40,7 +40,7 @@ class StoredCheckpoint:
         )
         if self.manifest.iteration != iteration:
             raise CorruptCheckpointError(
-                f"{self.place}/{file_names.MANIFEST}: is that of iteration "
+                f"{self.place}/{file_names.MANIFEST}: is the manifest of iteration "
                 f"{self.manifest.iteration}; {OLDER}"
             )
 
@@ -63,9 +63,9 @@ class StoredCheckpoint:
         ]
 
     def check_whole(self) -> None:
-        """Raise CorruptCheckpointError unless every element of every tensor is there once.
+        """Raise CorruptCheckpointError if an element of a tensor is missing or stored twice.
 
-        What is wanted and not there may be the wish's fault; this tells.
+        If a load misses an element, this tells a damaged checkpoint from a wrong request.
         """
         problems = incomplete(self.sources())
         if problems:
@@ -82,10 +82,10 @@ class StoredCheckpoint:
         name = file_names.common_name(self.manifest.save_id)
         with self._promised(name):
             encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_COMMON_NBYTES)
-        found = xxhash.xxh3_64_hexdigest(encoded)
-        if found != self.manifest.common_digest:
+        digest = xxhash.xxh3_64_hexdigest(encoded)
+        if digest != self.manifest.common_digest:
             raise CorruptCheckpointError(
-                f"{self.place}/{name}: digest {found}, expected "
+                f"{self.place}/{name}: digest {digest}, expected "
                 f"{self.manifest.common_digest}; {OLDER}"
             )
         return encoded
@@ -101,40 +101,40 @@ class StoredCheckpoint:
                 f"{place}: {nbytes} bytes long, the manifest says {entry.nbytes}; {OLDER}"
             )
         header = self._stored(entry.file, 0, min(header_nbytes(prefix, place), nbytes))
-        found = xxhash.xxh3_64_hexdigest(header)
-        if found != entry.header_digest:
+        digest = xxhash.xxh3_64_hexdigest(header)
+        if digest != entry.header_digest:
             raise CorruptCheckpointError(
-                f"{place}: header digest {found}, expected {entry.header_digest}; {OLDER}"
+                f"{place}: header digest {digest}, expected {entry.header_digest}; {OLDER}"
             )
         shard = decode_header(header, place, (self._templates[entry.template], entry.placement))
         self._check_identity(shard, entry, place)
         return shard
 
     def _check_identity(self, shard: Shard, entry: ShardEntry, place: str) -> None:
-        """Refuse a header that is sound by itself but not the one that the manifest describes.
+        """Raise if a valid header is not the one that the manifest describes.
 
-        Reads are planned from the manifest alone: where the two differ, wrong bytes would be read.
+        Reads are planned from the manifest, so a different header would lead to wrong bytes.
         """
-        said = (shard.metadata.iteration, shard.metadata.save_id, shard.metadata.rank)
-        meant = (self.manifest.iteration, self.manifest.save_id, entry.rank)
-        if said != meant:
+        stored_identity = (shard.metadata.iteration, shard.metadata.save_id, shard.metadata.rank)
+        expected_identity = (self.manifest.iteration, self.manifest.save_id, entry.rank)
+        if stored_identity != expected_identity:
             raise CorruptCheckpointError(
-                f"{place}: is the shard of (iteration, save, rank) {said}, expected {meant}; "
-                f"{OLDER}"
+                f"{place}: is the shard of (iteration, save, rank) {stored_identity}, expected "
+                f"{expected_identity}; {OLDER}"
             )
         if (
             shard.template is not self._templates[entry.template]
             or shard.data_offset + shard.template.nbytes != entry.nbytes
         ):
             raise CorruptCheckpointError(
-                f"{place}: holds other pieces than the manifest says; {OLDER}"
+                f"{place}: its pieces differ from those in the manifest; {OLDER}"
             )
 
     def chunk(self, shard: Shard, index: int) -> memoryview:
-        """Return a chunk of the data section, verified, in new memory.
+        """Return a verified chunk of the data section, in new memory.
 
         Args:
-            shard: what `shard` returned.
+            shard: header that `shard()` returned.
 
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
@@ -145,26 +145,29 @@ class StoredCheckpoint:
         return data
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
-        """See `load.chunk_reader.ChunkSource`; the header of each shard is read once."""
+        """Read a chunk into `parts`, as `load.chunk_reader.ChunkSource` defines.
+
+        The header of a shard is read once.
+        """
         shard = self._shards.get(rank)
-        if shard is None:  # two threads may both look: the same header twice does no harm
+        if shard is None:  # two threads may read the same header, which is harmless
             shard = self._shards[rank] = self.shard(rank)
         self._read_chunk(shard, number, parts)
 
     def _read_chunk(self, shard: Shard, index: int, parts: Sequence[memoryview]) -> None:
         file = self.manifest.shards[shard.metadata.rank].file
         start = index * CHUNK_NBYTES
-        digest = new_chunk_digest()
+        hasher = new_chunk_digest()
         with self._promised(file):
             name = f"{self.directory}/{file}"
             place = shard.data_offset + start
-            self.storage.read_into(name, place, parts, digest.update, self._kept)
-        found = digest.hexdigest()
-        if found != shard.digests[index]:
+            self.storage.read_into(name, place, parts, hasher.update, self._kept)
+        digest = hasher.hexdigest()
+        if digest != shard.digests[index]:
             end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1
             raise CorruptCheckpointError(
                 f"{self.place}/{file}, chunk {index} (bytes {start}-{end} of the "
-                f"data): digest {found}, expected {shard.digests[index]}; {OLDER}"
+                f"data): digest {digest}, expected {shard.digests[index]}; {OLDER}"
             )
 
     def _stored(self, file: str, offset: int, nbytes: int) -> bytes:
@@ -173,7 +176,7 @@ class StoredCheckpoint:
 
     @contextlib.contextmanager
     def _promised(self, file: str) -> Iterator[None]:
-        """Say of a file that is not there that the manifest promises it."""
+        """Raise CorruptCheckpointError for a missing file that the manifest names."""
         try:
             yield
         except FileNotFoundError as error:
@@ -184,7 +187,7 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     """Return the bytes of the manifest of `iteration`.
 
     Raises:
-        NotCommittedError: there is none, so that checkpoint does not exist.
+        NotCommittedError: no manifest, so the checkpoint does not exist.
     """
     name = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     try:

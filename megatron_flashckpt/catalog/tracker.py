@@ -1,4 +1,4 @@
-"""Reads Megatron's tracker: the file that names the iteration a job resumes from."""
+"""Megatron's tracker: the file that names the iteration a job resumes from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 
-#: No more is read of a tracker, however long it is.
+#: Bytes to read of a tracker, at most.
 _TRACKER_NBYTES = 4096
 
 
@@ -22,7 +22,7 @@ def tracker_text(storage: Storage) -> str | None:
 
 def iteration_in(text: str) -> int | None:
     """Return the iteration that a tracker's `text` names; None if it names none."""
-    # Python refuses to make numbers of thousands of digits.
+    # int() raises ValueError for thousands of digits.
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 

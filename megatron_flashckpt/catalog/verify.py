@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint and name all that is damaged. Torch-free; changes nothing."""
+"""Verification of every byte of a checkpoint; needs no torch, changes no file."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, FlashCkptEr
 from megatron_flashckpt.file_format.file_names import MANIFEST
 from megatron_flashckpt.layout.completeness import incomplete
 
-#: Files read at the same time: hides the latency of network storage; each holds one 4 MiB chunk.
+#: Files read at the same time, which hides the latency of network storage; 4 MiB of memory each.
 _THREADS = 4
 
 
 def nbytes_to_read(stored: StoredCheckpoint) -> int:
-    """Return the sum of what `verify` reports to `on_read`."""
+    """Return the number of bytes that `verify` reports to `on_read` in total."""
     return sum(entry.nbytes for entry in stored.manifest.shards)
 
 
 def verify(
     stored: StoredCheckpoint, on_read: Callable[[int], object] = lambda nbytes: None
 ) -> list[FlashCkptError]:
-    """Return every damage, in the order of the files; an empty list means intact.
+    """Return all damage, in the order of the files; an empty list means intact.
 
-    Checked are: that every element of every tensor is there exactly once, `common-<id>.msgpack`,
-    and of each shard file its size, its header (digest, and that it is the one the manifest means)
-    and the digest of every chunk. The data of a file whose header is damaged cannot be checked.
+    The checks: every element of every tensor is stored exactly once; the digest of
+    `common-<id>.msgpack`; size, header digest and header identity of each shard file; the digest of
+    every chunk. If a header is damaged, the data of its file cannot be checked.
 
     Args:
-        on_read: called with the bytes just dealt with, from several threads.
+        on_read: called from several threads with the number of bytes that were just checked.
     """
     damages: list[FlashCkptError] = [
         CorruptCheckpointError(f"{stored.place}/{MANIFEST}: {problem}; {OLDER}")
@@ -47,7 +47,7 @@ def verify(
         try:
             for job in jobs:
                 damages += job.result()
-        except BaseException:  # KeyboardInterrupt above all: gigabytes may be left to read
+        except BaseException:  # KeyboardInterrupt must not wait for gigabytes of reads
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -57,24 +57,24 @@ def verify(
 def _verify_shard(
     stored: StoredCheckpoint, rank: int, on_read: Callable[[int], object], stop: threading.Event
 ) -> list[FlashCkptError]:
-    left = stored.manifest.shards[rank].nbytes
+    unreported_nbytes = stored.manifest.shards[rank].nbytes
     damages: list[FlashCkptError] = []
     try:
         shard = stored.shard(rank)
         on_read(shard.data_offset)
-        left -= shard.data_offset
+        unreported_nbytes -= shard.data_offset
         for index in range(len(shard.digests)):
             if stop.is_set():
                 break
             try:
-                done = len(stored.chunk(shard, index))
+                checked_nbytes = len(stored.chunk(shard, index))
             except CorruptCheckpointError as error:
-                # The other chunks are worth knowing about, unlike after an I/O error.
+                # Report damage in the other chunks too; an I/O error would repeat.
                 damages.append(error)
                 continue
-            on_read(done)
-            left -= done
+            on_read(checked_nbytes)
+            unreported_nbytes -= checked_nbytes
     except FlashCkptError as error:
         damages.append(error)
-    on_read(left)
+    on_read(unreported_nbytes)
     return damages

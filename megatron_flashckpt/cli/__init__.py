@@ -1,4 +1,4 @@
-"""The `flashckpt` command; start reading at `commands`."""
+"""The `flashckpt` command line; `commands` is its entry point."""
 
 from megatron_flashckpt.cli.commands import main
 

@@ -1,4 +1,4 @@
-"""Runs the `flashckpt` command as `python -m megatron_flashckpt.cli`."""
+"""Entry point of `python -m megatron_flashckpt.cli`, the `flashckpt` command."""
 
 import sys
 

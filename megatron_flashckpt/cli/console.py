@@ -1,4 +1,4 @@
-"""How the command line prints: alike for people at a terminal and for `cut` and `awk` in a pipe."""
+"""Output of the command line, for terminals and for `cut` and `awk` in a pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import logging
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +31,7 @@ def complain(message: str, status: int) -> int:
 
 
 class _Complaints(logging.Handler):
-    """Prints each warning once."""
+    """Log handler that prints each warning once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -38,7 +46,7 @@ class _Complaints(logging.Handler):
 
 @contextlib.contextmanager
 def log_as_complaints() -> Iterator[None]:
-    """Print what the package logs meanwhile like other complaints, from level WARNING on."""
+    """Print the package's log records of level WARNING and above to stderr, inside the context."""
     logger, handler = logging.getLogger("megatron_flashckpt"), _Complaints()
     logger.addHandler(handler)
     try:
@@ -47,17 +55,25 @@ def log_as_complaints() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+class _Speed(ProgressColumn):
+    """Column of the transfer speed, in the binary units of the sizes next to it."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{human_size(int(speed))}/s")
+
+
 def progress_bar() -> Progress:
-    """Return a bar that counts bytes; it shows at a terminal only, and is gone afterwards."""
+    """Return a progress bar in bytes; a terminal shows it until it is done, a pipe never."""
     err = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), _Speed())
     return Progress(
-        *columns, TransferSpeedColumn(), console=err, transient=True, disable=not err.is_terminal
+        *columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal
     )
 
 
 def new_table(*columns: str) -> Table:
-    """Return a table that looks right in a terminal and that `cut` and `awk` can take apart."""
+    """Return an empty table without borders, so that `cut` and `awk` can split its rows."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         right = column in ("ranks", "size", "pieces", "iteration", "rank")
@@ -89,6 +105,6 @@ def human_time(seconds: float) -> str:
 
 
 def printable(text: str, encoding: str) -> str:
-    """Return `text` so that names from a hostile file cannot send the terminal commands."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    """Return `text` with control characters escaped: a hostile file must not steer the terminal."""
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)

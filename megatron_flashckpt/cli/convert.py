@@ -1,4 +1,7 @@
-"""`flashckpt convert`. Starts without torch: the formats are imported when the command runs."""
+"""`flashckpt convert`: write a checkpoint in another format.
+
+This module does not import torch; `run` imports the formats, which do.
+"""
 
 from __future__ import annotations
 
@@ -23,53 +26,59 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULTS = Options()
 
 
-def add_parser(commands: Any, iteration: Callable[[str], int]) -> None:
-    """Add the command to `commands`, of argparse."""
-    parser = commands.add_parser(
+def add_parser(subparsers: Any, iteration: Callable[[str], int]) -> None:
+    """Add `convert` to the argparse subparsers `subparsers`."""
+    parser = subparsers.add_parser(
         "convert",
         help="write a checkpoint in another format",
-        description="Write a checkpoint of SRC, whose format is found out, into DST in another "
-        "format, on the CPU and in this one process. Needs torch and megatron-core.",
+        description="Write one checkpoint of SRC into DST in another format. The format of SRC is "
+        "detected. The conversion runs on the CPU in one process, and needs torch and "
+        "megatron-core.",
     )
-    parser.add_argument("source", metavar="SRC", type=_path, help="save directory")
-    parser.add_argument("destination", metavar="DST", type=_path, help="save directory; created")
+    parser.add_argument("source", metavar="SRC", type=_path, help="save directory to read")
+    parser.add_argument(
+        "destination", metavar="DST", type=_path, help="save directory to write; created if missing"
+    )
     parser.add_argument(
         "--to",
         required=True,
         choices=FORMATS,
-        help="torch_dist and torch are Megatron's own; safetensors: weights only, by name, and "
-        "straight into DST",
+        help="torch_dist and torch are Megatron's own formats; safetensors holds only weights, by "
+        "Megatron's names, directly in DST",
     )
-    chosen = "default: the one that the tracker names"
-    parser.add_argument("--iteration", type=iteration, metavar="N", help=chosen)
+    iteration_help = "iteration to convert; default: the one that the tracker names"
+    parser.add_argument("--iteration", type=iteration, metavar="N", help=iteration_help)
     parser.add_argument(
-        "--weights-only", action="store_true", help="leave out all that only training needs"
+        "--weights-only",
+        action="store_true",
+        help="convert weights and buffers only; leave out optimizer, scheduler and random state",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the result of an earlier conversion; nothing else is ever replaced",
+        help="replace the result of an earlier conversion; other files are never replaced",
     )
     parser.add_argument(
         "--accept-damage",
         action="store_true",
-        help="convert optimizer state even if it does not fit the weights",
+        help="convert the optimizer state even if it does not match the weights",
     )
     parser.add_argument(
         "--max-file-size",
         type=_size,
         default=_DEFAULTS.shard_nbytes,
         metavar="SIZE",
-        help=f"start a new file after this many bytes, default "
-        f"{human_size(_DEFAULTS.shard_nbytes)} (torch: has one file per rank)",
+        help="start a new file after this many bytes (default: "
+        f"{human_size(_DEFAULTS.shard_nbytes)}); without effect for torch, which has one file per "
+        "rank",
     )
     parser.add_argument(
         "--memory",
         type=_size,
         default=_DEFAULTS.memory_nbytes,
         metavar="SIZE",
-        help="for chunks of SRC that may be needed again, default "
-        f"{human_size(_DEFAULTS.memory_nbytes)}; the largest box comes on top",
+        help="memory that caches chunks of SRC (default: "
+        f"{human_size(_DEFAULTS.memory_nbytes)}); the largest tensor part needs memory in addition",
     )
     parser.set_defaults(run=run)
 
@@ -77,7 +86,7 @@ def add_parser(commands: Any, iteration: Callable[[str], int]) -> None:
 def run(args: argparse.Namespace, out: Console) -> int:
     """Convert; return the exit status."""
     with warnings.catch_warnings():
-        # Megatron, as it is imported, tells of every library that would make training faster.
+        # Megatron's import warns about each missing library that would speed up training.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         return _run(args, out, _formats())
 
@@ -119,14 +128,14 @@ def _formats() -> ModuleType:
         if (error.name or "").partition(".")[0] not in ("torch", "megatron"):
             raise
         raise UnsupportedError(
-            f"there is no {error.name} in this environment; convert where Megatron-LM is installed "
-            "(no GPU is needed)"
+            f"{error.name} is not installed in this environment; run the conversion where "
+            "Megatron-LM is installed (no GPU is needed)"
         ) from error
     return formats
 
 
 def _path(text: str) -> Path:
-    if not text.strip():  # an unset variable; it would mean the working directory
+    if not text.strip():  # an unset shell variable; Path("") is the working directory
         raise argparse.ArgumentTypeError(f"{text!r} names no directory")
     return Path(text)
 
@@ -134,5 +143,5 @@ def _path(text: str) -> Path:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or not int(match["number"]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, as 500M or 4G are")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a size such as 500M or 4G")
     return int(match["number"]) * _UNITS[match["unit"].upper()]

@@ -1,4 +1,4 @@
-"""`flashckpt plan`: what checkpoints of a job will take, before it runs."""
+"""`flashckpt plan`: estimate sizes, times and memory of a job's checkpoints before it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_flashckpt.sizing.cluster_model import (
     sizes,
 )
 
-#: Numbers of GPUs that the table of host memory has, relative to that of the job.
+#: Rows of the host-memory table: numbers of GPUs relative to the job's.
 _TIMES = (0.25, 0.5, 1, 2, 4)
 _EPILOG = """\
 example:
@@ -42,11 +42,13 @@ example:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `plan` to the command line."""
-    parser = commands.add_parser(
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `plan` to the argparse subparsers `subparsers`."""
+    parser = subparsers.add_parser(
         "plan",
-        help="estimate bytes, times and the best save interval of a job",
+        help="estimate checkpoint size, save times, host memory and the best save interval",
+        description="Estimate checkpoint size, save times, host memory and the best save interval\n"
+        "of a job, from its Megatron arguments (after '--') and the figures of a cluster.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--parameters",
         type=float,
         metavar="N",
-        help="of the whole model, e.g. 70e9, if Megatron's arguments do not tell",
+        help="parameters of the whole model, e.g. 70e9; replaces the model's arguments after '--'",
     )
     parser.add_argument(
         "--weights",
@@ -79,20 +81,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print JSON")
     hints = typing.get_type_hints(Cluster, include_extras=True)
     for field in msgspec.structs.fields(Cluster):
-        kind, said = typing.get_args(hints[field.name])
+        kind, meta = typing.get_args(hints[field.name])
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=kind,
             default=field.default,
             metavar="N" if kind is int else "X",
-            help=f"{said.description} (default: {field.default:g})",
+            help=f"{meta.description} (default: {field.default:g})",
         )
     parser.add_argument(
         "megatron",
         metavar="-- MEGATRON ARGUMENTS",
         nargs="*",
-        help="the job's own: model, parallel sizes, precision; what sizes do not follow from is "
-        "passed over",
+        help="the job's command line: model, parallel sizes, precision; arguments that do not "
+        "change sizes are ignored",
     )
     parser.set_defaults(run=run)
 
@@ -104,7 +106,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace, out: Console) -> int:
-    """Print the plan."""
+    """Print the plan; return 1 if the job needs more host memory than a node has."""
     fields = [field.name for field in msgspec.structs.fields(Cluster)]
     cluster = Cluster(**{name: getattr(args, name) for name in fields})
     size = sizes_of(args.megatron, args.gpus, args.parameters, args.weights)
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
         notes.append(f"{flag}: each save blocks training until everything is copied")
     if args.redundancy_group < 2:
         raise ConfigError(f"--redundancy-group {args.redundancy_group}: must be at least 2")
-    found = plan(
+    result = plan(
         size,
         cluster,
         blocking=flag is not None,
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     choices = _host_memory(args, cluster)
     if args.json:
         figures = {
-            "plan": found,
+            "plan": result,
             "cluster": cluster,
             "redundancy": args.redundancy,
             "host_memory": choices,
@@ -132,17 +134,17 @@ def run(args: argparse.Namespace, out: Console) -> int:
         }
         say(out, json.dumps(msgspec.to_builtins(figures), indent=2))
     else:
-        _print(found, cluster, args.redundancy, out)
+        _print(result, cluster, args.redundancy, out)
         out.print()
         _print_host_memory(choices, cluster, out)
         for note in notes:
             complain(f"note: {note}", 0)
-    if not found.fits:
+    if not result.fits:
         return complain(
-            f"{_slots(cluster.slots)} of a node's ranks{_redundant(args.redundancy)} take "
-            f"{human_size(int(found.host_memory_nbytes))} of host memory, which is more than "
+            f"{_slots(cluster.slots)} of a node's ranks{_redundant(args.redundancy)} need "
+            f"{human_size(int(result.host_memory_nbytes))} of host memory, more than "
             f"--host-memory-gb {cluster.host_memory_gb:g}: the job would stop before its first "
-            f"step; spread it over more nodes{_less_memory(args, cluster)}",
+            f"step; use more nodes{_less_memory(args, cluster)}",
             1,
         )
     return 0
@@ -157,7 +159,7 @@ def _redundant(redundancy: Redundancy) -> str:
 
 
 def _less_memory(args: argparse.Namespace, cluster: Cluster) -> str:
-    """Return the settings that would take less host memory."""
+    """Return advice on the settings that reduce host memory; empty if none would."""
     remedies = [
         ("--slots 1", cluster.slots > 1),
         ("--redundancy xor", args.redundancy == "copy"),
@@ -169,41 +171,43 @@ def _less_memory(args: argparse.Namespace, cluster: Cluster) -> str:
 
 
 def _host_memory(args: argparse.Namespace, cluster: Cluster) -> list[HostMemory]:
-    """Return what each choice of slots and redundancy takes, on fewer and on more GPUs, too."""
-    found: list[HostMemory] = []
+    """Return the host memory of each choice of slots and redundancy, for several job sizes."""
+    results: list[HostMemory] = []
     for gpus in (times * args.gpus for times in _TIMES):
         try:
             size = sizes_of(args.megatron, int(gpus), args.parameters, args.weights)
-        except ConfigError:  # they cannot be divided so
+        except ConfigError:  # the model cannot be sharded over this number of GPUs
             continue
         if gpus < 1 or gpus % 1:
             continue
-        found += [
+        results += [
             host_memory(size, cluster, slots, redundancy, args.redundancy_group)
             for slots in (1, 2)
             for redundancy in typing.get_args(Redundancy)
             if redundancy == "none" or gpus > cluster.gpus_per_node
         ]
-    return found
+    return results
 
 
 def _print_host_memory(choices: list[HostMemory], cluster: Cluster, out: Console) -> None:
-    """Print a row per number of GPUs, a column per choice of settings."""
+    """Print a table: a row per number of GPUs, a column per choice of settings."""
     columns = [(slots, kind) for slots in (1, 2) for kind in typing.get_args(Redundancy)]
-    cells = {(each.gpus, each.slots, each.redundancy): each for each in choices}
+    cells = {(choice.gpus, choice.slots, choice.redundancy): choice for choice in choices}
     say(
         out,
-        "host memory per node, by slots and redundancy; !: more than its "
+        "host memory per node, by slots and redundancy; !: more than the node's "
         f"{cluster.host_memory_gb:g} GB",
     )
     table = new_table("GPUs", *(f"{_slots(slots)}, {kind}" for slots, kind in columns))
-    for gpus in sorted({each.gpus for each in choices}):
-        add_row(table, out, f"{gpus:,}", *(_cell(cells.get((gpus, *at))) for at in columns))
+    for gpus in sorted({choice.gpus for choice in choices}):
+        add_row(
+            table, out, f"{gpus:,}", *(_cell(cells.get((gpus, *setting))) for setting in columns)
+        )
     out.print(table)
 
 
 def _cell(choice: HostMemory | None) -> str:
-    if choice is None:  # there is no other node
+    if choice is None:  # redundancy needs a second node
         return "-"
     return human_size(int(choice.nbytes)) + ("" if choice.fits else " !")
 
@@ -214,8 +218,8 @@ def sizes_of(
     """Return the sizes of a job with Megatron's arguments `words` and the setting `weights`.
 
     Raises:
-        ConfigError: they do not say enough, or the ranks cannot be divided so.
-        UnsupportedError: such a job is not served.
+        ConfigError: `words` are incomplete, or the ranks cannot be divided by the parallel sizes.
+        UnsupportedError: this package does not save such a job.
     """
     served.refuse_unserved(gpt_size.parse(words, model_known=True))
     megatron = gpt_size.parse(words, model_known=parameters is not None)
@@ -236,13 +240,13 @@ def sizes_of(
     return sizes(stages, world=gpus, tp=tp, ep=ep, etp=etp, stored=stored)
 
 
-def _print(found: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) -> None:
-    size, ours, gather = found.sizes, found.ours, found.gather
+def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) -> None:
+    size, ours, gather = result.sizes, result.ours, result.gather
     table = new_table("", "")
     table.show_header = False
-    memory = f"{human_size(int(found.host_memory_nbytes))} per node"
-    if not found.fits:
-        memory += f": MORE than its {cluster.host_memory_gb:g} GB"
+    memory = f"{human_size(int(result.host_memory_nbytes))} per node"
+    if not result.fits:
+        memory += f": MORE than the node's {cluster.host_memory_gb:g} GB"
     for name, value in (
         ("parameters", f"{size.parameters / 1e9:.3f} billion"),
         ("checkpoint", human_size(size.total_nbytes)),
@@ -250,14 +254,14 @@ def _print(found: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) 
             "per rank",
             f"{human_size(int(size.rank_nbytes))} (at most {human_size(size.largest_nbytes)})",
         ),
-        ("per node", f"{human_size(int(found.node_nbytes))}, {found.nodes} nodes"),
+        ("per node", f"{human_size(int(result.node_nbytes))}, {result.nodes} nodes"),
         ("host memory", f"{memory} ({_slots(cluster.slots)}, redundancy: {redundancy})"),
-        ("stage", f"{human_time(found.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU"),
+        ("stage", f"{human_time(result.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU"),
         (
             "persist",
-            f"{human_time(found.persist_s)}, {size.total_nbytes / GB / found.persist_s:.1f} GB/s",
+            f"{human_time(result.persist_s)}, {size.total_nbytes / GB / result.persist_s:.1f} GB/s",
         ),
-        ("interruption", f"every {human_time(found.mtbf_s)}"),
+        ("interruption", f"every {human_time(result.mtbf_s)}"),
     ):
         add_row(table, out, name, value)
     out.print(table)
@@ -265,27 +269,27 @@ def _print(found: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) 
     table = new_table(
         "save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day"
     )
-    for name, way in (("megatron_flashckpt", ours), ("gather, synchronous", gather)):
-        add_row(table, out, name, *_cells(way))
+    for name, strategy in (("megatron_flashckpt", ours), ("gather, synchronous", gather)):
+        add_row(table, out, name, *_cells(strategy))
     out.print(table)
     out.print()
-    every = found.memory_interval_iterations
+    every = result.memory_interval_iterations
     per_day = ours.nbytes_per_day
     say(
         out,
         f"--save-interval {ours.interval_iterations}: every {human_time(ours.interval_s)}; writes "
         f"{human_size(int(per_day / 24))} per hour, {human_size(int(per_day))} per day, in "
-        f"{found.persist_s / ours.interval_s:.0%} of the time; all of it stays unless the setting "
-        "'retention' removes some",
+        f"{result.persist_s / ours.interval_s:.0%} of the time; every checkpoint is kept unless "
+        "the setting 'retention' removes it",
     )
     if every < ours.interval_iterations:
         say(
             out,
-            f"memory_interval: {every} (every {human_time(every * cluster.iteration_s)}; with it "
-            f"{human_time(found.lost_s_per_day_with_memory)} are lost per day)",
+            f"memory_interval: {every} (every {human_time(every * cluster.iteration_s)}); reduces "
+            f"the lost time to {human_time(result.lost_s_per_day_with_memory)} per day",
         )
     else:
-        say(out, "memory_interval: not needed, saves to storage are as frequent as pays")
+        say(out, "memory_interval: not needed; saves to storage can be as frequent as is useful")
 
 
 def _cells(way: Strategy) -> list[str]:

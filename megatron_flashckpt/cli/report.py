@@ -1,13 +1,14 @@
-"""`flashckpt report`: what the saves of a job took, which failed, and why those that are left stay.
+"""`flashckpt report`: timings and failures of a job's saves, and the rules that keep checkpoints.
 
-Checkpoints say of themselves what they took; the history beside them knows those that failed or
-were removed since. Needs neither torch nor the job.
+Manifests hold the timings of committed saves; the history file adds saves that failed or were
+removed since. The command needs neither torch nor a running job.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import time
@@ -29,64 +30,73 @@ from megatron_flashckpt.storage.base import Storage
 
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
 _PNG = b"\x89PNG\r\n\x1a\n"
-#: What a drawing shows at most: more bars are thinner than a pixel.
-_DRAWN = 200
+#: Most saves that a drawing shows: more bars would be thinner than a pixel.
+_MAX_BARS = 200
+#: Colors of a drawing's phases. Failures are red, so no phase is.
+_PHASES = {
+    "blocked_s": "tab:orange",
+    "staged_s": "tab:blue",
+    "persisted_s": "tab:cyan",
+    "durable_s": "tab:green",
+}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One save to storage."""
+    """Save to storage, with its state and timings."""
 
     iteration: int
     save_id: str | None
-    """None: the manifest cannot be read, and the history does not tell."""
+    """None if the manifest cannot be read and the history lacks the save."""
     state: str
     """`failed`, `removed`, `replaced`, or the state of its directory that `flashckpt ls` shows."""
     ended_at: float | None
     """Seconds since 1970."""
     cost: SaveCost | None = None
-    """None: it failed, or its trainers did not live to say."""
+    """Timings; None if the save failed, or its trainers ended before they reported."""
     gb_per_s: float | None = None
-    """All bytes, from the call to the commit."""
+    """Bytes of all ranks over the time from the call to the commit."""
     kept_by: tuple[str, ...] = ()
-    """The rules of 'retention' that keep it."""
+    """Rules of 'retention' that keep the checkpoint."""
     error: str | None = None
-    """Why it failed."""
+    """Reason of a failed save."""
     remark: str = ""
-    """What is wrong with a checkpoint that did not fail."""
+    """Problem of a checkpoint whose save did not fail."""
 
 
 def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
-    """Return the saves that are known of, in the order in which they ended.
+    """Return all saves in storage and in the history, in the order in which they ended.
 
     Args:
-        reasons: by iteration, why a checkpoint stays.
+        reasons: rules that keep a checkpoint, by iteration.
     """
     commits, unreadable = survey(storage, storage.list(""))
     stored = {commit.save_id: commit for commit in commits}
-    # A later line about a save is by an agent that took over from the one that wrote the earlier.
-    past = {save.save_id: save for save in history.read(storage) if save.save_id not in stored}
-    here = {one.iteration: one for one in listing.checkpoints(storage)}
-    found = []
+    # Of two lines with one save id the later wins: an agent that replaced another one wrote it.
+    former_saves = {
+        save.save_id: save for save in history.read(storage) if save.save_id not in stored
+    }
+    entries = {entry.iteration: entry for entry in listing.checkpoints(storage)}
+    result = []
     for commit in stored.values():
-        one = here.get(commit.iteration)
-        found.append(
+        entry = entries.get(commit.iteration)
+        result.append(
             Row(
                 iteration=commit.iteration,
                 save_id=commit.save_id,
-                state=listing.COMMITTED if one is None else one.state,
+                state=listing.COMMITTED if entry is None else entry.state,
                 ended_at=commit.committed_at,
                 cost=commit.cost,
                 gb_per_s=_speed(commit.cost),
                 kept_by=tuple(reasons.get(commit.iteration, ())),
-                remark="" if one is None else one.remark,
+                remark="" if entry is None else entry.remark,
             )
         )
-    for save in past.values():
+    for save in former_saves.values():
         if save.error is not None:
             state, remark = FAILED, ""
         else:
-            state, remark = _what_became_of(save, here.get(save.iteration), storage)
-        found.append(
+            state, remark = _state_and_remark(save, entries.get(save.iteration), storage)
+        result.append(
             Row(
                 iteration=save.iteration,
                 save_id=save.save_id,
@@ -98,8 +108,8 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
                 remark=remark,
             )
         )
-    told = {row.iteration for row in found if row.state not in (REMOVED, REPLACED)}
-    found += [
+    listed = {row.iteration for row in result if row.state not in (REMOVED, REPLACED)}
+    result += [
         Row(
             iteration=iteration,
             save_id=None,
@@ -108,31 +118,31 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
             remark=for_listing(str(error)),
         )
         for iteration, error in unreadable.items()
-        if iteration not in told
+        if iteration not in listed
     ]
-    return sorted(found, key=lambda row: (row.ended_at or 0.0, row.iteration))
+    return sorted(result, key=lambda row: (row.ended_at or 0.0, row.iteration))
 
 
-def _what_became_of(
-    save: history.PastSave, one: listing.Found | None, storage: Storage
+def _state_and_remark(
+    save: history.PastSave, entry: listing.Found | None, storage: Storage
 ) -> tuple[str, str]:
-    """Return state and remark of a save that was committed and of which no manifest tells.
+    """Return state and remark of a committed save whose manifest is gone, replaced or unreadable.
 
     Args:
-        one: the directory of its iteration, if that is still there.
+        entry: the directory of the iteration, if it still exists.
     """
-    if one is None:
+    if entry is None:
         return REMOVED, ""
-    if one.state in (listing.COMMITTED, listing.DAMAGED):
-        return REPLACED, "the iteration was saved again"
-    if one.state == listing.MEGATRON:
-        return REPLACED, f"{one.directory} is in Megatron's own format '{one.remark}'"
+    if entry.state in (listing.COMMITTED, listing.DAMAGED):
+        return REPLACED, "a later save wrote this iteration again"
+    if entry.state == listing.MEGATRON:
+        return REPLACED, f"{entry.directory} is in Megatron's own format '{entry.remark}'"
     try:
-        left = storage.list(one.directory)
+        names = storage.list(entry.directory)
     except FlashCkptError:
-        return one.state, one.remark
-    if save.save_id in map(file_names.save_id_of, left):
-        return one.state, one.remark
+        return entry.state, entry.remark
+    if save.save_id in map(file_names.save_id_of, names):
+        return entry.state, entry.remark
     return REMOVED, ""
 
 
@@ -141,7 +151,7 @@ def _speed(cost: SaveCost | None) -> float | None:
 
 
 def kept_by(storage: Storage, tracked: int | None) -> dict[int, list[str]] | None:
-    """Return by iteration which of the configured rules keep it; None without rules."""
+    """Return by iteration the configured rules that keep it; None without rules."""
     rules = load_config().retention
     if rules == Retention() or tracked is None:
         return None
@@ -151,9 +161,9 @@ def kept_by(storage: Storage, tracked: int | None) -> dict[int, list[str]] | Non
     )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `report` to the command line."""
-    parser = commands.add_parser("report", help="show what the saves of a job took, and failures")
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `report` to the argparse subparsers `subparsers`."""
+    parser = subparsers.add_parser("report", help="show timings and failures of a job's saves")
     parser.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--png", metavar="FILE", help="draw a timeline (needs matplotlib)")
@@ -161,40 +171,49 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace, out: Console) -> int:
-    """Print the report, and draw it if asked for."""
+    """Print the report, and draw it if `--png` is given."""
     storage = listing.save_directory(args.directory)
     reasons = kept_by(storage, tracked_iteration(storage))
-    found = rows(storage, reasons or {})
+    report_rows = rows(storage, reasons or {})
     if args.json:
-        say(out, json.dumps(msgspec.to_builtins(found), indent=2))
-    elif not found:
-        say(out, f"{args.directory}: nothing is known of any save")
+        say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
+    elif not report_rows:
+        say(out, f"{args.directory}: no saves recorded")
     else:
-        _print(found, out, with_rules=reasons is not None)
+        _print(report_rows, out, with_rules=reasons is not None)
     if args.png:
-        draw(found, args.png)
+        draw(report_rows, args.png)
         if not args.json:
             say(out, f"drawn: {args.png}")
     return 0
 
 
-def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
+#: Terminals with fewer characters per line get a table without `_DETAILS`: rich would fold cells.
+_WIDE = 130
+_DETAILS = ("size", "persisted", "GB/s", "slowest rank", "plans")
+
+
+def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
     columns += ["GB/s", "slowest rank", "plans", *(["kept by"] if with_rules else []), "remark"]
-    table = new_table(*columns)
-    for row in found:
-        cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
+    is_wide = out.width >= _WIDE
+    shown = [is_wide or column not in _DETAILS for column in columns]
+    table = new_table(*itertools.compress(columns, shown))
+    for row in report_rows:
+        ended = _clock(row.ended_at, "%Y-%m-%d %H:%M:%S" if is_wide else "%m-%d %H:%M")
+        cells = [str(row.iteration), row.state, ended, *_cells(row)]
         if with_rules:
             nothing = "nothing" if row.state == listing.COMMITTED else ""
             cells.append(", ".join(row.kept_by) or nothing)
-        add_row(table, out, *cells, row.error or row.remark)
+        cells.append(row.error or row.remark)
+        add_row(table, out, *itertools.compress(cells, shown))
     out.print(table)
-    failed = f"{sum(row.state == FAILED for row in found)} failed"
-    wrong = sum(row.state in (listing.DAMAGED, listing.UNREADABLE) for row in found)
-    damaged = f", {wrong} damaged or unreadable" if wrong else ""
-    costs = sorted(row.cost.blocked_s for row in found if row.cost is not None)
+    failed = f"{sum(row.state == FAILED for row in report_rows)} failed"
+    problems = sum(row.state in (listing.DAMAGED, listing.UNREADABLE) for row in report_rows)
+    damaged = f", {problems} damaged or unreadable" if problems else ""
+    costs = sorted(row.cost.blocked_s for row in report_rows if row.cost is not None)
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
-    say(out, f"{len(found)} saves, {failed}{damaged}{median}")
+    say(out, f"{len(report_rows)} saves, {failed}{damaged}{median}")
 
 
 def _cells(row: Row) -> list[str]:
@@ -211,17 +230,17 @@ def _plans(cost: SaveCost) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def _clock(seconds: float | None) -> str:
+def _clock(seconds: float | None, form: str) -> str:
     if seconds is None:
         return ""
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.datetime.fromtimestamp(seconds).strftime(form)
 
 
-def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
-    """Draw the last saves as a timeline: a bar per save, cut into phases, and a cross per failure.
+def draw(report_rows: list[Row], file: str | os.PathLike[str]) -> None:
+    """Draw the last saves as a timeline: a bar of phases per save, a cross per failure.
 
     Raises:
-        FlashCkptError: matplotlib is not there, the file cannot be written, or is another's.
+        FlashCkptError: matplotlib is missing, the file cannot be written, or it is not a PNG.
     """
     _refuse_other_file(file)
     try:
@@ -229,21 +248,22 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FlashCkptError(
-            f"--png needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
+            f"--png needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
         ) from error
-    shown = found[-_DRAWN:]
-    figure: Any = Figure(figsize=(10, 2 + 0.25 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)  # no window and no display, whatever matplotlib is set up for
+    last_rows = report_rows[-_MAX_BARS:]
+    figure: Any = Figure(figsize=(10, 2 + 0.25 * len(last_rows)), layout="constrained")
+    FigureCanvasAgg(figure)  # needs no display, whatever backend matplotlib is configured for
     axes = figure.add_subplot()
-    drawn = [0.0] * len(shown)
-    for name in ("blocked_s", "staged_s", "persisted_s", "durable_s"):
-        ends = [getattr(row.cost, name) if row.cost is not None else 0.0 for row in shown]
-        widths = [max(0.0, end - begin) for begin, end in zip(drawn, ends, strict=True)]
-        axes.barh(range(len(shown)), widths, left=drawn, label=f"until {name.removesuffix('_s')}")
-        drawn = [begin + width for begin, width in zip(drawn, widths, strict=True)]
-    failed = [n for n, row in enumerate(shown) if row.state == FAILED]
+    starts = [0.0] * len(last_rows)
+    for name, color in _PHASES.items():
+        ends = [getattr(row.cost, name) if row.cost is not None else 0.0 for row in last_rows]
+        widths = [max(0.0, end - begin) for begin, end in zip(starts, ends, strict=True)]
+        label = f"until {name.removesuffix('_s')}"
+        axes.barh(range(len(last_rows)), widths, left=starts, label=label, color=color)
+        starts = [begin + width for begin, width in zip(starts, widths, strict=True)]
+    failed = [n for n, row in enumerate(last_rows) if row.state == FAILED]
     axes.plot([0.0] * len(failed), failed, "rx", label="failed")
-    axes.set_yticks(range(len(shown)), [f"{row.iteration} ({row.state})" for row in shown])
+    axes.set_yticks(range(len(last_rows)), [f"{row.iteration} ({row.state})" for row in last_rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since training called for the save")
     axes.set_ylabel("iteration")
@@ -255,13 +275,13 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
 
 
 def _refuse_other_file(file: str | os.PathLike[str]) -> None:
-    """Raise if a drawing would replace something else, such as a file of a checkpoint."""
+    """Raise if a drawing would replace a file that is not a PNG, such as a checkpoint's."""
     try:
-        with open(file, "rb") as held:
-            begin = held.read(len(_PNG))
+        with open(file, "rb") as stream:
+            signature = stream.read(len(_PNG))
     except OSError:
-        return  # it is not there, or cannot be written either
-    if begin not in (b"", _PNG):
+        return  # missing, or unreadable: `savefig` reports the latter
+    if signature not in (b"", _PNG):
         raise FlashCkptError(
-            f"{file}: exists and is no PNG; nothing was changed; name another file"
+            f"{file}: exists and is not a PNG, so it was not replaced; name another file"
         )

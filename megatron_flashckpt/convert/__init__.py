@@ -1,1 +1,1 @@
-"""Checkpoints from and to other formats, in one process on the CPU."""
+"""Conversion of checkpoints from and to other formats, in one process on the CPU."""

@@ -1,4 +1,4 @@
-"""Which formats there are, how they are told apart, and a conversion from one to another."""
+"""Formats of checkpoints: detection, and conversion from one format to another."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Source:
 
     name: str
     recognises: Callable[[Path], bool]
-    """Whether a checkpoint's directory is in this format."""
+    """Returns True for a checkpoint directory in this format."""
     open: Callable[[Path, int, Options], Contents]
-    """From a checkpoint's directory and its iteration (0 for a release)."""
+    """Returns the contents of a checkpoint, from its directory and iteration (0 for a release)."""
 
 
-#: The first that recognises a directory has it.
+#: Formats in the order of their detection: the first that recognises a directory is used.
 SOURCES = (
     Source(
         "flashckpt",
@@ -73,7 +73,7 @@ SOURCES = (
     Source("torch", is_legacy, open_legacy),
 )
 
-#: Functions that write a checkpoint into a save directory (safetensors: into the directory itself).
+#: Functions that write a checkpoint into a save directory (safetensors: directly into DST).
 DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
     "flashckpt": write_ours,
     "torch_dist": write_torch_dist,
@@ -84,31 +84,31 @@ DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A source that is ready to be converted."""
+    """A checkpoint that is open for conversion."""
 
     format: str
     root: Path
     """The save directory."""
     directory: Path
-    """The checkpoint in it."""
+    """The checkpoint's directory."""
     contents: Contents
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.contents.tensors)
 
 
 def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
-    """Open a checkpoint of any format that is known.
+    """Open a checkpoint of any known format.
 
     Args:
         root: a save directory.
-        iteration: None: the one that the tracker names.
+        iteration: iteration to open; None for the one that the tracker names.
 
     Raises:
-        NotCommittedError: there is no such checkpoint.
-        FlashCkptError: it cannot be converted; says why.
+        NotCommittedError: no such checkpoint.
+        FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
     directory, number = _directory(root, iteration)
     for source in SOURCES:
@@ -117,8 +117,8 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
                 contents = source.open(directory, number, options)
             if not hasattr(contents.args, "__dict__"):
                 raise CorruptCheckpointError(
-                    f"{directory}: holds {contents.args!r} in the place of training arguments; "
-                    "convert another iteration"
+                    f"{directory}: holds {contents.args!r} instead of training arguments; convert "
+                    "another iteration"
                 )
             return Opened(
                 source.name,
@@ -129,7 +129,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
     known = ", ".join(source.name for source in SOURCES)
     raise NotCommittedError(
         f"{directory}: holds no checkpoint in a format that can be converted ({known}); "
-        "'flashckpt ls DIR' shows what a save directory holds"
+        "'flashckpt ls DIR' lists the checkpoints of a save directory"
     )
 
 
@@ -140,22 +140,22 @@ def convert(
     options: Options,
     on_read: Callable[[int], object] = lambda nbytes: None,
 ) -> Path:
-    """Write what was opened in format `to`; return the directory of the result.
+    """Write `opened` in format `to`; return the directory of the result.
 
     Args:
-        on_read: called with the bytes just read from the source.
+        on_read: called with the number of bytes that were just read from the source.
 
     Raises:
-        ConfigError: the result would replace something, or overlap the source.
-        CorruptCheckpointError: the source's optimizer state does not fit its weights.
-        UnsupportedError: no job of the model could load the result.
+        ConfigError: the result would replace other files, or overlap the source.
+        CorruptCheckpointError: the source's optimizer state does not match its weights.
+        UnsupportedError: a job with this model could not load the result.
     """
     refuse_overlap(opened.root, opened.directory, destination)
     contents = opened.contents
     if to == "torch_dist" and is_legacy_gpt(contents.args):
         raise UnsupportedError(
-            f"{contents.place}: is of Megatron's legacy GPT, whose jobs cannot load torch_dist; "
-            "convert it --to torch"
+            f"{contents.place}: is a checkpoint of Megatron's legacy GPT, whose jobs cannot load "
+            "torch_dist; convert it with --to torch"
         )
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)
@@ -168,9 +168,9 @@ def convert(
 
 @contextlib.contextmanager
 def _named_arguments(place: str) -> Iterator[None]:
-    """Say which of a checkpoint's training arguments is missing, if one is.
+    """Raise UnsupportedError if the context needs a training argument that is missing.
 
-    Which ones are needed depends on both formats and on the model.
+    The required arguments depend on both formats and on the model.
     """
     try:
         yield
@@ -191,27 +191,28 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
         directory = root / iteration_dir(iteration)
         if not directory.is_dir():
             raise NotCommittedError(
-                f"{directory}: does not exist; 'flashckpt ls DIR' shows what a save directory holds"
+                f"{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints of a save "
+                "directory"
             )
         return directory, iteration
     tracker = root / TRACKER
-    own = parse_iteration_dir(root.absolute().name)
-    if own is not None and not tracker.exists():
+    iteration_of_root = parse_iteration_dir(root.absolute().name)
+    if iteration_of_root is not None and not tracker.exists():
         raise NotCommittedError(
-            f"{root}: is one checkpoint; give the directory that holds it: "
-            f"{root.absolute().parent} --iteration {own}"
+            f"{root}: is one checkpoint; give its save directory: "
+            f"{root.absolute().parent} --iteration {iteration_of_root}"
         )
     text = tracker_text(open_storage(root))
     if text is None:
         raise NotCommittedError(
-            f"{tracker}: does not exist, so nothing says which iteration to convert; give the "
-            "directory that Megatron's --save names, or --iteration N"
+            f"{tracker}: does not exist, so the iteration to convert is unknown; give Megatron's "
+            "--save directory, or --iteration N"
         )
     if text == RELEASE:
         return root / RELEASE, 0
     number = iteration_in(text)
     if number is None:
-        raise ConfigError(f"{tracker}: {text!r} is no iteration; choose one with --iteration N")
+        raise ConfigError(f"{tracker}: {text!r} is not an iteration; choose one with --iteration N")
     return _directory(root, number)
 
 
@@ -227,8 +228,8 @@ def _weights_only(contents: Contents) -> Contents:
 
 def _counted(tensor: GlobalTensor, on_read: Callable[[int], object]) -> GlobalTensor:
     def read(box: Box) -> torch.Tensor:
-        found = tensor.read(box)
-        on_read(found.nbytes)
-        return found
+        tensor_data = tensor.read(box)
+        on_read(tensor_data.nbytes)
+        return tensor_data
 
     return dataclasses.replace(tensor, read=read)

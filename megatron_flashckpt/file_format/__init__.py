@@ -1,1 +1,1 @@
-"""Bytes on disk: a change here changes the format. Start reading at `manifest`."""
+"""Bytes on disk. A change in this package changes the format; start reading at `manifest`."""

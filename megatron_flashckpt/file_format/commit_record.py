@@ -1,4 +1,4 @@
-"""The commit record: what a node's agent leaves beside shards that are durable.
+"""The commit record: a node's agent writes it when shards are durable.
 
 A file holds the records of the ranks that became durable together, mostly all ranks of a node. The
 agent that commits merges the records of all ranks into the manifest (`manifest.py`).
@@ -20,7 +20,7 @@ _DIGEST_NBYTES = 8
 
 
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stood in the parallel layout (each value is the rank within that group)."""
+    """Position of a rank in the parallel layout (each value is the rank within that group)."""
 
     tp: int = 0
     pp: int = 0
@@ -31,7 +31,7 @@ class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's agent says once the shard is durable."""
+    """Facts that the agent of one rank reports once the shard is durable."""
 
     iteration: int
     save_id: str
@@ -42,26 +42,26 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     header_digest: str
     template_fingerprint: str
     template: msgspec.Raw
-    """Encoded (`encode_items`), because ranks share templates: of thousands few are decoded."""
+    """Encoded (`encode_items`), because ranks share templates: few of thousands are decoded."""
     template_nbytes: int
     placement: Placement
     metrics: dict[str, float] = {}
-    """What training code on this rank has reported of the model."""
+    """Metrics of the model that training code on this rank has reported."""
     cost: RankCost | None = None
-    """None: its trainer did not live to say."""
+    """Timings of the save; None if the trainer died before it reported them."""
     differing: tuple[str, ...] = ()
-    """Keys of which the rank has a copy that was known to differ."""
+    """Keys of tensors whose copy on this rank is known to differ from other ranks' copies."""
     sums: tuple[CopySum, ...] | None = None
-    """Of what the rank has of tensors with copies. None: copies are not compared in this save."""
+    """Sums of this rank's copies of tensors. None: copies are not compared in this save."""
 
 
 def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:
-    """Return a template's items as a commit record has them."""
+    """Return a template's items as stored in a commit record."""
     return msgspec.Raw(msgspec.msgpack.encode(items))
 
 
-#: Stands in a record for items that another record has: thousands of copies would fill the memory.
-#: In a file it is MessagePack's nil.
+#: Replaces items that another record has, because thousands of copies would fill the memory. In a
+#: file the value is MessagePack's nil.
 KNOWN_ITEMS = msgspec.Raw(b"\xc0")
 
 
@@ -78,9 +78,9 @@ def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
 
 
 def encode_records(records: Iterable[CommitRecord]) -> bytes:
-    """Return the bytes of a record file: the digest (8 bytes), then what it is the digest of.
+    """Return the bytes of a record file: the digest (8 bytes), then the digested body.
 
-    The first record of each template has its items, the others `KNOWN_ITEMS` in their place.
+    The first record of each template has its items, the others have `KNOWN_ITEMS` instead.
     """
     known: set[str] = set()
     body = []
@@ -96,15 +96,15 @@ _RECORDS = msgspec.msgpack.Decoder(list[CommitRecord])
 
 
 def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
-    """Return what `encode_records` has made a file of.
+    """Return the records that `encode_records` encoded.
 
     Raises:
-        CorruptCheckpointError: it is not such a file, or was changed.
+        CorruptCheckpointError: `encoded` is not such a file, or was changed.
     """
     digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
     try:
         if digest != xxhash.xxh3_64_digest(body):
-            raise msgspec.DecodeError("its digest is another")
+            raise msgspec.DecodeError("its digest does not match")
         records = _RECORDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""The names of all files of a checkpoint and of its directory, and how to read them back."""
+"""Names of all files of a checkpoint and of its directory, and their parsers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import xxhash
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-#: What became of the last saves, for people; no load reads it.
+#: Results of the last saves, for people; no load reads this file.
 HISTORY = "flashckpt-history.jsonl"
-#: Which run writes to the save directory; see `agent.claim`.
+#: The run that writes to the save directory; see `agent.claim`.
 CLAIM = "flashckpt-writer.msgpack"
 
 _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _RECORD = re.compile(r"rank(s?)_(\d{5,})(?:-(\d{5,}))?-[0-9a-f]{8,32}\.commit", re.ASCII)
-#: More ranks than one node can have. A name that claims more is not ours.
+#: More ranks than one node can have. A name that claims more is not a commit record's.
 _MAX_RANKS_OF_RECORD = 2**16
 _OF_A_SAVE = re.compile(
     r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
@@ -29,14 +29,14 @@ _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
 
 
 def run_of(save_id: str) -> str:
-    """Return the part of a save's id that all saves of one start of a job have in common."""
+    """Return the part of a save id that all saves of one start of a job share."""
     return save_id[:8]
 
 
 def next_attempt(save_id: str) -> str:
-    """Return the id under which a save that failed is written once more; the same on all nodes.
+    """Return the id under which a failed save is written again; equal on all nodes.
 
-    Notes and files of the first attempt have nothing to do with it.
+    Failure notes and files of the first attempt do not belong to the new id.
     """
     return xxhash.xxh3_64_hexdigest(f"{save_id} again".encode())
 
@@ -55,14 +55,14 @@ def parse_iteration_dir(name: str) -> int | None:
 def shard_name(rank: int, save_id: str) -> str:
     """Return the file name of a shard.
 
-    It carries the save's id, so that saving the same iteration again never touches the bytes of
-    the committed one.
+    The name carries the save id, so that saving the same iteration again never touches the bytes of
+    the committed save.
     """
     return f"rank_{rank:05d}-{save_id}.safetensors"
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether `shard_name` can have made `name`; such a name leads out of no directory."""
+    """Return whether `name` has the form of `shard_name`, which contains no path."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -72,18 +72,18 @@ def common_name(save_id: str) -> str:
 
 
 def save_id_of_common(name: str) -> str | None:
-    """Return the id that `common_name` made `name` of, or None if it did not make it."""
+    """Return the save id in a name that `common_name` made; None for other names."""
     match = _OF_A_SAVE.fullmatch(name)
     return match and match["common"]
 
 
 def marker_name(save_id: str) -> str:
-    """Return the name of the marker that tells other nodes of a committed save; see `marker`."""
+    """Return the name of the marker that reports a committed save to other nodes; see `marker`."""
     return f"committed-{save_id}.msgpack"
 
 
 def save_id_of_marker(name: str) -> str | None:
-    """Return the id that `marker_name` made `name` of, or None if it did not make it."""
+    """Return the save id in a name that `marker_name` made; None for other names."""
     match = _OF_A_SAVE.fullmatch(name)
     return match and match["marker"]
 
@@ -91,7 +91,7 @@ def save_id_of_marker(name: str) -> str | None:
 def record_name(rank: int, save_id: str, count: int = 1) -> str:
     """Return the name of the file with the commit records of `count` ranks, from `rank` on.
 
-    Its presence means that the shards of these ranks are durable.
+    The file exists only if the shards of these ranks are durable.
     """
     if count == 1:
         return f"rank_{rank:05d}-{save_id}.commit"
@@ -99,7 +99,7 @@ def record_name(rank: int, save_id: str, count: int = 1) -> str:
 
 
 def ranks_of_record(name: str) -> range | None:
-    """Return the ranks that `record_name` made `name` of, or None if it did not make it."""
+    """Return the ranks in a name that `record_name` made; None for other names."""
     match = _RECORD.fullmatch(name)
     if match is None:
         return None
@@ -113,15 +113,19 @@ def ranks_of_record(name: str) -> range | None:
 def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str, range]:
     """Return the commit records of a save among the files of its directory, with their ranks.
 
-    A file that claims ranks which the job does not have is none.
+    A file that claims ranks beyond `world_size` is left out.
     """
     suffix = f"-{save_id}.commit"
-    found = {name: ranks_of_record(name) for name in names if name.endswith(suffix)}
-    return {name: it for name, it in found.items() if it is not None and it[-1] < world_size}
+    parsed = {name: ranks_of_record(name) for name in names if name.endswith(suffix)}
+    return {
+        name: ranks
+        for name, ranks in parsed.items()
+        if ranks is not None and ranks[-1] < world_size
+    }
 
 
 def ranks_with_record(names: Iterable[str], save_id: str, world_size: int) -> set[int]:
-    """Return the ranks of a save whose shards are durable, by the files of its directory."""
+    """Return the ranks of a save whose shards are durable, according to the file names."""
     return set(itertools.chain.from_iterable(records_of(names, save_id, world_size).values()))
 
 
@@ -137,32 +141,32 @@ def runs_of(ranks: Iterable[int]) -> list[range]:
 
 
 def failure_name(rank: int, save_id: str) -> str:
-    """Return the name of the note by which an agent tells the others that a shard failed."""
+    """Return the name of the note in which an agent reports a failed shard to the others."""
     return f"rank_{rank:05d}-{save_id}.failed"
 
 
 def save_id_of(name: str) -> str | None:
     """Return the id of the save that a file in an iteration directory belongs to.
 
-    None for the manifest, whose name says nothing, and for what is not ours.
+    None for the manifest, whose name has no id, and for names of other programs.
     """
     match = _OF_A_SAVE.fullmatch(name)
     return match and (match["shard"] or match["records"] or match["common"] or match["marker"])
 
 
 def save_id_in(path: str) -> str | None:
-    """Return the id of the save that a file belongs to, also one that is not complete yet."""
+    """Return the id of the save that a file belongs to, even if the file is incomplete."""
     _, _, name = path.rpartition("/")
     match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", name)
     return save_id_of(match[1] if match else name)
 
 
 def removal_name(iteration: int, save_id: str) -> str:
-    """Return the name, beside the tracker, that the manifest of a checkpoint being removed has."""
+    """Return the name, next to the tracker, of the manifest of a checkpoint being removed."""
     return f".{iteration_dir(iteration)}-{save_id}.removed"
 
 
 def parse_removal_name(name: str) -> tuple[int, str] | None:
-    """Return the iteration and the save that `removal_name` made `name` of; None if of none."""
+    """Return iteration and save id in a name that `removal_name` made; None for other names."""
     match = _REMOVAL.fullmatch(name)
     return (int(match[1]), match[2]) if match else None

@@ -1,8 +1,8 @@
-"""The table of contents of a committed checkpoint, and the per-rank records that it merges.
+"""The table of contents of a committed checkpoint, and its merge from per-rank records.
 
 A checkpoint exists from the moment its `manifest.json` does. The manifest holds everything that a
-rank needs to plan its reads, so that loading never opens files just to see what is in them: keys
-once, each template once, and per shard file the placement and the digest of the header.
+rank needs to plan its reads, so a load opens no file only to inspect it. Keys are stored once, each
+template once, and per shard file the placement and the digest of the header.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_flashckpt.layout.template import Placement, Template, TemplateItem
 
 _T = TypeVar("_T")
 
-#: A manifest that claims to be longer is none; the largest job's has a few hundred megabytes.
+#: Longer manifests are refused; that of the largest job has a few hundred megabytes.
 MAX_MANIFEST_NBYTES = 2**30
 
 
@@ -65,14 +65,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     world_size: int
     description: dict[str, Any]
-    """For people and tools: parallel sizes, versions. Nothing is read back from it."""
+    """For people and tools: parallel sizes, versions. No load reads it."""
     committed_at: float | None = None
-    """Seconds since 1970. None: written by a release that did not say."""
+    """Seconds since 1970. None: the release that wrote the manifest did not record the time."""
     metrics: dict[str, float] = {}
-    """What training code has reported of the model, e.g. its validation loss."""
+    """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
     differing: tuple[str, ...] = ()
-    """Keys of tensors of which ranks have copies that differ (see `copies`)."""
+    """Keys of tensors whose copies differ between ranks (see `copies`)."""
     compared: bool = False
     """True if the copies of all ranks were compared in this save."""
     common_digest: str
@@ -81,22 +81,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardEntry, ...]
 
     def template(self, fingerprint: str) -> Template:
-        """Return the template that shards refer to as `fingerprint`."""
+        """Return the template with the given fingerprint."""
         items, position = [], 0
-        for it in self.templates[fingerprint]:
+        for item in self.templates[fingerprint]:
             items.append(
                 TemplateItem(
-                    self.keys[it.key],
-                    it.kind,
-                    it.dtype,
-                    it.global_shape,
-                    it.shape,
-                    it.numel,
+                    self.keys[item.key],
+                    item.kind,
+                    item.dtype,
+                    item.global_shape,
+                    item.shape,
+                    item.numel,
                     position,
-                    it.placed_at,
+                    item.placed_at,
                 )
             )
-            position += it.numel * itemsize(it.dtype)
+            position += item.numel * itemsize(item.dtype)
         return Template(tuple(items), position, b"")
 
 
@@ -110,8 +110,8 @@ def merge(
 ) -> Manifest:
     """Return the manifest of the save that `records` belong to, one record per rank.
 
-    One record of each template has its items, the others may have `KNOWN_ITEMS` in their place.
-    Of a metric that several ranks report, the lowest rank's value counts.
+    The first record of each template has its items, the others may have `KNOWN_ITEMS`. If several
+    ranks report a metric, the manifest gets the lowest rank's value.
 
     Raises:
         CorruptCheckpointError: a rank is missing or doubled, or records of two saves are mixed.
@@ -132,15 +132,15 @@ def merge(
         if record.template_fingerprint not in templates and record.template is not KNOWN_ITEMS:
             templates[record.template_fingerprint] = tuple(
                 ManifestItem(
-                    keys.setdefault(it.key, len(keys)),
-                    it.kind,
-                    it.dtype,
-                    it.global_shape,
-                    it.shape,
-                    it.numel,
-                    it.placed_at,
+                    keys.setdefault(item.key, len(keys)),
+                    item.kind,
+                    item.dtype,
+                    item.global_shape,
+                    item.shape,
+                    item.numel,
+                    item.placed_at,
                 )
-                for it in decode_items(record)
+                for item in decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
     differing, is_compared = compared(records)
@@ -181,7 +181,7 @@ def merge(
     )
 
 
-#: Bytes of a manifest that tell it from all others: those before its first comma.
+#: Length of the head: the bytes before the first comma, which identify a manifest.
 HEAD_NBYTES = len('{"digest":"0123456789abcdef"')
 
 
@@ -200,19 +200,19 @@ def _seal_of(body: bytes) -> bytes:
 
 
 def _check_seal(encoded: bytes, place: str) -> None:
-    """Raise CorruptCheckpointError unless `seal` made `encoded`, whatever release that was."""
+    """Raise CorruptCheckpointError if `seal`, of any release, did not make `encoded`."""
     length = len(_seal_of(b""))
     body = b"{" + encoded[length:]
     if not encoded.startswith(_seal_of(body)):
-        said = encoded[length - 18 : length - 2].decode(errors="replace")
+        stored_digest = encoded[length - 18 : length - 2].decode(errors="replace")
         raise CorruptCheckpointError(
-            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {said!r}: the file was "
-            f"changed; {OLDER}"
+            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {stored_digest!r}: the "
+            f"file was changed; {OLDER}"
         )
 
 
 class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest says of its checkpoint as a whole. Decoded without the table of contents."""
+    """Facts of a manifest about its whole checkpoint, decoded without the table of contents."""
 
     iteration: int
     save_id: str
@@ -228,7 +228,7 @@ _MANIFEST = msgspec.json.Decoder(Manifest)
 
 
 def decode_facts(encoded: bytes, place: str) -> CommitFacts:
-    """Return what a manifest says of its checkpoint; it is known to be as it was written.
+    """Return the facts of a manifest, after checking its digest.
 
     Raises:
         CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written.
@@ -238,12 +238,13 @@ def decode_facts(encoded: bytes, place: str) -> CommitFacts:
 
 
 def _unsealed(encoded: bytes, place: str, decoder: msgspec.json.Decoder[_T]) -> _T:
-    """Return what `decoder` takes of a manifest, once its version and its digest are right."""
+    """Return the result of `decoder` for a manifest whose version and digest are right."""
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         version = msgspec.json.decode(head["version"], type=int)
         if version > FORMAT_VERSION:
-            # First of all: a flipped bit must not make a damaged file look like one of the future.
+            # Check the digest first: a flipped bit must not make a damaged file pass for a newer
+            # format.
             _check_seal(encoded, place)
             refuse_newer(version, place)
         manifest = decoder.decode(encoded)
@@ -254,11 +255,11 @@ def _unsealed(encoded: bytes, place: str, decoder: msgspec.json.Decoder[_T]) -> 
 
 
 def decode_manifest(encoded: bytes, place: str) -> Manifest:
-    """Return the manifest, checked for consistency with itself.
+    """Return the manifest, checked for consistency.
 
     Raises:
-        CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written, or
-            naming files outside its directory.
+        CorruptCheckpointError: not JSON, not a manifest, changed after it was written, or naming
+            files outside its directory.
         FormatVersionError: written by a newer release.
     """
     manifest = _unsealed(encoded, place, _MANIFEST)
@@ -267,10 +268,10 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
 
 
 def check(manifest: Manifest, place: str) -> None:
-    """Raise CorruptCheckpointError if `manifest` contradicts itself or names other files."""
+    """Raise CorruptCheckpointError if `manifest` contradicts itself or names foreign files."""
     problems = []
     ranks = [shard.rank for shard in manifest.shards]
-    # Not range(world_size): that number is as big as whoever wrote the file wants it to be.
+    # Not range(world_size): a hostile file may state a number of any size.
     if not ranks or len(ranks) != manifest.world_size or ranks != list(range(len(ranks))):
         problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
     lengths = {name: placement_length(items) for name, items in manifest.templates.items()}
@@ -311,7 +312,7 @@ def check(manifest: Manifest, place: str) -> None:
 
 
 def _are_aligned(items: tuple[ManifestItem, ...]) -> bool:
-    """Return whether every tensor of a known type lies at a multiple of its element."""
+    """Return whether every tensor of a known type starts at a multiple of its element size."""
     position = 0
     for item in items:
         width = ITEMSIZE.get(item.dtype, 1)

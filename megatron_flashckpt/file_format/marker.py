@@ -1,8 +1,8 @@
-"""The marker of a committed save: what the manifest says of the save as a whole, in 200 bytes.
+"""The marker of a committed save: the manifest's facts about the save, in 200 bytes.
 
-The agent that commits puts the marker after the manifest. Agents of other nodes read the marker
-instead of the manifest, which is megabytes long in a large job. The manifest decides: the marker
-repeats the manifest's first bytes, its digest, and counts only while the manifest begins so.
+The committing agent writes the marker after the manifest. Agents of other nodes read the marker
+instead of the manifest, which has megabytes in a large job. The manifest decides: the marker
+repeats the manifest's first bytes, which contain its digest, and counts only while they match.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def facts(self) -> CommitFacts:
-        """What the manifest says of the save, as far as waiting nodes need it."""
+        """The manifest's facts about the save that waiting nodes need."""
         return CommitFacts(
             iteration=self.iteration,
             save_id=self.save_id,
@@ -40,7 +40,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def marker_of(facts: CommitFacts, manifest: bytes) -> Marker:
-    """Return the marker of the save whose encoded manifest, or the beginning of it, is given."""
+    """Return the marker of a save, from its facts and its encoded manifest (or the head of it)."""
     return Marker(
         manifest_head=manifest[:HEAD_NBYTES],
         iteration=facts.iteration,
@@ -52,7 +52,7 @@ def marker_of(facts: CommitFacts, manifest: bytes) -> Marker:
 
 
 def encode_marker(marker: Marker) -> bytes:
-    """Return the bytes of a marker: the digest (8 bytes), then what it is the digest of."""
+    """Return the bytes of a marker: the digest (8 bytes), then the digested body."""
     body = msgspec.msgpack.encode(marker)
     return xxhash.xxh3_64_digest(body) + body
 
@@ -61,15 +61,15 @@ _MARKER = msgspec.msgpack.Decoder(Marker)
 
 
 def decode_marker(encoded: bytes, place: str) -> Marker:
-    """Return what `encode_marker` was given.
+    """Return the marker that `encode_marker` encoded.
 
     Raises:
-        CorruptCheckpointError: it is no such marker, or was changed.
+        CorruptCheckpointError: `encoded` is no marker, or was changed.
     """
     digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
     try:
         if digest != xxhash.xxh3_64_digest(body):
-            raise msgspec.DecodeError("its digest is another")
+            raise msgspec.DecodeError("its digest does not match")
         return _MARKER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(

@@ -5,8 +5,8 @@
               section starts at a multiple of 4096
     rest      the data section: the slot's bytes as they lie
 
-`__metadata__["flashckpt"]` is a JSON string (`ShardMetadata`): who wrote what for which save, the
-geometry of every piece, and the xxh3-64 digest of each 4 MiB chunk of the data section.
+`__metadata__["flashckpt"]` is a JSON string (`ShardMetadata`): the save and the rank, the geometry
+of every piece, and the xxh3-64 digest of each 4 MiB chunk of the data section.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megatron_flashckpt.layout.template import Placement, Template, TemplateItem
 
 #: Bytes of the data section that one digest covers.
 CHUNK_NBYTES = 4 * 1024 * 1024
-#: The data section starts at a multiple of this (page size: O_DIRECT and mmap can use it), or of
-#: the page of the machine that wrote it, where that is larger.
+#: The data section starts at a multiple of this, for O_DIRECT and mmap. If the writing machine has
+#: larger pages, it starts at a multiple of their size.
 ALIGNMENT = 4096
 #: Larger headers are refused; safetensors itself stops at 100 MB.
 MAX_HEADER_NBYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = 16 * "0"
-#: How they stand in the header: JSON within JSON.
+#: Digests in the header: JSON within JSON.
 _DIGESTS = rb"\"digests\":\"%s\""
 
 
 class ShardMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What `__metadata__["flashckpt"]` holds."""
+    """Contents of `__metadata__["flashckpt"]`."""
 
     version: int
     iteration: int
@@ -57,17 +57,17 @@ class ShardMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chunk_count(nbytes: int) -> int:
-    """Return how many digests a data section of `nbytes` has."""
+    """Return the number of digests of a data section of `nbytes`."""
     return -(-nbytes // CHUNK_NBYTES)
 
 
 def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
-    """Return the 16 hexadecimal digits that stand for `chunk`."""
+    """Return the digest of `chunk`, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
 def new_chunk_digest() -> xxhash.xxh3_64:
-    """Return what makes the same digits of a chunk that comes in parts."""
+    """Return a digest object for a chunk that arrives in parts."""
     return xxhash.xxh3_64()
 
 
@@ -81,12 +81,12 @@ def encode_header(
     world_size: int,
     alignment: int = ALIGNMENT,
 ) -> bytes:
-    """Return the header with its length prefix and padding, and zeros for digests (`fill_in`).
+    """Return the header with its length prefix and padding; the digests are zeros (`fill_in`).
 
-    Its size does not depend on the digests, so the data can be written before they are known.
+    The header's size does not depend on the digests, so the data can be written first.
 
     Args:
-        alignment: the size is a multiple of this, which is one of `ALIGNMENT`.
+        alignment: the size is a multiple of this number, itself a multiple of `ALIGNMENT`.
     """
     metadata = ShardMetadata(
         version=FORMAT_VERSION,
@@ -103,7 +103,7 @@ def encode_header(
     )
     encoded = msgspec.json.encode({"flashckpt": msgspec.json.encode(metadata).decode()})
     body = b'{"__metadata__":' + encoded
-    # The template's entries are encoded once and shared; only their opening brace goes.
+    # The template's entries are encoded once and shared; only their opening brace is replaced.
     body += b"}" if not template.items else b"," + template.header_entries[1:]
     padding = -(_LENGTH.size + len(body)) % alignment
     return _LENGTH.pack(len(body) + padding) + body + b" " * padding
@@ -112,7 +112,7 @@ def encode_header(
 def fill_in(header: bytes, digests: list[str]) -> bytes:
     """Return a header that `encode_header` made, with the digests of all chunks."""
     zeros = _DIGESTS % (len(digests) * _NO_DIGEST).encode()
-    # The first place: what comes before it are numbers and the save's id.
+    # The first match is the right one: only numbers and the save id stand before it.
     place = header.find(zeros)
     if place < 0:
         raise LayoutError(f"{len(digests)} digests for a file of another number of chunks")
@@ -135,7 +135,7 @@ def header_nbytes(prefix: bytes, place: str) -> int:
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """One tensor; `__metadata__` decodes as one that cannot be."""
+    """One tensor of the header. `__metadata__` decodes as an impossible tensor."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -161,16 +161,16 @@ _ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
 def decode_header(
     header: bytes, place: str, expected: tuple[Template, Placement] | None = None
 ) -> Shard:
-    """Return what the header says, checked for consistency with itself.
+    """Return the contents of the header, checked for consistency.
 
     Args:
         header: length prefix and JSON, `header_nbytes` bytes.
         place: file name for messages.
-        expected: what it should hold, returned if it does: of 20,000 tensors that is found out in
-            a quarter of the time that it takes to put together what a header holds.
+        expected: returned if the header matches it. For 20,000 tensors the comparison takes a
+            quarter of the time of building the template from the header.
 
     Raises:
-        CorruptCheckpointError: not JSON, not ours, or contradicting itself.
+        CorruptCheckpointError: not JSON, not a flashckpt shard, or contradicting itself.
         FormatVersionError: written by a newer release.
     """
     try:
@@ -190,7 +190,7 @@ def decode_header(
         raise CorruptCheckpointError(
             f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {OLDER}"
         )
-    if expected is not None and _says(tensors, metadata, *expected):
+    if expected is not None and _matches(tensors, metadata, *expected):
         return _sound(metadata, *expected, len(header), place)
     pieces, offsets, position = [], [], 0
     for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
@@ -206,22 +206,24 @@ def decode_header(
         offsets.append(position)
         position = end
     try:
-        for each in pieces:
-            each.check()
+        for checked in pieces:
+            checked.check()
     except LayoutError as error:
         raise CorruptCheckpointError(f"{place}: {error}; {OLDER}") from error
     placed_at, placement = placed(pieces)
     items = tuple(
-        TemplateItem(it.key, it.kind, it.dtype, it.global_shape, it.shape, it.numel, *where)
-        for it, *where in zip(pieces, offsets, placed_at, strict=True)
+        TemplateItem(
+            piece.key, piece.kind, piece.dtype, piece.global_shape, piece.shape, piece.numel, *at
+        )
+        for piece, *at in zip(pieces, offsets, placed_at, strict=True)
     )
     return _sound(metadata, Template(items, position, b""), placement, len(header), place)
 
 
-def _says(
+def _matches(
     tensors: dict[str, _Entry], metadata: ShardMetadata, template: Template, placement: Placement
 ) -> bool:
-    """Return whether a header says of all tensors what `template` and `placement` say."""
+    """Return whether a header describes exactly the tensors of `template` and `placement`."""
     if len(tensors) != len(template.items):
         return False
     for (name, entry), geometry, item in zip(
@@ -253,7 +255,7 @@ def _sound(
 
 
 def refuse_newer(version: int, place: str) -> None:
-    """Raise FormatVersionError if `version` is not one that this release reads."""
+    """Raise FormatVersionError if `version` is newer than this release reads."""
     if version > FORMAT_VERSION:
         raise FormatVersionError(
             f"{place}: format version {version}; this release reads up to {FORMAT_VERSION}: "

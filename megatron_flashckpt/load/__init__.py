@@ -1,1 +1,1 @@
-"""From "which checkpoint?" to filled tensors. Start reading at `resume`."""
+"""The steps of a load, from the choice of a checkpoint to filled tensors. Start at `resume`."""

@@ -1,8 +1,8 @@
-"""Spans of every rank's buffer to the ranks that want them, in rounds of bounded size.
+"""Transfer of spans of every rank's buffer to the ranks that request them, in bounded rounds.
 
-A rank sends messages to the ranks that want something of it, and to no others. Every stream goes
-in equal parts, so that a long one takes as many rounds as a short one; but parts are not so small
-that messages are slow, as long as the buffers of all ranks have room for that.
+A rank sends messages only to ranks that request its bytes. Every stream is split into equal parts,
+so that a long stream takes as many rounds as a short one. If the buffers have room, parts are large
+enough for fast messages.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megatron_flashckpt.collectives import (
 )
 from megatron_flashckpt.load.gpu_buffers import host_buffer
 
-#: The widest element.
+#: Bytes of the widest element.
 ALIGNMENT = 8
 
 Span = tuple[int, int]
-"""Offset in the sender's buffer, bytes."""
+"""Offset in the sender's buffer, and length in bytes."""
 
 Cut = tuple[int, int, int, int]
 """Number of a span, start within the span, start and end in the sender's buffer."""
 
 Take = Callable[[int, int, int, torch.Tensor], None]
-"""Called with the peer, the number of the span, the start within the span, and the bytes."""
+"""Callback; arguments: peer, number of the span, start within the span, and the bytes."""
 
 
 class Stream:
-    """Spans of a buffer laid end to end: what one rank sends to one other, in order.
+    """Spans of a buffer laid end to end, which one rank sends to one other rank in order.
 
-    Spans start at multiples of the widest element, so that no cut at such a multiple goes through
+    Spans start at multiples of the widest element, so that a cut at such a multiple never splits
     an element.
     """
 
@@ -53,26 +53,26 @@ class Stream:
         self.nbytes = self._ends[-1] if self._ends else 0
 
     def cut(self, low: int, high: int) -> list[Cut]:
-        """Return the cuts that make up stream bytes `[low, high)`.
+        """Return the cuts that form stream bytes `[low, high)`.
 
         Args:
             low, high: multiples of `ALIGNMENT`.
         """
-        found = []
-        for which in range(bisect.bisect_right(self._ends, low), len(self._spans)):
-            offset, nbytes = self._spans[which]
-            position = self._ends[which] - _aligned(nbytes)
+        cuts = []
+        for number in range(bisect.bisect_right(self._ends, low), len(self._spans)):
+            offset, nbytes = self._spans[number]
+            position = self._ends[number] - _aligned(nbytes)
             if position >= high:
                 break
             start, end = max(low, position), min(high, position + nbytes)
             if start < end:
                 shift = offset - position
-                found.append((which, start - position, start + shift, end + shift))
-        return found
+                cuts.append((number, start - position, start + shift, end + shift))
+        return cuts
 
 
 Streams = Mapping[int, Stream]
-"""By peer, a rank of the group; none of them is empty."""
+"""Non-empty streams by peer, which is a rank of the group."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -82,7 +82,8 @@ def _aligned(nbytes: int) -> int:
 class _Buffers:
     """Buffers of one rank for a round: on the GPU with NCCL, else in host memory.
 
-    They are made once, before the first round, so that no later round can run out of memory.
+    The buffers are allocated once before the first round, so that no later round runs out of
+    memory.
     """
 
     def __init__(self, send_nbytes: int, receive_nbytes: int, device: str) -> None:
@@ -112,26 +113,28 @@ def transfer(
     take: Take,
     group: Group = None,
 ) -> None:
-    """Send `outgoing[peer]` to every peer and take what they send. Collective.
+    """Send `outgoing[peer]` to every peer, and pass received bytes to `take`. Collective.
 
     Args:
         own: this rank's buffer, flat uint8, in host memory.
-        incoming: the spans that each peer sends here, as it sees them.
-        room: makes `own` ready, and returns the bytes that this rank has for what it sends in a
-            round, and again for what it receives; ranks may have different ones.
-        take: called with peer, span, start in the span, and the bytes (aligned, not kept).
+        incoming: the spans that each peer sends to this rank, with offsets in the peer's buffer.
+        room: fills `own`, and returns the bytes of this rank's send buffer, which are also those
+            of its receive buffer. The value may differ between ranks.
+        take: called with peer, span, start in the span, and the bytes (aligned, valid during the
+            call only).
 
     Raises:
         FlashCkptError: on all ranks of `group`, if a rank has no memory for its buffers, or if
             `room` or `take` raised on any.
     """
-    pace, buffers = _begun(outgoing, incoming, room, group)
+    pace, buffers = _agreed_pace(outgoing, incoming, room, group)
     failure: Exception | None = None
     for turn in range(pace.rounds(outgoing, incoming)):
         sends, receives = pace.cuts(outgoing, turn), pace.cuts(incoming, turn)
-        sent, received = _laid_out(sends, buffers.sent), _laid_out(receives, buffers.received)
-        # A rank that has failed joins the remaining rounds with arbitrary bytes, because the
-        # others wait for it; all ranks agree on the failure at the end.
+        sent = _buffer_parts(sends, buffers.sent)
+        received = _buffer_parts(receives, buffers.received)
+        # A failed rank joins the remaining rounds with arbitrary bytes, because the others wait
+        # for it. All ranks agree on the failure at the end.
         if failure is None:
             parts = [own[a:b] for cuts in sends.values() for *_, a, b in cuts]
             failure = attempt(functools.partial(buffers.fill, parts)).error
@@ -143,18 +146,18 @@ def transfer(
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How much of each stream goes in a round; equal on all ranks once they have agreed."""
+    """Sizes of the parts of each stream per round; equal on all ranks once they have agreed."""
 
     turns: int
-    """Rounds for a stream of any length, unless its parts would be shorter than `least`."""
+    """Rounds for a stream of any length; fewer if its parts would be shorter than `least`."""
     least: int
-    """Bytes of the shortest parts, a multiple of `ALIGNMENT`."""
+    """Lower bound of a part's bytes, a multiple of `ALIGNMENT`."""
 
     @classmethod
     def of(cls, streams: Streams, room: int) -> Pace:
-        """Return the fastest pace at which what a round has of `streams` fits into `room` bytes.
+        """Return the fastest pace with which a round of `streams` fits into `room` bytes.
 
-        A quarter of the room is for parts of the shortest length.
+        A quarter of the room is reserved for parts of the shortest length.
         """
         room = max(room, _least_room(streams))
         least = room // 4 // max(len(streams), 1) // ALIGNMENT * ALIGNMENT
@@ -163,22 +166,22 @@ class Pace:
         return cls(max(1, -(-_nbytes(streams) // rest)), least)
 
     def quota(self, nbytes: int) -> int:
-        """Return the bytes that go in a round of a stream of so many."""
+        """Return the bytes per round of a stream of `nbytes`."""
         return max(_aligned(-(-nbytes // self.turns)), self.least)
 
     def rounds(self, *streams: Streams) -> int:
-        """Return in how many rounds this rank has something to send or to receive."""
-        lengths = [stream.nbytes for each in streams for stream in each.values()]
+        """Return the number of rounds in which this rank sends or receives."""
+        lengths = [stream.nbytes for by_peer in streams for stream in by_peer.values()]
         return max((-(-nbytes // self.quota(nbytes)) for nbytes in lengths), default=0)
 
     def cuts(self, streams: Streams, turn: int) -> dict[int, list[Cut]]:
-        """Return what round `turn` has of the streams."""
-        found = {}
+        """Return the cuts of the streams for round `turn`."""
+        cuts = {}
         for peer, stream in streams.items():
             quota = self.quota(stream.nbytes)
             if turn * quota < stream.nbytes:
-                found[peer] = stream.cut(turn * quota, (turn + 1) * quota)
-        return found
+                cuts[peer] = stream.cut(turn * quota, (turn + 1) * quota)
+        return cuts
 
 
 def _least_room(streams: Streams) -> int:
@@ -189,10 +192,10 @@ def _nbytes(streams: Streams) -> int:
     return sum(stream.nbytes for stream in streams.values())
 
 
-def _begun(
+def _agreed_pace(
     outgoing: Streams, incoming: Streams, room: Callable[[], int], group: Group
 ) -> tuple[Pace, _Buffers]:
-    """Return the pace that all ranks agree on, and this rank's buffers. Collective."""
+    """Return the pace on which all ranks agree, and this rank's buffers. Collective."""
 
     def prepared() -> tuple[Pace, Pace, _Buffers]:
         nbytes = room()
@@ -203,39 +206,39 @@ def _begun(
         buffers = _Buffers(send_nbytes, receive_nbytes, device_of(group))
         return Pace.of(outgoing, nbytes), Pace.of(incoming, nbytes), buffers
 
-    tried = attempt(prepared)
-    # The slowest rank decides, and the one whose shortest parts are shortest.
-    paces = [] if tried.value is None else tried.value[:2]
+    outcome = attempt(prepared)
+    # The largest number of rounds and the shortest parts of any rank count.
+    paces = [] if outcome.value is None else outcome.value[:2]
     turns = max((pace.turns for pace in paces), default=0)
     least = min((pace.least for pace in paces), default=0)
-    failed, turns, least = reduce_largest([tried.error is not None, turns, -least], group)
+    failed, turns, least = reduce_largest([outcome.error is not None, turns, -least], group)
     if failed:
-        raise_agreed(gather_objects(tried.said, group), tried.error)
-    assert tried.value is not None
-    return Pace(turns, -least), tried.value[2]
+        raise_agreed(gather_objects(outcome.said, group), outcome.error)
+    assert outcome.value is not None
+    return Pace(turns, -least), outcome.value[2]
 
 
-def _laid_out(cuts: Mapping[int, list[Cut]], buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the part of `buffer` for each peer, one after the other."""
-    found = {}
+def _buffer_parts(cuts: Mapping[int, list[Cut]], buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the consecutive parts of `buffer`, one for each peer."""
+    parts = {}
     position = 0
-    for peer, of_peer in cuts.items():
-        nbytes = sum(b - a for *_, a, b in of_peer)
-        found[peer] = buffer[position : position + nbytes]
+    for peer, peer_cuts in cuts.items():
+        nbytes = sum(b - a for *_, a, b in peer_cuts)
+        parts[peer] = buffer[position : position + nbytes]
         position += nbytes
-    return found
+    return parts
 
 
 def send_and_receive(
     sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], group: Group
 ) -> None:
-    """Send to peers and fill what they send; returns when that is done, or enqueued on the GPU.
+    """Send tensors to peers and receive tensors; return when done, or enqueued on the GPU.
 
-    Every receiver calls this with a tensor of the length that is sent to it. Only ranks that send
-    or receive something need call it, once something else has connected the group.
+    Every receiver calls this with a tensor of the length that its peer sends. Once an earlier
+    collective has connected the group, only ranks that send or receive need to call this.
 
     Args:
-        sent, received: by peer, a rank of `group`; on the device of the group, contiguous.
+        sent, received: contiguous tensors by peer (a rank of `group`), on the group's device.
     """
     operations = [
         dist.P2POp(operation, tensor, _global_rank(peer, group), group)
@@ -255,12 +258,12 @@ def _hand_out(
     cuts: Mapping[int, list[Cut]], received: Mapping[int, torch.Tensor], take: Take
 ) -> None:
     """Call `take` with every span of a round."""
-    for peer, of_peer in cuts.items():
+    for peer, peer_cuts in cuts.items():
         position = 0
-        for which, start, a, b in of_peer:
+        for number, start, a, b in peer_cuts:
             part = received[peer][position : position + b - a]
-            # Only at an aligned place can bytes be viewed as elements.
-            take(peer, which, start, part.clone() if part.data_ptr() % ALIGNMENT else part)
+            # Bytes can be viewed as elements only at an aligned address.
+            take(peer, number, start, part.clone() if part.data_ptr() % ALIGNMENT else part)
             position += b - a
 
 

@@ -1,7 +1,7 @@
-"""The checkpoints that `--use-checkpoint-args` has taken this rank's arguments from.
+"""Record of the checkpoints from which `--use-checkpoint-args` took this rank's arguments.
 
 The nodes of a job read before torch.distributed is initialised, so storage may show them different
-checkpoints. A load compares what they have taken, in collectives that it makes anyway.
+checkpoints. A load compares the records of all ranks in collectives that it needs anyway.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from megatron_flashckpt.errors import FlashCkptError
 
 
 class ArgumentSource(NamedTuple):
-    """One checkpoint that arguments were taken from."""
+    """A checkpoint from which arguments were taken."""
 
     iteration: int
     save_id: str
     digest: str
-    """Of the arguments that it has changed, and their values."""
+    """Digest of the names and values of the arguments that the checkpoint changed."""
 
 
-#: By Megatron's name of the directory's argument: `load`, `pretrained_checkpoint`.
+#: Sources by Megatron's name of the directory argument: `load`, `pretrained_checkpoint`.
 _taken: dict[str, ArgumentSource] = {}
 
 
 def note(load_arg: str, source: ArgumentSource | None) -> None:
-    """Note what was taken from the directory that `load_arg` names; None: nothing of ours."""
+    """Note the source in the directory that `load_arg` names; None if no argument was taken."""
     _taken.pop(load_arg, None)
     if source is not None:
         _taken[load_arg] = source
 
 
 def taken() -> dict[str, ArgumentSource]:
-    """Return the checkpoints that arguments were taken from, by the directory's argument."""
+    """Return the sources by the name of the directory argument."""
     return dict(_taken)
 
 
 def disagreement(first: dict[str, ArgumentSource]) -> FlashCkptError | None:
-    """Return the error of a rank whose arguments are not those of rank 0; None: they are.
+    """Return an error if this rank's arguments differ from those of rank 0, else None.
 
-    Two checkpoints of one run usually have equal arguments. The tracker may have moved between two
-    looks, so two checkpoints alone are no error.
+    Different checkpoints alone are no error: the tracker may have moved between two reads, and
+    checkpoints of one run usually have equal arguments.
 
     Args:
-        first: what `taken` returns on rank 0.
+        first: the result of `taken` on rank 0.
     """
     for load_arg in sorted(first.keys() | _taken.keys()):
         own, other = _taken.get(load_arg), first.get(load_arg)
         if own == other or (own and other and own.digest == other.digest):
             continue
         if own and other and own.save_id == other.save_id:
-            continue  # the command lines differ, which is for Megatron to judge
+            continue  # the command lines differ, and Megatron decides whether that is an error
         return FlashCkptError(
             f"--use-checkpoint-args: arguments were taken from {_named(own)} in --{load_arg}, on "
             f"rank 0 from {_named(other)}, and differ: storage showed the nodes different states "

@@ -1,7 +1,7 @@
-"""The checkpoints that a job may go on from: the one it should, and older ones if it is damaged.
+"""The checkpoints that a job may resume from: the named one, and older ones if it is damaged.
 
-All ranks go through them together and drop the same ones: an error that one rank meets is raised on
-all, with one class (`collectives`).
+All ranks try the candidates together and refuse the same ones: an error of one rank is raised on
+all ranks with one class (`collectives`).
 """
 
 from __future__ import annotations
@@ -40,70 +40,70 @@ _RULE = "=" * 88
 
 
 class Named(NamedTuple):
-    """What a save directory says is the checkpoint to go on from."""
+    """The checkpoint that a save directory names as the one to resume from."""
 
     iteration: int | None
-    """None: nothing of ours."""
+    """The named iteration; None if it is no checkpoint in this package's format."""
     problem: str | None = None
-    """What is wrong with the tracker, in whose place the newest committed iteration was found."""
+    """Defect of the tracker; `iteration` is then the newest committed one."""
     foreign: str | None = None
-    """Why nobody can load what is named: DLRover wrote it."""
+    """The reason why the named checkpoint, written by DLRover, cannot be loaded."""
     save_id: str | None = None
-    """The save that is there; None: nobody has looked, or its manifest cannot be read."""
+    """Save id of the iteration; None if not looked up, or if the manifest cannot be read."""
 
 
 def named_in(storage: Storage, step: int | None) -> Named:
-    """Return the iteration that `step` (a person) or else the tracker names.
+    """Return the iteration that `step` (`--ckpt-step`) or else the tracker names.
 
-    Of an iteration in one of Megatron's own formats nothing is said: its own loader knows better.
+    An iteration in one of Megatron's own formats is left to Megatron's loader.
 
     Raises:
         StorageError: the tracker cannot be read.
     """
     if step is not None:
-        return _unless_others(storage, step)
+        return _unless_foreign(storage, step)
     try:
         text = tracker_text(storage)
     except StorageError as error:
         if not is_damage(error):
             raise
-        found = _newest_named(storage, str(error.strerror))
-        if found.iteration is None:  # Megatron would open it, and a pipe never answers
+        newest = _newest_named(storage, str(error.strerror))
+        if newest.iteration is None:  # Megatron would open the tracker, and hang if it is a pipe
             raise
-        return found
+        return newest
     if text is None or text == _RELEASE:
-        ahead = None if text == _RELEASE else _cut_short(storage, -1)
+        ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
         if ahead is None:
-            _warn_of_nameless(storage, text)
+            _warn_of_missing_tracker(storage, text)
         return Named(ahead)
     iteration = iteration_in(text)
     if iteration is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
-    ahead = _cut_short(storage, iteration)
-    return _unless_others(storage, iteration) if ahead is None else Named(ahead)
+    ahead = _newest_untracked(storage, iteration)
+    return _unless_foreign(storage, iteration) if ahead is None else Named(ahead)
 
 
 def with_save(named: Named, storage: Storage) -> Named:
-    """Return `named` with the save that the manifest of its iteration names."""
+    """Return `named` with the save id from the manifest of its iteration."""
     if named.iteration is None:
         return named
     try:
         encoded = read_manifest(storage, named.iteration)
         facts = decode_facts(encoded, f"{storage.place}/{iteration_dir(named.iteration)}")
-    except FlashCkptError:  # whoever loads it learns what is wrong with it
+    except FlashCkptError:  # a load of this iteration reports the error
         return named
     return named._replace(save_id=facts.save_id)
 
 
-def _cut_short(storage: Storage, tracked: int) -> int | None:
-    """Return the newest iteration that was committed, but whose agent died before the tracker said.
+def _newest_untracked(storage: Storage, tracked: int) -> int | None:
+    """Return the newest committed iteration whose agent died before the tracker named it.
 
-    Its commit records are still there, which go when the tracker has come. So nobody is overruled
-    who sets the tracker back by hand.
+    Such an iteration still has its commit records, which are removed once the tracker has moved. A
+    tracker that a user has set back is therefore respected.
     """
     iterations = filter(None, map(parse_iteration_dir, storage.list("")))
-    for iteration in sorted((it for it in iterations if it > tracked), reverse=True):
+    for iteration in sorted((number for number in iterations if number > tracked), reverse=True):
         directory = iteration_dir(iteration)
         listed = storage.list(directory) if storage.kind(directory) == "directory" else []
         if MANIFEST not in listed:
@@ -117,7 +117,7 @@ def _cut_short(storage: Storage, tracked: int) -> int | None:
             continue
         if facts.save_id in records:
             logger.warning(
-                "iteration %d was committed, though %s does not say so yet", iteration, TRACKER
+                "iteration %d is committed, although %s does not name it yet", iteration, TRACKER
             )
             return iteration
     return None
@@ -128,7 +128,8 @@ def _newest_named(storage: Storage, problem: str) -> Named:
     return Named(committed[-1], problem) if committed else Named(None)
 
 
-def _unless_others(storage: Storage, iteration: int) -> Named:
+def _unless_foreign(storage: Storage, iteration: int) -> Named:
+    """Return `iteration`, or None in its place if another program wrote it."""
     directory = iteration_dir(iteration)
     try:
         if MANIFEST in storage.list(directory):
@@ -142,13 +143,16 @@ def _unless_others(storage: Storage, iteration: int) -> Named:
         return Named(iteration)
 
 
-def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:
-    """Nobody removes a tracker by mistake; but a job that starts anew should say what it leaves."""
+def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
+    """Warn that the job starts from scratch next to checkpoints that no tracker names.
+
+    A missing tracker is respected, because a user removes it on purpose.
+    """
     committed = [] if tracker == _RELEASE else listing.committed_iterations(storage)
     if committed:
         logger.warning(
-            "%s: has no %s, so none of its checkpoints is loaded; to go on from the newest, write "
-            "%d into it",
+            "%s: has no %s, so none of its checkpoints is loaded; to resume from the newest, write "
+            "%d into that file",
             storage.place,
             TRACKER,
             committed[-1],
@@ -161,17 +165,17 @@ class _Refused(NamedTuple):
     problem: str
     damage: bool
     gone: bool
-    """True if it is not there at all, so that it may never have been."""
+    """True if the checkpoint does not exist, and perhaps never did."""
 
 
 class Candidates:
-    """The checkpoint to load, and the next one if that is damaged. All ranks use it alike.
+    """The checkpoint to load, and its successors if it is damaged. Equal on all ranks.
 
     Args:
-        storage: the load directory; None: there is none.
-        named: what the directory names; equal on all ranks.
+        storage: the load directory, or None.
+        named: the checkpoint that the directory names; equal on all ranks.
         memory: the checkpoints that all ranks hold, newest first.
-        fall_back: True if iterations may be lost; False if the job shall stop instead.
+        fall_back: True if the job may lose iterations; False if the job must stop instead.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Candidates:
         self.storage = storage
         self.named = named
         self.is_other_history = _is_other_history(named, memory)
-        """True if the checkpoint in storage is of another history than those in memory."""
+        """True if the checkpoint in storage belongs to another history than those in memory."""
         unusable = self.is_other_history or _is_set_back(named, memory)
         self._memory = [] if unusable else list(memory)
         self._rank = rank
@@ -206,20 +210,20 @@ class Candidates:
             )
         if named.problem is not None and not fall_back:
             raise CorruptCheckpointError(
-                f"{named.problem}; write {named.iteration} (the newest that is there) into it, or "
-                "choose an iteration with --ckpt-step"
+                f"{named.problem}; write {named.iteration} (the newest committed iteration) into "
+                "it, or choose an iteration with --ckpt-step"
             )
 
     @property
     def current(self) -> InMemory | int | None:
-        """The checkpoint to load now: one in memory, an iteration in storage, or none."""
-        if self._memory and _is_wanted(self._memory[0], self._stored):
+        """The checkpoint to load now: one in memory, an iteration in storage, or None."""
+        if self._memory and _is_ahead(self._memory[0], self._stored):
             return self._memory[0]
         return self._stored
 
     @property
     def iteration(self) -> int | None:
-        """That of `current`."""
+        """Iteration of `current`."""
         current = self.current
         return current.offer.iteration if isinstance(current, InMemory) else current
 
@@ -227,20 +231,21 @@ class Candidates:
         return {refused.iteration for refused in self._refused if refused.source == "storage"}
 
     def refuse(self, error: FlashCkptError) -> None:
-        """Move on from `current`, which could not be loaded. Collective.
+        """Replace `current`, which could not be loaded, by the next candidate. Collective.
 
-        If a checkpoint in memory fails for any reason, storage is tried; but iterations are lost
-        only for damage.
+        Storage is tried after any failure of a checkpoint in memory. An older iteration is tried
+        only after damage.
 
         Raises:
-            FlashCkptError: `error`, if nothing else may be loaded; or a list of all damaged ones.
+            FlashCkptError: no other candidate may be loaded: `error`, or a list of all damaged
+                checkpoints.
         """
         current = self.current
         damage = is_damage(error)
         if isinstance(current, InMemory):
             iteration = current.offer.iteration
             self._note(_Refused(iteration, "memory", str(error), damage, False))
-            # An error of the job, which is no damage, would meet every checkpoint in memory.
+            # An error that is no damage comes from the job: every checkpoint in memory would fail.
             self._memory = [other for other in self._memory if damage and other is not current]
             if damage and not self._fall_back and self.iteration != iteration:
                 raise error
@@ -268,23 +273,22 @@ class Candidates:
     def _next_stored(self, *, gone: bool) -> int | None:
         """Return the newest committed iteration that was not tried. Collective.
 
-        Iterations newer than the named one come last, because a person may have gone back from
-        them.
+        Iterations newer than the named one come last, because a user may have set the tracker back.
 
         Args:
-            gone: True if the named iteration is not there at all; then newer ones do not come last.
+            gone: True if the named iteration does not exist; then newer ones do not come last.
         """
 
         def find() -> int | None:
             assert self.storage is not None
             tried = self._tried_in_storage()
-            left = [
+            untried = [
                 iteration
                 for iteration in listing.committed_iterations(self.storage)
                 if iteration not in tried
             ]
-            older = [iteration for iteration in left if gone or iteration < min(tried)]
-            return max(older or left, default=None)
+            older = [iteration for iteration in untried if gone or iteration < min(tried)]
+            return max(older or untried, default=None)
 
         return from_first(find)
 
@@ -313,35 +317,37 @@ class Candidates:
             f"iteration {refused.iteration} in {refused.source}: {refused.problem}"
             for refused in damaged
         ]
-        used = self.iteration
-        if used is None:
-            lines.append("TRAINING STARTS FROM SCRATCH: no other checkpoint is there")
+        resumed = self.iteration
+        if resumed is None:
+            lines.append("TRAINING STARTS FROM SCRATCH: there is no other checkpoint")
         else:
             where = "memory" if isinstance(self.current, InMemory) else "storage"
             newest = max(damaged, default=None)
             lost = "nothing is lost"
-            if newest is not None and newest.iteration > used:
-                most = "at most " if newest.gone else ""
-                lost = f"{most}{newest.iteration - used} iterations are lost"
-            lines.append(f"TRAINING GOES ON FROM ITERATION {used} in {where}: {lost}")
-        lines.append("what is damaged was left as it is; set 'damaged: stop' to stop instead")
+            if newest is not None and newest.iteration > resumed:
+                at_most = "at most " if newest.gone else ""
+                lost = f"{at_most}{newest.iteration - resumed} iterations are lost"
+            lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {where}: {lost}")
+        lines.append(
+            "all damaged data was left unchanged; set 'damaged: stop' to stop the job instead"
+        )
         logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
 
 
-def _is_wanted(held: InMemory, stored: int | None) -> bool:
-    """Return whether to resume from memory, given the newest that may be loaded from storage.
+def _is_ahead(held: InMemory, stored: int | None) -> bool:
+    """Return whether memory is at least as new as `stored`, the iteration to load from storage.
 
-    Memory is ahead of storage when the job crashed before a commit, or between two of them.
+    Memory is ahead of storage if the job crashed before a staged save was committed.
     """
     return stored is None or held.offer.iteration >= stored
 
 
 def _is_other_history(named: Named, memory: list[InMemory]) -> bool:
-    """Return whether the save in storage is known not to be one that those in memory continue.
+    """Return whether the save in storage is known to be no ancestor of the saves in memory.
 
-    All saves of one start of a job have an id in common. A start knows the save that it resumed
-    from, and agents know what they have committed. An agent that took the place of another one may
-    know neither: then an older checkpoint in storage is taken to be of the same history.
+    All saves of one start of a job share a run id. A start knows the save that it resumed from, and
+    agents know the saves that they committed. A replacement agent may know neither; then an older
+    checkpoint in storage counts as the same history.
     """
     if named.save_id is None or not memory:
         return False
@@ -354,9 +360,9 @@ def _is_other_history(named: Named, memory: list[InMemory]) -> bool:
 
 
 def _is_set_back(named: Named, memory: list[InMemory]) -> bool:
-    """Return whether storage names an older checkpoint than the newest that was committed.
+    """Return whether storage names an older checkpoint than the newest committed one.
 
-    Then a person has removed that one, or set the tracker back, which is respected.
+    In that case a user has removed the newest one or set the tracker back, which is respected.
     """
     newest = max((checkpoint.committed for checkpoint in memory), default=-1)
     return newest > (-1 if named.iteration is None else named.iteration)

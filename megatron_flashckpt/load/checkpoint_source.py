@@ -1,7 +1,7 @@
-"""The seam between a load and the two places that a checkpoint can come from.
+"""The interface between a load and the two sources of a checkpoint.
 
-`memory_source` reads the slots of all ranks, `storage_source` a committed checkpoint in storage.
-Each opens a `CheckpointSource`; `loader.load` fills the model from it and knows neither.
+`memory_source` reads the slots of all ranks; `storage_source` reads a committed checkpoint in
+storage. Both open a `CheckpointSource`, from which `loader.load` fills the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_flashckpt.load.source_job import SavedJob
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Names the checkpoint that was loaded."""
+    """Identity of the checkpoint that was loaded."""
 
     iteration: int
     save_id: str
@@ -25,18 +25,18 @@ class Origin:
 
 @dataclasses.dataclass
 class ReadReport:
-    """What a load took on this rank."""
+    """Bytes and seconds of a load on this rank."""
 
     read_nbytes: int = 0
     received_nbytes: int = 0
-    """Read by another replica, or held in another rank's slot, and sent here."""
+    """Bytes received from other ranks, which read them or hold them in their slots."""
     held_nbytes: int = 0
-    """Copied from this rank's own slot in host memory."""
+    """Bytes copied from this rank's own slot in host memory."""
     seconds: float = 0.0
     memory_nbytes: int = 0
-    """The most that was held in addition to the tensors that were filled."""
+    """Upper bound of the memory used in addition to the filled tensors."""
     shared: bool = False
-    """True if replicas went on sharing after the first round."""
+    """True if replicas continued to share reads after the first round."""
 
 
 class CheckpointSource(Protocol):
@@ -47,11 +47,11 @@ class CheckpointSource(Protocol):
 
     @property
     def job(self) -> SavedJob:
-        """The ranks that saved the checkpoint, and what each stored."""
+        """The ranks that saved the checkpoint, and the pieces that each rank stored."""
 
     @property
     def common_state(self) -> bytes:
-        """The state that all ranks have in common, encoded."""
+        """The encoded state that is equal on all ranks."""
 
     @property
     def reads_alone(self) -> bool:
@@ -61,28 +61,28 @@ class CheckpointSource(Protocol):
         """Return a reader with the buffers and threads that `plan` needs. No communication.
 
         Raises:
-            MemoryError: this rank has no memory for the buffers; the caller tells all ranks.
+            MemoryError: this rank lacks memory for the buffers; the caller raises on all ranks.
         """
 
     def fill(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
-        """Fill the targets of `plan`. Collective: all ranks have opened their readers.
+        """Fill the targets of `plan`. Collective, after all ranks have opened their readers.
 
         Raises:
-            FlashCkptError: on all ranks, if any rank could not read, or read damaged bytes.
+            FlashCkptError: a rank could not read, or read damaged bytes; on all ranks.
         """
 
     def fill_alone(self, plan: LoadPlan) -> None:
         """Fill the targets of a plan of side states. No communication; only if `reads_alone`.
 
         Raises:
-            CorruptCheckpointError: bytes are damaged; names place, chunk and both digests.
+            CorruptCheckpointError: bytes are damaged; names the place, chunk and both digests.
         """
 
     def check_whole(self) -> None:
-        """Look whether the checkpoint itself lacks state, rather than this model wants other state.
+        """Check that the checkpoint itself is complete, after this model missed some state.
 
         Collective.
 
         Raises:
-            CorruptCheckpointError: on all ranks, if it does.
+            CorruptCheckpointError: the checkpoint is incomplete; on all ranks.
         """

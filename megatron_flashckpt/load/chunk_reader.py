@@ -1,10 +1,10 @@
-"""Carry out a read plan: whole chunks, verified, straight into their destination.
+"""Execution of a read plan: whole chunks are read, verified and put into their destination.
 
-Digests cover 4 MiB chunks, so a chunk is the least that can be read and trusted. Chunks are read
-in the order of the files by a few threads. What is wanted of a chunk in one stretch is read to
-where it belongs, and digested there; the rest goes through a buffer that each thread keeps, so
-memory does not grow with the checkpoint. So bytes may be in place when their digest turns out to be
-wrong: then the read as a whole fails, and nothing that it has filled counts.
+Digests cover 4 MiB chunks, so a chunk is the smallest unit that can be verified. A few threads read
+the chunks in the order of the files. Long contiguous reads of a chunk go straight to their
+destination and are digested there. The rest goes through one buffer per thread, so memory use does
+not grow with the checkpoint. If a digest is wrong, some bytes may be in place already; the whole
+read then fails, and the caller discards all tensors that it filled.
 """
 
 from __future__ import annotations
@@ -29,48 +29,49 @@ from megatron_flashckpt.layout.reshard import Run, overlap
 if TYPE_CHECKING:
     from megatron_flashckpt.load.gpu_buffers import Gpu
 
-#: Smaller stretches go through the buffer: a call per piece would cost more than their copy.
+#: Shorter reads go through the buffer, because a system call would cost more than the copy.
 _PLACED_NBYTES = 16 * 1024
-#: Threads of a rank, unless more are asked for: most storages do not serve more of them faster.
+#: Default upper bound of threads per rank: most storages do not serve more threads faster.
 _MOST_THREADS = 4
 
 
 class Part(NamedTuple):
-    """Bytes that were read and verified."""
+    """Verified bytes of one read."""
 
     read: Read
     offset: int
-    """From which byte of `read` on."""
+    """First byte, counted from the start of `read`."""
     source: memoryview
-    """Writable, and used for other things afterwards."""
+    """The bytes; the memory is writable and is reused afterwards."""
 
 
 class Sink(Protocol):
-    """Where bytes go: `load.targets.Targets`, or whatever a tool makes of them.
+    """Receiver of the bytes: `load.targets.Targets`, or a sink of another tool.
 
     Called by several threads, for different elements.
     """
 
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
-        """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
-        `read` on; None: `put` shall have them.
+        """Return the destination of `nbytes` bytes of `read` from byte `offset` on.
+
+        Returns None if the sink takes these bytes by `put`.
         """
 
     def put(self, parts: list[Part]) -> None:
-        """Take the parts of one or more reads that lie in one chunk.
+        """Take the parts of one or more reads of one chunk.
 
         The caller may overwrite the sources when this returns.
         """
 
 
 class ChunkSource(Protocol):
-    """The data sections of all ranks, wherever they are. Used by several threads."""
+    """The data sections of all ranks, in memory or storage. Used by several threads."""
 
     def data_nbytes(self, rank: int) -> int:
         """Return the length of the data section of a rank."""
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
-        """Fill `parts`, end to end, with a chunk, and verify it.
+        """Read a chunk into `parts`, end to end, and verify its digest.
 
         Raises:
             CorruptCheckpointError: names place, chunk and both digests.
@@ -78,7 +79,7 @@ class ChunkSource(Protocol):
 
 
 class ChunkReads(NamedTuple):
-    """A chunk of one rank's shard, and all that is wanted of it."""
+    """A chunk of one rank's shard, and the reads that need bytes of it."""
 
     rank: int
     number: int
@@ -110,7 +111,7 @@ def _touches(read: Read, index: int, piece: Piece) -> bool:
 
 
 def deliver(chunk: ChunkReads, data: memoryview, sink: Sink) -> None:
-    """Give `sink` what is wanted of `data`, the contents of `chunk`."""
+    """Pass the requested parts of `data`, the contents of `chunk`, to `sink`."""
     if parts := [_part(chunk, read, data) for read in chunk.reads]:
         sink.put(parts)
 
@@ -122,19 +123,19 @@ def _part(chunk: ChunkReads, read: Read, data: memoryview) -> Part:
 
 
 def _within(read: Read, start: int, nbytes: int) -> tuple[int, int]:
-    """Return which bytes of a chunk of `nbytes`, which begins at `start`, `read` takes."""
+    """Return the range that `read` takes of a chunk of `nbytes` that begins at `start`."""
     low = max(read.source_offset, start)
     high = min(read.source_offset + read.nbytes, start + nbytes)
     return low - start, high - start
 
 
-def _laid_out(
+def _destinations(
     chunk: ChunkReads, buffer: memoryview, sink: Sink
 ) -> tuple[list[memoryview], list[Part]]:
-    """Return the memory that is to hold `chunk`, end to end, and what is then to be delivered.
+    """Return the memory to read `chunk` into, end to end, and the parts to `put` afterwards.
 
     Args:
-        buffer: as long as the chunk; a byte that is not placed goes where the chunk has it.
+        buffer: as long as the chunk; holds the bytes that are not placed, at the same positions.
     """
     start, nbytes = chunk.number * CHUNK_NBYTES, buffer.nbytes
     memory: list[memoryview] = []
@@ -142,8 +143,8 @@ def _laid_out(
     placed = buffered = 0
     for read in chunk.reads:
         low, high = _within(read, start, nbytes)
-        if low < placed:  # some bytes are wanted twice
-            return [buffer], [_part(chunk, each, buffer) for each in chunk.reads]
+        if low < placed:  # two reads overlap
+            return [buffer], [_part(chunk, read, buffer) for read in chunk.reads]
         view = None
         if low >= buffered and high - low >= _PLACED_NBYTES:
             view = sink.place(read, start + low - read.source_offset, high - low)
@@ -159,17 +160,17 @@ def _laid_out(
 class ChunkReader:
     """Reads chunks of one checkpoint with `threads` threads. A context manager.
 
-    A single one is the caller's: no other has to wake up, or to wait for the interpreter's lock.
+    With one thread, the caller reads: no other thread must wake up or wait for the GIL.
 
     Args:
-        gpu: the GPU that the sink copies to; None: host memory. For a GPU, buffers are page-locked,
-            and all threads use its device and stream.
+        gpu: the GPU to which the sink copies; None for host memory. For a GPU, buffers are
+            page-locked, and all threads use its device and stream.
     """
 
     def __init__(self, source: ChunkSource, threads: int, gpu: Gpu | None = None) -> None:
         self.source = source
         self.read_nbytes = 0
-        #: Memory that the buffers take, if all that is read goes through them.
+        #: Memory of all buffers.
         self.nbytes = threads * CHUNK_NBYTES
         self._pool = None
         if threads > 1:
@@ -194,21 +195,21 @@ class ChunkReader:
         sink: Sink,
         keep: Callable[[ChunkReads], memoryview] | None = None,
     ) -> None:
-        """Give `sink` what is wanted of all `chunks`, from several threads.
+        """Read `chunks` and pass the requested bytes to `sink`, from several threads.
 
-        Returns when all is done; after an error nothing of these chunks is still being read.
+        Returns, or raises, when no chunk is being read any more.
 
         Args:
-            keep: returns memory, at least as long as the chunk, that is to hold it as a whole.
+            keep: returns memory for the whole chunk, at least as long as the chunk.
 
         Raises:
-            CorruptCheckpointError: names place, chunk and both digests.
+            CorruptCheckpointError: names the place, chunk and both digests.
         """
         if self._pool is None:
             for chunk in chunks:
-                self._one(chunk, sink, keep)
+                self._read_chunk(chunk, sink, keep)
             return
-        jobs = [self._pool.submit(self._one, chunk, sink, keep) for chunk in chunks]
+        jobs = [self._pool.submit(self._read_chunk, chunk, sink, keep) for chunk in chunks]
         try:
             for job in jobs:
                 job.result()
@@ -218,15 +219,15 @@ class ChunkReader:
             concurrent.futures.wait(jobs)
             raise
 
-    def _one(
+    def _read_chunk(
         self, chunk: ChunkReads, sink: Sink, keep: Callable[[ChunkReads], memoryview] | None
     ) -> None:
-        whole = self.source.data_nbytes(chunk.rank)
-        nbytes = min(CHUNK_NBYTES, whole - chunk.number * CHUNK_NBYTES)
+        data_nbytes = self.source.data_nbytes(chunk.rank)
+        nbytes = min(CHUNK_NBYTES, data_nbytes - chunk.number * CHUNK_NBYTES)
         buffer = self._buffers.get()
         try:
             if keep is None:
-                memory, rest = _laid_out(chunk, buffer[:nbytes], sink)
+                memory, rest = _destinations(chunk, buffer[:nbytes], sink)
                 self.source.read_chunk(chunk.rank, chunk.number, memory)
                 if rest:
                     sink.put(rest)
@@ -241,11 +242,11 @@ class ChunkReader:
 
 
 def reader_threads(config: Config) -> int:
-    """Return how many chunks this rank reads at the same time."""
+    """Return the number of chunks that this rank reads at the same time."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
-    # One rank on two cores loads with two threads in 0.72 to 0.95 of the time of one, for a quarter
-    # more CPU time, which nothing else needs during a load. Two threads on one core gain nothing.
+    # On two cores, a second thread shortens a load to 0.72 to 0.95 of the time. It costs a quarter
+    # more CPU time, which is idle during a load. On one core, a second thread gains nothing.
     threads = config.read_threads or min(cores, _MOST_THREADS)
     return max(1, min(threads, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
 
@@ -262,10 +263,10 @@ def read_all(
     threads: int,
     gpu: Gpu | None = None,
 ) -> int:
-    """Carry out `plan`, this rank alone; return the bytes read. `gpu`: see `ChunkReader`.
+    """Execute `plan` on this rank alone; return the bytes read. `gpu`: see `ChunkReader`.
 
     Raises:
-        CorruptCheckpointError: names place, chunk and both digests.
+        CorruptCheckpointError: names the place, chunk and both digests.
     """
     with ChunkReader(source, threads, gpu) as reader:
         reader.read(chunk_reads(plan, wanted), sink)

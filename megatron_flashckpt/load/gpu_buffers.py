@@ -1,4 +1,4 @@
-"""GPU that a load fills: its stream for the threads of the load, and page-locked host memory."""
+"""The GPU that a load fills: its stream for the threads of the load, and page-locked memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 class Gpu:
     """A rank's GPU, with the current stream of the training thread.
 
-    All threads of a load copy on that stream. So no copy runs before work that the training thread
-    enqueued earlier (an optimizer that makes its states), or after work that it enqueues later.
+    All threads of a load copy on that stream. So every copy runs after work that the training
+    thread enqueued earlier (an optimizer that creates its states), and before its later work.
     """
 
     stream: torch.cuda.Stream
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Gpu | None:
-        """Return the GPU on which `tensors` lie; None if all lie in host memory.
+        """Return the GPU that holds `tensors`, or None if all are in host memory.
 
         Called by the training thread, whose current stream the load uses.
         """
@@ -35,14 +35,14 @@ class Gpu:
     def enter_thread(self) -> None:
         """Make the device and the stream current in the calling thread.
 
-        A new thread begins on device 0, on every rank. If it stayed there, it would make a context
-        on GPU 0, which takes half a GiB of that GPU's memory per rank.
+        A new thread starts on device 0, on every rank. Its first CUDA call there would create a
+        context on GPU 0, which takes half a GiB of that GPU's memory per rank.
         """
         cuda.enter_thread(self.stream.device_index)
         torch.cuda.set_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Return when the GPU has made all copies that the calling thread has enqueued."""
+        """Wait until the GPU has made all copies that the calling thread has enqueued."""
         torch.cuda.current_stream(self.stream.device).synchronize()
 
     def host_memory(self, nbytes: int) -> memoryview:
@@ -54,21 +54,20 @@ class Gpu:
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return uninitialized host memory, flat uint8; page-locked if `pinned` and CUDA allows it.
 
-    A GPU copies page-locked memory three to five times as fast as other memory, and without making
-    the thread wait. PyTorch keeps such memory for later use once the tensor is gone.
+    A GPU copies page-locked memory three to five times as fast as other memory, and the thread does
+    not wait. PyTorch keeps such memory for later use after the tensor is freed.
     """
     if pinned:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            # PyTorch clears CUDA's error of this thread before it raises, so no later kernel of
-            # the training thread fails because of it.
+            # PyTorch clears this thread's CUDA error before it raises, so later kernels succeed.
             _warn_once(nbytes, str(error))
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-#: Reasons that this process has logged: a load makes many buffers, and CUDA refuses all of them
-#: for the same reason.
+#: Reasons that this process has logged. A load allocates many buffers, and CUDA refuses all for the
+#: same reason.
 _reported: set[str] = set()
 
 
@@ -85,6 +84,6 @@ def _warn_once(nbytes: int, reason: str) -> None:
 
 
 def synchronize() -> None:
-    """Return when the GPU has finished all work of this process; at once if there is no GPU."""
+    """Wait until the GPU has finished all work of this process; return at once without a GPU."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

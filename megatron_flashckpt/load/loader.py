@@ -1,7 +1,7 @@
-"""Fills a model from one checkpoint, wherever the checkpoint is.
+"""The steps that fill a model from one checkpoint, in memory or in storage.
 
-Ranks agree on every decision before the first tensor is overwritten: an error on one rank is raised
-on all.
+Ranks agree on every decision before the first tensor is overwritten, and an error on one rank is
+raised on all ranks.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
 from megatron_flashckpt.load.request import LoadRequest, refuse_missing_optimizer
 from megatron_flashckpt.load.side_state import SideState, read_side_state
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A checkpoint whose tensors are in place, and the rest of it, which is not applied yet."""
+    """A checkpoint whose tensors are in place, with its side state, which is not applied yet."""
 
     origin: Origin
     side: SideState
     report: ReadReport
 
 
-@held_off()
+@gc_paused()
 def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
-    """Fill the model and optimizer of `request`; return what else the checkpoint holds. Collective.
+    """Fill the model and optimizer of `request`; return the side state, too. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike. Nothing was overwritten unless bytes turned out to be
-            damaged while they were read; in storage and in slots nothing was changed.
+        FlashCkptError: on every rank alike. Tensors were overwritten only if reading failed or
+            found damaged bytes; storage and slots are unchanged.
     """
     side, plan = _checked_plan(request, source)
     request.overwritten.update(plan.names)
@@ -43,19 +43,19 @@ def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
         report = source.fill(plan, reader)
     together(plan.finish)
     reach("load.filled")
-    # The next save has all copies of these at once.
+    # The next save stores all copies of these tensors.
     request.model_state.differing_keys |= source.job.differing
     return Loaded(source.origin, side, report)
 
 
 def _checked_plan(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, LoadPlan]:
-    """Return the side state and this rank's reads; all ranks agree to both. Collective."""
+    """Return the side state and this rank's reads, on which all ranks agree. Collective."""
     try:
         side, state_types = read_side_state(request, source)
         refuse_missing_optimizer(request, side.param_groups, source.job.place)
         return side, plan_load(request, source.job, side.param_groups, state_types)
     except MissingStateError:
-        # Either this model wants something else, or the checkpoint is not whole itself.
+        # Either the model differs, or the checkpoint itself is incomplete.
         source.check_whole()
         raise
 

@@ -1,4 +1,4 @@
-"""The checkpoints that all ranks hold in their slots: asked of the agents, agreed on by all."""
+"""The checkpoints that all ranks hold in their slots, as their agents offer them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_flashckpt.save.checkpointer import Checkpointer
 
 @dataclasses.dataclass(frozen=True)
 class InMemory:
-    """A checkpoint that every rank holds in a slot: this rank's slab and slot of it."""
+    """A checkpoint that every rank holds in a slot, with this rank's slab and slot offer."""
 
     slab: Slab
     offer: Offer
     committed: int
-    """Iteration of the newest checkpoint that was committed, as far as agents know; -1: of none."""
+    """Newest committed iteration that agents know of; -1 if they know of none."""
     lineage: frozenset[str] = frozenset()
-    """Saves that this one continues, as far as agents know; see `protocol.Offer`."""
+    """Ancestors of this save that agents know of; see `protocol.Offer`."""
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
@@ -69,7 +69,7 @@ _Taken = tuple[Slab | None, tuple[Offer, ...]]
 
 
 def _told(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
-    """Return what this rank has been offered, and what of it the others are told."""
+    """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
     return taken, [
         {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
         for offer in taken[1]

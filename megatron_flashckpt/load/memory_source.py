@@ -1,7 +1,7 @@
 """A checkpoint that all ranks hold in their slots, as the source of a load.
 
-Each rank opens its own slot and tells the others what lies in it. Bytes that a rank needs of other
-ranks' slots are exchanged over the process group (`rank_exchange`).
+Each rank opens its own slot, and all ranks gather the descriptions of all slots. Bytes that a rank
+needs from other ranks' slots are exchanged over the process group (`rank_exchange`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
 from megatron_flashckpt.load.slot_source import HeldSlot
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MemorySource:
     job: SavedJob
     common_state: bytes
     reads_alone: bool
-    """True if every rank is at the coordinates of the rank of its number that saved."""
+    """True if every rank has the same coordinates as when the checkpoint was saved."""
 
     def open(self, plan: LoadPlan) -> ChunkReader:
         return ChunkReader(self.slot, self.threads, plan.targets.gpu)
@@ -61,15 +61,15 @@ class MemorySource:
         read_all(self.slot, plan.reads, plan.pieces, plan.targets, self.threads, plan.targets.gpu)
 
     def check_whole(self) -> None:
-        """Do nothing: slots hold what the ranks staged, all of it or no offer."""
+        """Do nothing: agents offer only slots that hold a complete staged save."""
 
 
-@held_off()
+@gc_paused()
 def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
-    """Return the checkpoint that the slots of all ranks hold. Collective.
+    """Open the checkpoint that the slots of all ranks hold. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike, if a slot does not hold what its agent offered.
+        FlashCkptError: a slot differs from its agent's offer; on every rank alike.
     """
     rank, offer = this_rank(), checkpoint.offer
     (slot, items), descriptions = gathered(
@@ -96,22 +96,22 @@ def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
 
 
 class _Description(NamedTuple):
-    """Tells the other ranks what lies in the slot of one rank."""
+    """Contents of one rank's slot, for the other ranks."""
 
     fingerprint: str
-    """That of the template."""
+    """Fingerprint of the template."""
     items_nbytes: int
-    """Bytes of the encoded items of the template."""
+    """Bytes of the template's encoded items."""
     placement: Placement
     saved_at: Coordinates
-    """Coordinates of the rank when it saved."""
+    """Coordinates of the rank at the time of the save."""
     now_at: Coordinates
     differing: tuple[str, ...]
     sums: tuple[CopySum, ...] | None
 
 
 def _described(slot: HeldSlot) -> tuple[tuple[HeldSlot, bytes], _Description]:
-    """Return the slot with the encoded items of its template, and its description."""
+    """Return the slot with its template's encoded items, and the description to gather."""
     meta = slot.meta
     items = msgspec.msgpack.encode(meta.template.items)
     return (slot, items), _Description(
@@ -137,7 +137,7 @@ def _templates(
     change the number of collectives. If all ranks have the same template, none is sent.
 
     Args:
-        template, items: those of this rank; the items are encoded.
+        template, items: this rank's template, and its encoded items.
     """
     senders: dict[str, int] = {}
     for number, description in enumerate(descriptions):

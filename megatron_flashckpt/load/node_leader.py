@@ -1,13 +1,14 @@
-"""One rank of each node reads from storage; the other ranks of the node receive what it read.
+"""Reads by one rank of each node, whose results the other ranks of the node receive.
 
-For what all ranks read before torch.distributed is initialised. The ranks that one torchrun has
-started on a node meet at an abstract Unix socket, which local rank 0 opens before it reads. Its
-kernel closes the socket with the process, so nothing stays behind, and an earlier start of the same
-job can never answer. torchrun's own store outlives a restart, and the restart count does not change
-on a node whose ranks are restarted because of another node. That store is also one server for all
-nodes, and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE` there is none yet.
+Used for reads of all ranks before torch.distributed is initialised. The ranks that one torchrun
+started on a node connect to an abstract Unix socket, which local rank 0 opens before it reads. The
+kernel closes the socket with the process, so an earlier start of the job can never reply.
 
-A rank that has any doubt reads from storage itself.
+torchrun's own store does not serve for this. It persists over a restart, and the restart count does
+not change on a node whose ranks restart because of another node. It is one server for all nodes,
+and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE` it does not exist yet.
+
+After any error, a rank reads from storage itself.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Seconds that a rank waits until local rank 0 has opened its socket.
+#: Longest wait of a rank until local rank 0 has opened its socket, in seconds.
 APPEAR_S = 60.0
-#: Seconds that a rank then waits for the answer. Retries of a read end after 120 s.
+#: Longest wait of a rank for the reply, in seconds. Retries of a read end after 120 s.
 ANSWER_S = 150.0
-#: Seconds that local rank 0 answers ranks that come later. Others would time out in Megatron's
-#: first collective by then.
+#: Seconds for which local rank 0 serves late ranks. Later ranks would time out in Megatron's first
+#: collective.
 _SERVE_S = 600.0
-#: Seconds for one rank to take its answer.
+#: Longest time of one rank to receive its reply, in seconds.
 _SEND_S = 10.0
 _RETRY_S = 0.02
 #: Magic, number of bytes, digest.
@@ -52,16 +53,16 @@ _calls = itertools.count()
 
 
 class Place(NamedTuple):
-    """This rank's place among the ranks that one torchrun has started on a node."""
+    """Place of this rank among the ranks that one torchrun started on a node."""
 
     key: str
-    """Equal on these ranks only, and only until they are restarted."""
+    """Key of these ranks, which changes when they are restarted."""
     local_rank: int
     ranks: int
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that torchrun's variables name; None: no torchrun, or no other rank."""
+    """Return the place that torchrun's variables name; None without torchrun or other ranks."""
     try:
         local_rank, ranks = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
         run = environ["TORCHELASTIC_RUN_ID"]
@@ -82,18 +83,18 @@ def read_once(
     decode: Callable[[bytes], _T],
     environ: Mapping[str, str] = os.environ,
 ) -> _T:
-    """Return `read()` of local rank 0, on every rank of the node.
+    """Return the result of `read` on local rank 0, on every rank of the node.
 
-    Called by all ranks of a node, in the same order of calls. A rank calls `read` itself where
-    torchrun has not started several ranks of the node, and where no whole answer comes in time.
+    All ranks of a node call this in the same order. A rank calls `read` itself if torchrun has not
+    started several ranks on the node, or if no complete reply arrives in time.
 
     Args:
-        topic: what is read; ranks that read something else get no answer.
-        encode, decode: the result as bytes, and back. Both ends are the same program.
+        topic: identity of the data; ranks with another topic get no reply.
+        encode, decode: convert the result to bytes, and back. Both ends are the same program.
         environ: the environment that names this rank's place.
 
     Raises:
-        Exception: what `read` raises. The other ranks then read themselves.
+        Exception: as `read`; the other ranks then read themselves.
     """
     place = place_of(environ)
     if place is None:
@@ -103,19 +104,19 @@ def read_once(
         return _lead(name, read, encode, place.ranks - 1)
     try:
         return decode(_receive(name))
-    except Exception as error:  # whatever is wrong, storage has the truth
+    except Exception as error:  # after any error, storage has the correct data
         logger.debug("%s: this rank reads it itself: %s", topic, error)
         return read()
 
 
 def socket_name(place: Place, call: int, topic: str) -> str:
-    """Return the abstract name at which the ranks meet in their call number `call`."""
-    named = "\0".join((str(os.getuid()), place.key, str(call), topic))
-    return f"\0flashckpt-{xxhash.xxh3_128_hexdigest(os.fsencode(named))}"
+    """Return the abstract socket name for call number `call` of all ranks."""
+    identity = "\0".join((str(os.getuid()), place.key, str(call), topic))
+    return f"\0flashckpt-{xxhash.xxh3_128_hexdigest(os.fsencode(identity))}"
 
 
 def _lead(name: str, read: Callable[[], _T], encode: Callable[[_T], bytes], others: int) -> _T:
-    """Return `read()`, and have a thread send it to `others` ranks that ask for it."""
+    """Return the result of `read`, and send it to `others` ranks, late ones from a thread."""
     listener = _listening(name, others)
     if listener is None:
         return read()
@@ -123,9 +124,9 @@ def _lead(name: str, read: Callable[[], _T], encode: Callable[[_T], bytes], othe
         result = read()
         frame = frame_of(encode(result))
     except BaseException:
-        listener.close()  # the ranks that wait learn at once that no answer comes
+        listener.close()  # waiting ranks then read themselves at once
         raise
-    # Those that wait already get theirs now: this process may end soon if it was refused.
+    # Serve waiting ranks now: this process may end soon if its load is refused.
     others -= _serve(listener, frame, others, 0.0)
     if others:
         _serve_in_background(listener, frame, others)
@@ -143,7 +144,7 @@ def _listening(name: str, others: int) -> socket.socket | None:
         listener.bind(name)
         listener.listen(others)
     except OSError as error:
-        logger.debug("no other rank of this node is answered: %s", error)
+        logger.debug("local rank 0 cannot serve the other ranks of this node: %s", error)
         if listener is not None:
             listener.close()
         return None
@@ -160,7 +161,7 @@ def _serve_in_background(listener: socket.socket, frame: bytes, others: int) -> 
     try:
         thread.start()
     except RuntimeError as error:  # this process may have no more threads
-        logger.debug("the other ranks of this node read themselves: %s", error)
+        logger.debug("late ranks of this node read from storage themselves: %s", error)
         listener.close()
 
 
@@ -186,11 +187,11 @@ def _serve(listener: socket.socket, frame: bytes, others: int, within_s: float) 
 
 
 def _receive(name: str) -> bytes:
-    """Return the body of the answer.
+    """Return the body of the reply of local rank 0.
 
     Raises:
-        OSError: none came in time, or local rank 0 has ended.
-        ValueError: it is no whole answer.
+        OSError: no reply arrived in time, or local rank 0 has ended.
+        ValueError: the reply is damaged or not from local rank 0.
     """
     with _connected(name) as leader:
         if not _is_own(leader):
@@ -198,10 +199,10 @@ def _receive(name: str) -> bytes:
         deadline = time.monotonic() + ANSWER_S
         magic, nbytes, digest = _HEAD.unpack(_exactly(leader, _HEAD.size, deadline))
         if magic != _MAGIC or nbytes > _MAX_NBYTES:
-            raise ValueError("what answers is not local rank 0")
+            raise ValueError("the reply is not from local rank 0")
         body = _exactly(leader, nbytes, deadline)
     if xxhash.xxh3_64_intdigest(body) != digest:
-        raise ValueError("the answer of local rank 0 has changed on its way")
+        raise ValueError("the reply of local rank 0 was damaged in transit")
     return body
 
 
@@ -213,7 +214,7 @@ def _connected(name: str) -> socket.socket:
             leader.settimeout(max(_RETRY_S, deadline - time.monotonic()))
             leader.connect(name)
             return leader
-        except (ConnectionRefusedError, BlockingIOError):  # not there yet, or its queue is full
+        except (ConnectionRefusedError, BlockingIOError):  # not open yet, or its queue is full
             leader.close()
             if time.monotonic() > deadline:
                 raise
@@ -228,17 +229,17 @@ def _exactly(leader: socket.socket, nbytes: int, deadline: float) -> bytes:
     while len(received) < nbytes:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError(f"local rank 0 has not answered within {ANSWER_S:.0f} s")
+            raise TimeoutError(f"local rank 0 did not reply within {ANSWER_S:.0f} s")
         leader.settimeout(left_s)
         part = leader.recv(min(nbytes - len(received), 2**20))
         if not part:
-            raise ConnectionResetError("local rank 0 has ended before its answer")
+            raise ConnectionResetError("local rank 0 ended before its reply")
         received += part
     return bytes(received)
 
 
 def frame_of(body: bytes) -> bytes:
-    """Return `body` as it is sent."""
+    """Return the message that carries `body`."""
     return _HEAD.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 

@@ -1,4 +1,4 @@
-"""What all ranks hold, by what each of them is offered: rank by rank, offers as dictionaries."""
+"""Selection of saves from the slot offers of all ranks, which are dictionaries in rank order."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def newest_saves(
     return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
 
 
-def lacking_ranks(everyone: list[list[dict[str, Any]]], newest: tuple[str, ...]) -> list[int]:
-    """Return the ranks that hold none of the newest saves: those of a node that was lost."""
+def lacking_ranks(all_offers: list[list[dict[str, Any]]], newest: tuple[str, ...]) -> list[int]:
+    """Return the ranks that hold none of the newest saves, which are those of a lost node."""
     return [
         rank
-        for rank, offered in enumerate(everyone)
-        if not any(offer["save_id"] in newest for offer in offered)
+        for rank, offers in enumerate(all_offers)
+        if not any(offer["save_id"] in newest for offer in offers)
     ]
 
 
-def common_saves(everyone: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return the offers, rank by rank, of each save that all ranks hold; the newest first."""
-    held = [{offer["save_id"]: offer for offer in offered} for offered in everyone]
-    common = set(held[0]).intersection(*held[1:])
-    # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
-    order = sorted(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
-    return [[theirs[save_id] for theirs in held] for save_id in reversed(order)]
+def common_saves(all_offers: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return the offers of each save that all ranks hold, in rank order; the newest save first."""
+    by_rank = [{offer["save_id"]: offer for offer in offers} for offers in all_offers]
+    common = set(by_rank[0]).intersection(*by_rank[1:])
+    # Order by iteration, then by save id, so that the order is equal on all ranks.
+    order = sorted(common, key=lambda save_id: (by_rank[0][save_id]["iteration"], save_id))
+    return [[offers[save_id] for offers in by_rank] for save_id in reversed(order)]

@@ -1,4 +1,4 @@
-"""Plans what a load reads on each rank, after all ranks have checked that nothing is missing."""
+"""Plan of each rank's reads, after all ranks have checked that the checkpoint has the state."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 
 logger = logging.getLogger(__name__)
 
-#: Differences that an error lists: thousands of ranks may each find others.
+#: Upper bound of differences in an error: thousands of ranks may each report different ones.
 _MOST_DIFFERENCES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """The reads of this rank, and where they go."""
+    """The reads of this rank, and the tensors that they fill."""
 
     reads: ReadPlan
     pieces: list[Piece]
     targets: Targets
     names: Names
-    """Kind and key of all that is filled."""
+    """Kind and key of all filled tensors."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Tensors that are not contiguous, each with the copy that is filled in its place."""
+    """Non-contiguous tensors, with the contiguous copies that are filled first."""
 
     def zero_padding(self) -> None:
-        """Zero what no read fills: the rows by which this vocabulary is padded further."""
+        """Zero the vocabulary's padding rows that the checkpoint does not have."""
         for index in self.reads.padded:
             self.targets.zero(index)
 
     def finish(self) -> None:
-        """Copy back what was filled in the place of tensors that are not contiguous."""
+        """Copy the filled copies into the non-contiguous tensors."""
         with torch.no_grad():
             for tensor, filled in self.copies:
                 tensor.copy_(filled)
@@ -67,17 +67,19 @@ def plan_load(
     param_groups: list[dict[str, Any]],
     state_types: StateTypes,
 ) -> LoadPlan:
-    """Return the reads of this rank, once all ranks agree that they may be carried out. Collective.
+    """Return the reads of this rank, after all ranks agree that they are possible. Collective.
+
+    Without `strict`, missing state keeps its values, unexpected state is not read, and rank 0 logs
+    both.
 
     Args:
         job: the ranks that saved the checkpoint.
-        param_groups: those of the checkpoint.
-        state_types: the states to fill, as all ranks found them.
+        param_groups: the param groups of the checkpoint.
+        state_types: the optimizer states to fill, merged from all ranks.
 
     Raises:
-        MissingStateError: on every rank; lists the differences of all ranks; nothing was
-            overwritten. Without `strict`, missing state keeps its values, unexpected state is not
-            read, and rank 0 logs both.
+        MissingStateError: lists the differences of all ranks, on every rank; nothing was
+            overwritten.
     """
     planner = _RankPlanner(request, job)
     planned, findings = gathered(lambda: planner.plan(param_groups, state_types))
@@ -93,29 +95,29 @@ def plan_load(
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """The plan of one rank, for itself."""
+    """The plan of one rank, which other ranks do not see."""
 
     plan: LoadPlan | None
     names: Names
-    """Of all tensors of this rank's model, read or made of what is read."""
+    """Kind and key of all tensors of this rank's model, read or derived from others."""
     refusal: Exception | None = None
     replaced: frozenset[str] = frozenset()
-    """Keys of tensors of which it takes the main copy, though its own was another one."""
+    """Keys of tensors for which the rank gets the main copy in place of its own copy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Findings:
-    """What one rank tells all others of its plan: no more than `cut_list` leaves."""
+    """Results of one rank's plan that all ranks gather; lists are limited by `cut_list`."""
 
     differences: tuple[str, ...]
     sees_unexpected: bool
-    """True if the shards that it looked at hold tensors that its model does not have."""
+    """True if the shards that the rank checked hold tensors that its model does not have."""
     missing: tuple[str, ...]
-    """Names that it wants and that are not in the checkpoint at all."""
+    """Requested names that the checkpoint does not have."""
     refusal: Said | None = None
-    """Why it refuses the load, for other reasons than differences."""
+    """The reason, apart from differences, why the rank refuses the load."""
     replaces: bool = False
-    """True if it takes the main copy of a tensor, though its own was another one."""
+    """True if the rank gets the main copy of a tensor in place of its own copy."""
 
 
 class _RankPlanner:
@@ -125,7 +127,7 @@ class _RankPlanner:
         self._request = request
         self._job = job
         self.has_same_tensor_ranks = job.model_cut[0] == parallel.model_cut()[0]
-        # Copies belong to tensor ranks: with another number of them no rank's copy is its own.
+        # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
         self._copies = job.copies if self.has_same_tensor_ranks else frozenset()
         optimizer_kinds = job.optimizer_kinds if request.optimizer else set()
         self._kinds = {WEIGHT, BUFFER} | optimizer_kinds
@@ -133,10 +135,10 @@ class _RankPlanner:
     def plan(
         self, param_groups: list[dict[str, Any]], state_types: StateTypes
     ) -> tuple[_Planned, _Findings]:
-        """Return the plan of this rank, and what all others must know of it.
+        """Return the plan of this rank, and the findings that all ranks gather.
 
         Raises:
-            FlashCkptError: this rank can plan nothing, whatever the checkpoint has.
+            FlashCkptError: this rank cannot plan a load of any checkpoint.
         """
         wanted = self._request.pieces(self._job, state_types)
         requantized = self._request.requantized()
@@ -145,34 +147,34 @@ class _RankPlanner:
         names = wanted_names | requantized
         unused, missing = self._not_stored(wanted_names)
         sees_unexpected = self._sees_unexpected(names)
-        told_missing = cut_list(sorted({f"{kind}/{key}" for kind, key in missing}))
-        left_out = unused if self._request.strict else unused | missing
-        if left_out:
-            kept = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in left_out]
+        missing_names = cut_list(sorted({f"{kind}/{key}" for kind, key in missing}))
+        omitted = unused if self._request.strict else unused | missing
+        if omitted:
+            kept = [n for n, piece in enumerate(pieces) if (piece.kind, piece.key) not in omitted]
             wanted, pieces = [wanted[n] for n in kept], [pieces[n] for n in kept]
         try:
             plan = self._reads(wanted, pieces)
         except MissingStateError as error:
             differences = cut_list(error.differences)
-            return _Planned(None, names), _Findings(differences, sees_unexpected, told_missing)
+            return _Planned(None, names), _Findings(differences, sees_unexpected, missing_names)
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
         replaced = self._replaced(wanted)
         return (
             _Planned(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, told_missing, checked.said, bool(replaced)),
+            _Findings((), sees_unexpected, missing_names, checked.said, bool(replaced)),
         )
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
-        """Return the stored pieces that `wanted` are filled from."""
+        """Return the stored pieces that fill `wanted`."""
         if not (self._job.derived_keys or self._copies):
             return [local.piece for local in wanted]
         return [self._one_as_stored(local) for local in wanted]
 
     def _one_as_stored(self, local: LocalPiece) -> Piece:
-        """Return the piece that `local` is filled from.
+        """Return the stored piece that fills `local`.
 
-        That is the part of the master that a weight is made of, if weights are not stored; and of
-        this rank's own copy, if that is stored.
+        If a weight is not stored, return the master from which the weight is derived. If this
+        rank's own copy is stored, return that copy.
         """
         piece, job = local.piece, self._job
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
@@ -183,21 +185,22 @@ class _RankPlanner:
         return piece
 
     def _not_stored(self, names: Names) -> tuple[Names, Names]:
-        """Return which of `names` no forward uses, and which are missing; neither is stored."""
-        absent = names - self._job.names
-        unused = {(kind, key) for kind, key in absent if key.endswith(UNUSED)}
-        return unused, absent - unused
+        """Return the names that are not stored: first those that no forward uses, then the rest."""
+        not_stored = names - self._job.names
+        unused = {(kind, key) for kind, key in not_stored if key.endswith(UNUSED)}
+        return unused, not_stored - unused
 
     def _sees_unexpected(self, names: Names) -> bool:
-        """Return whether this rank's part of the shards has tensors that its model does not have.
+        """Return whether this rank's share of the shards has tensors that its model does not have.
 
-        The ranks look at all shards between them, in the layout that was saved each at its own.
+        The ranks together check all shards. If the layout is unchanged, every rank checks its own
+        shard.
         """
         shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
         return bool(superfluous(names, shards, self._kinds))
 
     def _reads(self, wanted: list[LocalPiece], pieces: list[Piece]) -> LoadPlan:
-        """Return how to fill `wanted` from the stored `pieces`.
+        """Return the plan that fills `wanted` from the stored `pieces`.
 
         Raises:
             MissingStateError: lists the differences of this rank.
@@ -212,7 +215,7 @@ class _RankPlanner:
         return LoadPlan(reads, pieces, targets, names, tuple(copies.values()))
 
     def _replaced(self, wanted: list[LocalPiece]) -> frozenset[str]:
-        """Return the keys of which this rank gets the main copy in place of a copy of its own."""
+        """Return the keys for which this rank gets the main copy in place of its own copy."""
         return frozenset(
             local.piece.key
             for local in wanted
@@ -224,7 +227,7 @@ class _RankPlanner:
         )
 
     def expects(self, name: tuple[str, str], names: Names) -> bool:
-        """Return whether a stored tensor is among `names`, or need not be read by any rank."""
+        """Return whether a stored tensor is among `names`, or no rank needs to read it."""
         kind, key = name
         is_read = self._request.fill and kind in self._kinds and not key.endswith(UNUSED)
         return name in names or not is_read
@@ -233,10 +236,10 @@ class _RankPlanner:
 def _agreed_names(
     planner: _RankPlanner, job: SavedJob, planned: _Planned, findings: list[_Findings]
 ) -> tuple[set[str], set[str]]:
-    """Return which stored tensors no rank expects, and of which keys copies are replaced.
+    """Return the stored tensors that no rank expects, and the keys whose copies are replaced.
 
-    Collective, but free if no rank has seen any. A tensor that one rank does not expect may be
-    another's, so every rank answers for all names, which all ranks know.
+    Collective; costs nothing if no rank reports one. A tensor that one rank does not expect may
+    belong to another rank, so every rank sends one flag for each stored name.
     """
     if not any(finding.sees_unexpected or finding.replaces for finding in findings):
         return set(), set()
@@ -253,13 +256,13 @@ def _agreed_names(
 def _raise_missing(
     request: LoadRequest, job: SavedJob, findings: list[_Findings], unexpected: set[str]
 ) -> None:
-    """Raise if any rank has found differences that this load does not allow.
+    """Raise an error if a rank found differences that this load does not allow.
 
     Args:
         unexpected: stored tensors that no rank's model has, as `kind/key`.
     """
-    found = [line for finding in findings for line in finding.differences]
-    differences = list(dict.fromkeys(found))
+    lines = [line for finding in findings for line in finding.differences]
+    differences = list(dict.fromkeys(lines))
     if (more := len(differences) - _MOST_DIFFERENCES) > 0:
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
     refused = unexpected if request.strict else set()
@@ -271,7 +274,8 @@ def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]
     missing = set().union(*(finding.missing for finding in findings))
     if missing or unexpected:
         logger.warning(
-            "%s: not strict: left as they are: %s; not read: %s",
+            "%s: the load is not strict: missing state keeps its values: %s; unexpected state is "
+            "not read: %s",
             job.place,
             ", ".join(sorted(missing)) or "none",
             ", ".join(sorted(unexpected)) or "none",
@@ -281,7 +285,7 @@ def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]
 def _log_replaced(job: SavedJob, keys: set[str], *, same_tensor_ranks: bool) -> None:
     if not keys:
         return
-    reason = "the tensor parallel size is another"
+    reason = "the tensor parallel size has changed"
     if same_tensor_ranks:
         reason = "no other copies were saved"
     logger.warning(

@@ -1,8 +1,9 @@
-"""Restore from the slots of all ranks: own bytes straight, others' over the process group.
+"""A load from the slots of all ranks: own bytes are copied, others' bytes are exchanged.
 
-Replicated state is written once, by shares, so a rank's slot holds only its own part of it. After a
-restart the parts are exchanged. All ranks call these functions together. Each asks only the ranks
-that hold what it lacks; all that every rank learns of every other is one bit.
+Replicated state is saved once, in shares, so a rank's slot holds only its own share. After a
+restart the ranks exchange their shares over the process group. All ranks call these functions
+together. A rank sends requests only to the ranks that hold its missing bytes; beyond that, one bit
+per pair of ranks is gathered.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads, chunk_
 from megatron_flashckpt.load.gpu_buffers import synchronize
 from megatron_flashckpt.load.targets import Targets
 
-#: Memory that one rank uses for what it sends in a round, and again for what it receives.
+#: Bytes of a rank's send buffer for a round, and of its receive buffer.
 ROUND_NBYTES = 64 * 1024 * 1024
-#: Lower bound of that memory on a GPU that is nearly full; smaller rounds would take too long.
+#: Lower bound of these buffers on a GPU that is nearly full; smaller rounds would take too long.
 LEAST_ROUND_NBYTES = 1024 * 1024
 
 
@@ -38,22 +39,22 @@ def exchange(
     wanted: list[Piece],
     targets: Targets,
 ) -> int:
-    """Fill `targets` from all ranks' slots; return the bytes that came from others. Collective.
+    """Fill `targets` from all ranks' slots; return the bytes received from others. Collective.
 
     Args:
-        reader: of this rank's slot.
+        reader: reads this rank's slot.
         own: the data section of this rank's slot, as flat uint8.
         plan: this rank's reads, which fill `wanted`.
 
     Raises:
-        CorruptCheckpointError: on all ranks, if what any of them wants of its own slot, or others
-            want of it, is not what was staged.
-        FlashCkptError: on all ranks, if one has no memory for its buffers, or cannot copy.
+        CorruptCheckpointError: requested bytes of a slot differ from the staged bytes; on all
+            ranks.
+        FlashCkptError: a rank lacks memory for its buffers, or cannot copy; on all ranks.
     """
     requests = {source: reads for source, reads in plan.reads.items() if source != rank}
     askers, is_any = gather_named(requests)
     if is_any:
-        _in_group_of_its_own(
+        _in_temporary_group(
             lambda group: _exchange(reader, own, rank, plan, wanted, targets, askers, group)
         )
     else:
@@ -73,65 +74,67 @@ def _exchange(
     askers: list[int],
     group: Group,
 ) -> None:
-    """Do what `exchange` does, in a group of all ranks. Collective."""
+    """Read this rank's slot, and exchange bytes in `group`, which has all ranks. Collective."""
     requests = {source: reads for source, reads in plan.reads.items() if source != rank}
-    wishes = {
+    requested = {
         source: [(read.source_offset, read.nbytes) for read in reads]
         for source, reads in requests.items()
     }
-    asked = _ask(wishes, askers, group)
-    spans = [span for of_peer in asked.values() for span in of_peer]
+    to_send = _exchange_requests(requested, askers, group)
+    spans = [span for peer_spans in to_send.values() for span in peer_spans]
 
     def read() -> int:
-        # Whether all ranks have verified what they send is agreed on with the size of a round.
+        # `transfer` agrees on the round sizes, and there also on the success of these reads.
         reader.read(_own_chunks(rank, plan, wanted, spans), targets)
         reach("load.half")
         return _round_nbytes()
 
-    def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
-        targets.put_tensor(requests[peer][which], start, part)
+    def take(peer: int, number: int, start: int, part: torch.Tensor) -> None:
+        targets.put_tensor(requests[peer][number], start, part)
 
-    outgoing = {peer: Stream(of_peer) for peer, of_peer in asked.items()}
-    incoming = {source: Stream(of_source) for source, of_source in wishes.items()}
+    outgoing = {peer: Stream(peer_spans) for peer, peer_spans in to_send.items()}
+    incoming = {source: Stream(source_spans) for source, source_spans in requested.items()}
     transfer(own, outgoing, incoming, room=read, take=take, group=group)
 
 
-def _ask(
-    wishes: Mapping[int, Sequence[Span]], askers: Sequence[int], group: Group
+def _exchange_requests(
+    requested: Mapping[int, Sequence[Span]], askers: Sequence[int], group: Group
 ) -> dict[int, list[Span]]:
-    """Return what each of `askers` wants of this rank, in its order. Collective.
+    """Return the spans that each of `askers` requests of this rank, in their order. Collective.
 
     Args:
-        wishes: by peer, what this rank wants of it.
-        askers: the ranks in whose wishes this one is.
+        requested: the spans that this rank requests, by peer.
+        askers: the ranks that request spans of this rank.
 
     Raises:
-        FlashCkptError: on all ranks, if one has no memory for the requests.
+        FlashCkptError: a rank lacks memory for the requests; on all ranks.
     """
     device = device_of(group)
-    # All ranks join in this before the first message: it connects the group.
-    counted, counts = together(
+    # All ranks call this before the first message, because it connects the group.
+    own_counts, counts = together(
         lambda: (
-            torch.tensor([len(spans) for spans in wishes.values()], dtype=torch.int64).to(device),
+            torch.tensor([len(spans) for spans in requested.values()], dtype=torch.int64).to(
+                device
+            ),
             torch.zeros(len(askers), dtype=torch.int64).to(device),
         ),
         group,
     )
     send_and_receive(
-        _by_peer(counted, wishes, [1] * len(wishes)),
+        _by_peer(own_counts, requested, [1] * len(requested)),
         _by_peer(counts, askers, [1] * len(askers)),
         group,
     )
 
-    def made() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        numbers = [number for spans in wishes.values() for span in spans for number in span]
+    def make_messages() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        numbers = [number for spans in requested.values() for span in spans for number in span]
         lengths = [2 * count for count in counts.cpu().tolist()]
         received = torch.zeros(sum(lengths), dtype=torch.int64)
         return torch.tensor(numbers, dtype=torch.int64).to(device), received.to(device), lengths
 
-    sent, received, lengths = together(made, group)
+    sent, received, lengths = together(make_messages, group)
     send_and_receive(
-        _by_peer(sent, wishes, [2 * len(spans) for spans in wishes.values()]),
+        _by_peer(sent, requested, [2 * len(spans) for spans in requested.values()]),
         _by_peer(received, askers, lengths),
         group,
     )
@@ -146,7 +149,7 @@ def _ask(
 def _by_peer(
     numbers: torch.Tensor, peers: Iterable[int], lengths: list[int]
 ) -> dict[int, torch.Tensor]:
-    """Return the part of `numbers` for each peer, one after the other."""
+    """Return the consecutive parts of `numbers`, one for each peer."""
     return dict(zip(peers, torch.split(numbers, lengths), strict=True)) if lengths else {}
 
 
@@ -161,7 +164,7 @@ def sends_from_gpu() -> bool:
 
 
 def free_gpu_nbytes() -> int:
-    """Return how many bytes of this rank's GPU are free.
+    """Return the free bytes of this rank's GPU.
 
     First frees the memory that PyTorch keeps for later allocations, because NCCL cannot use it.
     """
@@ -170,22 +173,23 @@ def free_gpu_nbytes() -> int:
 
 
 def _round_nbytes() -> int:
-    """Return the bytes that a round may send or receive on this rank.
+    """Return the bytes that a round may send, or receive, on this rank.
 
-    Both buffers take half of the GPU's free memory; NCCL's connections need some of the rest.
+    Both buffers together take half of the GPU's free memory; NCCL's connections need some of the
+    rest.
     """
     if not sends_from_gpu():
         return ROUND_NBYTES
     return min(ROUND_NBYTES, max(free_gpu_nbytes() // 4, LEAST_ROUND_NBYTES))
 
 
-def _in_group_of_its_own(work: Callable[[Group], None]) -> None:
-    """Run `work(group)`; with NCCL in a group of all ranks that ends with it. Collective.
+def _in_temporary_group(work: Callable[[Group], None]) -> None:
+    """Run `work(group)`; with NCCL, in a temporary group of all ranks. Collective.
 
-    The first message between two GPUs connects them, and the connection keeps GPU memory for as
-    long as its group lives. In the job's own group that is until the job ends: a job that fills its
-    GPUs would fit when it starts anew, and not after a restart. A group costs one communicator's
-    start, some tenths of a second and more on thousands of ranks.
+    The first message between two GPUs connects them, and the connection keeps GPU memory until its
+    group is destroyed. In the job's own group, that memory would be missing until the job ends. A
+    job that fills its GPUs would then fit after a fresh start, but not after a restart. A new group
+    costs the start of one communicator: tenths of a second, and more on thousands of ranks.
     """
     if not sends_from_gpu():
         work(None)
@@ -204,12 +208,12 @@ def _in_group_of_its_own(work: Callable[[Group], None]) -> None:
 def _own_chunks(
     rank: int, plan: ReadPlan, wanted: list[Piece], spans: list[Span]
 ) -> list[ChunkReads]:
-    """Return the chunks of this rank's slot that it needs, or that `spans`, for others, lie in."""
-    mine = chunk_reads(ReadPlan({rank: plan.reads.get(rank, [])}, ()), wanted)
-    covered = {chunk.number for chunk in mine}
+    """Return the chunks of this rank's slot that this rank needs, or that hold others' `spans`."""
+    own_chunks = chunk_reads(ReadPlan({rank: plan.reads.get(rank, [])}, ()), wanted)
+    covered = {chunk.number for chunk in own_chunks}
     sent = {
         number
         for offset, nbytes in spans
         for number in range(offset // CHUNK_NBYTES, -(-(offset + nbytes) // CHUNK_NBYTES))
     }
-    return mine + [ChunkReads(rank, number, ()) for number in sorted(sent - covered)]
+    return own_chunks + [ChunkReads(rank, number, ()) for number in sorted(sent - covered)]

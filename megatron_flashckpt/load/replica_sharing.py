@@ -1,13 +1,13 @@
-"""Replicas that need the same chunks read each of them once and send it on, if that is faster.
+"""Shared reads of replicas: one replica reads a chunk and sends it to the others, if faster.
 
-Data-parallel replicas hold the same weights, so with many of them nearly all that is read is read
-again and again. Here every shared chunk has one reader among those that need it. The chunk is
-verified by its reader before it is sent.
+Data-parallel replicas hold the same weights, so many replicas would read nearly all bytes many
+times. Here every shared chunk has one reader among the replicas that need it. The reader verifies
+the chunk before sending.
 
-Which way is faster depends on the storage: from a local disk or the page cache all may as well read
-everything; a file system that the whole job shares is better asked once. `auto` measures both in
-the first round and then decides. With many replicas it always shares: each of them would open
-the files of all others.
+The faster way depends on the storage. From a local disk or the page cache, all replicas may as well
+read everything; a file system that the whole job shares should serve each chunk once. `auto`
+measures both ways in the first round and then decides. With many replicas `auto` always shares,
+because each of them would open the files of all others.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads
 from megatron_flashckpt.load.gpu_buffers import host_buffer, synchronize
 from megatron_flashckpt.load.targets import Targets
 
-#: Chunks that a replica reads per round (64 MiB), if its memory allows: enough to measure a speed.
-#: With fewer in all it is not worth finding out which way is faster.
+#: Chunks that a replica reads per round (64 MiB) if its memory allows: enough to measure a speed.
+#: With fewer chunks in total, measuring costs more than the faster way saves.
 _CHUNKS_PER_ROUND = 64 * 2**20 // CHUNK_NBYTES
 
-#: Least memory for what a replica sends in one turn, and again for what it receives.
+#: Lower bound in bytes of a replica's send buffer, and of its receive buffer.
 _LEAST_ROOM = 2**20
 
-#: So many replicas share their reads under `auto`, however fast the first round was.
+#: With this many replicas `auto` always shares reads, without measuring.
 MANY_REPLICAS = 64
 
 _Chunk = tuple[int, int]
-"""Source rank, number of the chunk in its shard."""
+"""Source rank, and number of the chunk in that rank's shard."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """The replicas of this rank and how they share."""
+    """The group of this rank's replicas, and the rules by which they share reads."""
 
     group: Group
     mode: str
-    """`auto`, `always` or `never`; alike on all ranks."""
+    """`auto`, `always` or `never`; equal on all ranks."""
     memory_nbytes: int
-    """For buffers of this rank."""
+    """Bytes for the buffers of this rank."""
 
     @property
     def measures(self) -> bool:
-        """Whether the speeds of reading and sending decide."""
+        """True if the measured speeds of reading and sending decide."""
         return self.mode == "auto" and dist.get_world_size(self.group) < MANY_REPLICAS
 
 
@@ -64,7 +64,7 @@ def read_with_replicas(
     """Read `chunks` into `targets`. Collective over the replicas.
 
     Raises:
-        FlashCkptError: on all replicas, if any of them could not read.
+        FlashCkptError: a replica could not read; on all replicas.
     """
     started = time.perf_counter()
     report = ReadReport(memory_nbytes=reader.nbytes)
@@ -76,20 +76,20 @@ def read_with_replicas(
     ):
         reader.read(chunks, targets)
     else:
-        mine = {(chunk.rank, chunk.number): chunk for chunk in chunks}
+        own_chunks = {(chunk.rank, chunk.number): chunk for chunk in chunks}
         # Ranks with more cores read with more threads and have less memory left.
-        fit = max(1, sharing.memory_nbytes // 3 // CHUNK_NBYTES)
-        everyone = gather_objects((list(mine), fit), sharing.group)
-        needs = [set(theirs) for theirs, _ in everyone]
-        per_round = min(_CHUNKS_PER_ROUND, *(theirs for _, theirs in everyone))
+        capacity = max(1, sharing.memory_nbytes // 3 // CHUNK_NBYTES)
+        gathered = gather_objects((list(own_chunks), capacity), sharing.group)
+        needs = [set(keys) for keys, _ in gathered]
+        per_round = min(_CHUNKS_PER_ROUND, *(member_capacity for _, member_capacity in gathered))
         readers = _readers(needs)
         if sharing.measures and max(map(len, needs)) < _CHUNKS_PER_ROUND:
             readers = {}
-        alone = [chunk for key, chunk in mine.items() if key not in readers]
-        together(lambda: reader.read(alone, targets), sharing.group)
-        rounds = _Rounds(reader, mine, needs, readers, targets, sharing, report)
+        unshared = [chunk for key, chunk in own_chunks.items() if key not in readers]
+        together(lambda: reader.read(unshared, targets), sharing.group)
+        rounds = _Rounds(reader, own_chunks, needs, readers, targets, sharing, report)
         rest = rounds.run(per_round)
-        together(lambda: reader.read([mine[key] for key in rest], targets), sharing.group)
+        together(lambda: reader.read([own_chunks[key] for key in rest], targets), sharing.group)
     synchronize()
     report.read_nbytes = reader.read_nbytes
     report.seconds = time.perf_counter() - started
@@ -97,7 +97,7 @@ def read_with_replicas(
 
 
 def _readers(needs: list[set[_Chunk]]) -> dict[_Chunk, int]:
-    """Return who reads each chunk that at least two replicas need: the loads are even."""
+    """Return the reader of each chunk that at least two replicas need, with balanced loads."""
     needed_by: dict[_Chunk, list[int]] = defaultdict(list)
     for member, chunks in enumerate(needs):
         for chunk in chunks:
@@ -113,12 +113,12 @@ def _readers(needs: list[set[_Chunk]]) -> dict[_Chunk, int]:
 
 
 class _Rounds:
-    """In each round every replica reads a few of its chunks, then all exchange what they need."""
+    """Rounds in which every replica reads some of its chunks, and all exchange chunks they need."""
 
     def __init__(
         self,
         reader: ChunkReader,
-        mine: dict[_Chunk, ChunkReads],
+        own_chunks: dict[_Chunk, ChunkReads],
         needs: list[set[_Chunk]],
         readers: dict[_Chunk, int],
         targets: Targets,
@@ -126,7 +126,7 @@ class _Rounds:
         report: ReadReport,
     ) -> None:
         self._reader = reader
-        self._mine = mine
+        self._own_chunks = own_chunks
         self._needs = needs
         self._targets = targets
         self._sharing = sharing
@@ -138,10 +138,10 @@ class _Rounds:
             self._lists[member].append(chunk)
 
     def run(self, per_round: int) -> list[_Chunk]:
-        """Return the chunks that this rank needs and that were not shared after all.
+        """Run the rounds; return the chunks that this rank must still read after sharing stopped.
 
         Args:
-            per_round: chunks that a replica reads in a round; equal on all replicas.
+            per_round: number of chunks that a replica reads in a round; equal on all replicas.
         """
         longest = max(map(len, self._lists))
         if not longest:
@@ -151,7 +151,7 @@ class _Rounds:
         buffer = together(
             lambda: host_buffer(per_round * CHUNK_NBYTES, pinned=on_gpu), self._sharing.group
         )
-        # Beside the buffer: what is sent and what is received in one turn.
+        # In addition to the read buffer: one send buffer and one receive buffer.
         room = max((self._sharing.memory_nbytes - buffer.numel()) // 2, _LEAST_ROOM)
         self._report.memory_nbytes += buffer.numel() + 2 * room
         for first in range(0, longest, per_round):
@@ -162,13 +162,13 @@ class _Rounds:
             read_s = self._read(lists[self._member], buffer)
             sent_s = self._send(lists, buffer, room)
             rest = [chunks[first + per_round :] for chunks in self._lists]
-            if measured and not self._goes_on(lists, rest, read_s, sent_s):
-                return [key for key in itertools.chain(*rest) if key in self._mine]
+            if measured and not self._is_sharing_faster(lists, rest, read_s, sent_s):
+                return [key for key in itertools.chain(*rest) if key in self._own_chunks]
         self._report.shared = True
         return []
 
     def _read(self, chunks: list[_Chunk], buffer: torch.Tensor) -> float:
-        """Read this rank's chunks of the round into `buffer`, and use them; return the seconds."""
+        """Read this rank's chunks of the round into `buffer` and `targets`; return the seconds."""
         started = time.perf_counter()
         slots = {chunk: slot for slot, chunk in enumerate(chunks)}
         view = buffer.numpy().data
@@ -176,16 +176,16 @@ class _Rounds:
         def keep(chunk: ChunkReads) -> memoryview:
             return view[slots[chunk.rank, chunk.number] * CHUNK_NBYTES :]
 
-        work = [self._mine[chunk] for chunk in chunks]
+        work = [self._own_chunks[chunk] for chunk in chunks]
         together(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
-        synchronize()  # else the next measurement would include the GPU's part of this one
+        synchronize()  # the GPU's copies belong to this measurement
         return time.perf_counter() - started
 
     def _connect(self, lists: list[list[_Chunk]], buffer: torch.Tensor) -> None:
-        """Send the first bytes of each stream of a round, whatever they are.
+        """Send a few arbitrary bytes on each stream of a round.
 
-        NCCL connects two ranks with their first message. That takes longer than the message, and
-        must not be measured.
+        NCCL connects two ranks with their first message. The connection takes longer than the
+        message and must not be measured.
         """
         outgoing, incoming = (
             {peer: Stream([(0, ALIGNMENT)]) for peer in streams} for streams in self._streams(lists)
@@ -203,11 +203,11 @@ class _Rounds:
     def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, room: int) -> float:
         started = time.perf_counter()
         outgoing, incoming = self._streams(lists)
-        coming = [[key for key in chunks if key in self._mine] for chunks in lists]
+        expected = [[key for key in chunks if key in self._own_chunks] for chunks in lists]
 
-        def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
+        def take(peer: int, number: int, start: int, part: torch.Tensor) -> None:
             self._report.received_nbytes += part.numel()
-            self._use(self._mine[coming[peer][which]], start, part)
+            self._use(self._own_chunks[expected[peer][number]], start, part)
 
         transfer(
             buffer, outgoing, incoming, room=lambda: room, take=take, group=self._sharing.group
@@ -216,7 +216,7 @@ class _Rounds:
         return time.perf_counter() - started
 
     def _streams(self, lists: list[list[_Chunk]]) -> tuple[dict[int, Stream], dict[int, Stream]]:
-        """Return what this rank sends and receives in a round, by the other replica."""
+        """Return the streams that this rank sends and receives in a round, by replica."""
         others = [peer for peer in range(self._size) if peer != self._member]
         outgoing = {peer: self._stream(lists[self._member], peer) for peer in others}
         incoming = {peer: self._stream(lists[peer], self._member) for peer in others}
@@ -226,7 +226,7 @@ class _Rounds:
         )
 
     def _stream(self, chunks: list[_Chunk], receiver: int) -> Stream:
-        """Return what of `chunks`, in their reader's buffer, goes to `receiver`."""
+        """Return the stream of those `chunks` in their reader's buffer that `receiver` needs."""
         return Stream(
             [
                 (slot * CHUNK_NBYTES, self._nbytes(chunk))
@@ -240,7 +240,7 @@ class _Rounds:
         return min(CHUNK_NBYTES, self._reader.source.data_nbytes(rank) - number * CHUNK_NBYTES)
 
     def _use(self, chunk: ChunkReads, start: int, part: torch.Tensor) -> None:
-        """Put a part of a chunk, which starts at byte `start` of it, where it is wanted."""
+        """Put a part of a chunk, from byte `start` of the chunk on, into the targets."""
         begin = chunk.number * CHUNK_NBYTES + start
         for read in chunk.reads:
             low = max(read.source_offset, begin)
@@ -249,16 +249,16 @@ class _Rounds:
                 span = part[low - begin : high - begin]
                 self._targets.put_tensor(read, low - read.source_offset, span)
 
-    def _goes_on(
+    def _is_sharing_faster(
         self,
         lists: list[list[_Chunk]],
         rest: list[list[_Chunk]],
         read_s: float,
         sent_s: float,
     ) -> bool:
-        """Return whether sharing is the faster way for the rest; alike on all replicas."""
+        """Return whether sharing is faster for the rest; equal on all replicas."""
         times = gather_objects((read_s, sent_s), self._sharing.group)
-        slowest_read, slowest_send = (max(each) for each in zip(*times, strict=True))
+        slowest_read, slowest_send = (max(seconds) for seconds in zip(*times, strict=True))
         read_per_chunk = slowest_read / max(map(len, lists))
         needed = max(sum(key in needs for key in itertools.chain(*rest)) for needs in self._needs)
         moved = max(sum(key in needs for key in itertools.chain(*lists)) for needs in self._needs)

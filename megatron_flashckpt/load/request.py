@@ -1,4 +1,4 @@
-"""What a job asks of a load: the model and optimizer to fill, and how strict the load is."""
+"""The input of a load: the model and optimizer to fill, and the strictness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Names = set[tuple[str, str]]
 """Kinds and keys."""
 
 StateTypes = dict[str, dict[str, torch.dtype]]
-"""By family of optimizers, the types of their states by kind."""
+"""Types of optimizer states: family of optimizers, then kind of state, to type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,18 @@ class LoadRequest:
 
     model_state: ModelState
     chunks: list[Any]
-    """Of the model of this rank, unwrapped."""
+    """Unwrapped model chunks of this rank."""
     optimizer: Any
-    """None: weights only."""
+    """Megatron's optimizer; None to load weights only."""
     strict: bool
     """False: missing state keeps its values, and unexpected state is not read."""
     fill: bool = True
-    """False: only the side state is wanted."""
+    """False: read the side state only."""
     overwritten: Names = dataclasses.field(default_factory=set)
-    """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank: the
-    checkpoint that is loaded instead must replace all of them."""
+    """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank.
+    The checkpoint that is loaded instead must replace all of them."""
     refusal: FlashCkptError | None = None
-    """Why this rank must not load or start anew, if so. The other ranks learn it in the load."""
+    """Error that forbids this rank to load or to start from scratch; raised on all ranks."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -51,12 +51,12 @@ class LoadRequest:
         return self.fill and self.optimizer is not None
 
     def raise_refusal(self) -> None:
-        """Raise the refusal of this rank, if it has one; the caller tells all ranks."""
+        """Raise the refusal of this rank, if any; the caller raises on all ranks."""
         if self.refusal is not None:
             raise self.refusal
 
     def state_types(self, job: SavedJob) -> StateTypes:
-        """Return the states that `job` stored of the parameters of this rank's optimizers."""
+        """Return the states that `job` stored for the parameters of this rank's optimizers."""
         if not self.fill:
             return {}
         stored = job.optimizer_states.by_key
@@ -66,10 +66,10 @@ class LoadRequest:
         """Return the pieces that a load fills on this rank; allocates missing optimizer state.
 
         Args:
-            state_types: those of all ranks.
+            state_types: the state types of all ranks.
 
         Raises:
-            UnsupportedError: a load could not make some of the weights.
+            UnsupportedError: the load would not read the masters of FP8 or FP4 weights.
         """
         if not self.fill:
             return []
@@ -80,13 +80,13 @@ class LoadRequest:
         )
 
     def requantized(self) -> Names:
-        """Return the names of the weights that are made of their masters after the load."""
+        """Return the names of the weights that are derived from their masters after the load."""
         if not self.fill:
             return set()
         return {(WEIGHT, key) for key in self.geometry.quantized_keys}
 
     def check(self, names: Names, param_groups: list[dict[str, Any]], place: str) -> None:
-        """Raise if `names` may not be filled.
+        """Check that `names` may be filled.
 
         Raises:
             MissingStateError: param groups are missing, or a damaged checkpoint's tensors stay.
@@ -97,33 +97,33 @@ class LoadRequest:
 
 
 def refuse_unmastered(request: LoadRequest, place: str) -> None:
-    """Raise if this rank has FP8 or FP4 weights whose masters this load would not read."""
+    """Raise an error if this rank has FP8 or FP4 weights whose masters this load does not read."""
     lines = unquantizable(request.chunks, request.optimizer)
     if lines:
         raise UnsupportedError(
-            f"{place}: {'; '.join(lines)}. A load makes such weights of their masters, so it needs "
-            "the optimizer (no --finetune, no --no-load-optim); or load the checkpoint without "
+            f"{place}: {'; '.join(lines)}. A load derives such weights from their masters, so it "
+            "needs the optimizer: load without --finetune and --no-load-optim; or load without "
             "--fp8-param-gather and --fp4-param-gather. Nothing was loaded"
         )
 
 
 def refuse_mixture(request: LoadRequest, names: Names, place: str) -> None:
-    """Raise if tensors that a damaged checkpoint has overwritten would keep its values."""
-    stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - names)
-    if stay:
+    """Raise an error if tensors would keep the values of a damaged checkpoint."""
+    unfilled = sorted(f"{kind}/{key}" for kind, key in request.overwritten - names)
+    if unfilled:
         raise MissingStateError(
-            f"{place}: lacks {', '.join(stay)}, which a damaged checkpoint has overwritten "
-            "already; start again with --ckpt-step for this iteration"
+            f"{place}: lacks {', '.join(unfilled)}, which a damaged checkpoint has already "
+            "overwritten; restart the job with --ckpt-step for this iteration"
         )
 
 
 def refuse_missing_optimizer(
     request: LoadRequest, param_groups: list[dict[str, Any]], place: str
 ) -> None:
-    """Raise if the load fills an optimizer of which the checkpoint has nothing.
+    """Raise an error if the load fills an optimizer but the checkpoint has no optimizer state.
 
     Args:
-        param_groups: those of the checkpoint.
+        param_groups: the param groups of the checkpoint.
     """
     if request.fills_optimizer and not param_groups:
         raise MissingStateError(

@@ -1,4 +1,4 @@
-"""Which checkpoint a job resumes from, and a load from its choice to the report.
+"""The load of a job, from the choice of a checkpoint to the report.
 
 Start reading at `load`, whose six steps are the rest of this package.
 """
@@ -25,33 +25,34 @@ from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
 
 logger = logging.getLogger(__name__)
 
-#: Values of --dist-ckpt-strictness with which Megatron, too, goes on in spite of differences.
+#: Values of --dist-ckpt-strictness with which Megatron, too, continues in spite of differences.
 _LENIENT = ("log_unexpected", "log_all", "ignore_all")
 
 
 def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
-    """Load a checkpoint of ours, or return None: there is none, or it is one of Megatron's own.
+    """Load a checkpoint of this package; return None if Megatron's own function must load.
 
-    Called by all ranks together. The steps of a load:
+    All ranks call this together. The steps of a load:
 
-    1. choose: the checkpoints in memory, and the one that the load directory names;
-    2. agree: all ranks open the same one, and know what each of its ranks stored;
-    3. plan: each rank lists its reads, and all agree that nothing is missing;
-    4. read: tensors are filled, from memory or storage;
-    5. apply: arguments, param groups, scheduler, random state;
-    6. report: to the agent, and in the log.
+    1. choose: list the checkpoints in memory and the one that the load directory names;
+    2. agree: all ranks open the same checkpoint and know what its ranks stored;
+    3. plan: each rank lists its reads, and all ranks agree that no state is missing;
+    4. read: fill the tensors from memory or storage;
+    5. apply: set arguments, param groups, scheduler and random state;
+    6. report: inform the agent, and write the log.
 
-    If the checkpoint turns out to be damaged in steps 2 to 4, they begin again with the next one.
+    If steps 2 to 4 find damage, they start again with the next checkpoint.
 
     Returns:
-        `(iteration, floating point operations so far)`, as Megatron's own function.
+        `(iteration, floating point operations so far)`, as Megatron's own function; or None if the
+        directory holds no checkpoint, or one in Megatron's own formats.
     """
     memory = _memory_checkpoints(margs, getattr(margs, call.load_arg))
     load_dir = _load_directory(call, margs, memory)
@@ -62,7 +63,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     if loaded is None:
         _refuse_foreign(candidates, request)
         if getattr(margs, "use_checkpoint_args", False):
-            # Without a checkpoint of ours no rank has told the others so far.
+            # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             together(request.raise_refusal)
         if _saves_where_it_loads(margs, load_dir):
             _forget_saves(margs)
@@ -84,7 +85,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 
 
 def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
-    """Return the checkpoints in memory, if loads come from where saves go. Collective."""
+    """Return the checkpoints in memory, if the job loads from its save directory. Collective."""
     usable = (
         session.config.restore_from_memory
         and _saves_where_it_loads(margs, load_dir)
@@ -96,12 +97,12 @@ def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
     try:
         return held_in_memory(session.checkpointer(margs.save))
     except FlashCkptError as error:
-        logger.error("memory of an earlier run cannot be used: %s", error)
+        logger.error("checkpoints in host memory cannot be used: %s", error)
         return []
 
 
 def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str | None:
-    """Return the directory to load from, that of a pretrained model if there is nothing else."""
+    """Return the load directory; that of a pretrained model if there is no other checkpoint."""
     stock = checkpointing()
     load_dir: str | None = getattr(margs, call.load_arg)
     pretrained: str | None = getattr(margs, "pretrained_checkpoint", None)
@@ -123,21 +124,21 @@ def _candidates(
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else _patient(margs, load_dir)
 
-    def look() -> Named:
+    def find_named() -> Named:
         if storage is None:
             return Named(None)
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
-    named, sources = from_first(lambda: (look(), argument_source.taken()))
-    # A job that names an iteration, or tunes a model, wants that checkpoint and no other.
+    named, sources = from_first(lambda: (find_named(), argument_source.taken()))
+    # A job that names an iteration, or finetunes a model, accepts no other checkpoint.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
     return candidates, argument_source.disagreement(sources)
 
 
 def _patient(margs: Any, load_dir: str) -> PatientStorage:
-    """Return the storage to load from, whose retries end before the other ranks' collectives do."""
+    """Return the storage to load from; its retries end before other ranks' collectives time out."""
     minutes = getattr(margs, "distributed_timeout_minutes", None)
     return PatientStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
@@ -155,7 +156,7 @@ def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> Load
 
 
 def _model_state(margs: Any) -> ModelState:
-    """Return what knows the model's geometry: that of its saves, if there are to be any."""
+    """Return the model state of the job's saves, or a new one for a job that does not save."""
     if margs.save:
         return session.checkpointer(margs.save).model_state
     return ModelState(session.config.replicated)
@@ -167,16 +168,16 @@ def _model_state(margs: Any) -> ModelState:
 def _load_first_undamaged(
     candidates: Candidates, request: LoadRequest, margs: Any, load_dir: str | None
 ) -> Loaded | None:
-    """Fill the model from the first candidate that is not damaged; None: none is left. Collective.
+    """Fill the model from the first undamaged candidate; None if there is no candidate. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike, if none may be loaded in place of one that failed.
+        FlashCkptError: a candidate failed, and no other may be loaded; on every rank alike.
     """
     while (iteration := candidates.iteration) is not None:
         announcements.announce_loading(margs, load_dir, iteration)
         try:
-            # Around both steps: a collection between them would walk all that was decoded.
-            with held_off():
+            # One pause for both steps: a collection between them would scan all decoded objects.
+            with gc_paused():
                 return loader.load(request, _opened(candidates))
         except FlashCkptError as error:
             candidates.refuse(error)
@@ -184,7 +185,7 @@ def _load_first_undamaged(
 
 
 def _opened(candidates: Candidates) -> CheckpointSource:
-    """Return the current candidate as a source, on which all ranks agree. Collective."""
+    """Open the current candidate, on which all ranks agree. Collective."""
     candidate = candidates.current
     if isinstance(candidate, InMemory):
         return open_memory(candidate, session.config)
@@ -194,7 +195,7 @@ def _opened(candidates: Candidates) -> CheckpointSource:
 
 
 def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
-    """Raise if the directory names a checkpoint that neither we nor Megatron can load."""
+    """Raise an error if neither this package nor Megatron can load the named checkpoint."""
     problem = candidates.named.foreign
     if problem is not None and request.optimizer is not None:
         raise UnsupportedError(problem)
@@ -204,35 +205,35 @@ def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
 
 
 def _saves_where_it_loads(margs: Any, load_dir: str | None) -> bool:
-    """Return whether loads come from where saves go: only then they are of one history."""
+    """Return whether the job loads from its save directory, so that both share one history."""
     if not margs.save or not load_dir:
         return False
     return bool(os.path.realpath(margs.save) == os.path.realpath(load_dir))
 
 
 def _forget_saves(margs: Any) -> None:
-    """Have the agent drop all that is in memory or on its way to storage: it must not come back."""
-    session.checkpointer(margs.save).link.adopt(None, 0)
+    """Have the agent drop all saves in memory and pending writes, which must not be resumed."""
+    session.checkpointer(margs.save).link.resume_from(None, 0)
 
 
 def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> None:
-    """Tell the agent from which save training continues.
+    """Tell the agent from which save training resumes.
 
     Args:
-        is_other_history: the saves in memory are of another history than the one that was loaded.
+        is_other_history: True if the saves in memory belong to another history than the loaded one.
     """
     reach("load.unadopted")
     if is_other_history:
         _forget_saves(margs)
     origin = loaded.origin
-    session.checkpointer(margs.save).link.adopt(origin.save_id, origin.iteration)
+    session.checkpointer(margs.save).link.resume_from(origin.save_id, origin.iteration)
     if origin.source == "storage":
         session.resumed(margs.save, origin.iteration)
     reach("load.adopted")
 
 
 def _summary(loaded: Loaded) -> str:
-    """Return what the load took on rank 0, as a line of the log."""
+    """Return a log line with the bytes, seconds and memory of the load on rank 0."""
     report = loaded.report
     if loaded.origin.source == "memory":
         own, verb, place = report.held_nbytes, "copied", " from its slot in host memory"
@@ -243,5 +244,5 @@ def _summary(loaded: Loaded) -> str:
         f"rank 0 {verb} {own / 2**20:.1f} MiB{place} and received "
         f"{report.received_nbytes / 2**20:.1f} MiB from other ranks in {report.seconds:.2f} s "
         f"({speed:.0f} MiB/s), with at most {report.memory_nbytes / 2**20:.0f} MiB of memory "
-        "beside the model"
+        "in addition to the model"
     )

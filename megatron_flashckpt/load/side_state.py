@@ -1,8 +1,8 @@
 """Side state of a checkpoint for this rank, read before any tensor is overwritten.
 
-Random and rerun state come from the rank that was at this rank's coordinates. Param groups and
-extra states of modules do too if the model is sharded as it was. Otherwise they are put together
-from the states of one rank per pipeline stage and expert rank, which are assigned to the ranks.
+Random and rerun state come from the saving rank at this rank's coordinates. So do param groups and
+extra states of modules if the sharding is unchanged. Otherwise they are merged from the states of
+one saving rank per pipeline stage and expert rank; the loading ranks share the reading of these.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from megatron_flashckpt.megatron_lm import (
     side_state_codec,
 )
 
-#: A few MiB at most: random states, param groups, what FP8 keeps of each module.
+#: Upper bound of a rank's side state: a few MiB of random states, param groups and FP8 states.
 _MAX_NBYTES = 2**30
 
 _RankState = dict[str, Any]
-"""Side state of one rank that saved, decoded."""
+"""Decoded side state of one saving rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SideState:
-    """State of a checkpoint beside its tensors, as one rank takes it."""
+    """State of a checkpoint in addition to its tensors, for one loading rank."""
 
     common: dict[str, Any]
-    """State that all ranks have in common: args, counters, the scheduler's."""
+    """State that is equal on all ranks: args, counters, scheduler state."""
     rank_state: _RankState | None
-    """That of the rank at the same coordinates; None if TP or PP have changed."""
+    """Side state of the saving rank at the same coordinates; None if TP or PP has changed."""
     param_groups: list[dict[str, Any]]
     """Param groups, steps and scaler as `hyper_parameters.load_hyper_parameters` takes them."""
     objects: dict[str, Any]
@@ -53,14 +53,14 @@ class SideState:
 
 
 def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, StateTypes]:
-    """Return this rank's side state, and the optimizer states that any rank has to fill.
+    """Return this rank's side state, and the optimizer states that any rank must fill.
 
     Collective. An error on one rank is raised on all, so no rank continues without its state.
 
     Raises:
         FlashCkptError: on every rank alike.
     """
-    together_read = None if source.reads_alone else _read_together(source)
+    collective_reads = None if source.reads_alone else _read_together(source)
 
     def read() -> tuple[
         tuple[dict[str, Any], _SideReads, _RankState | None], tuple[_RankStates, StateTypes]
@@ -68,14 +68,14 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
         request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
         common = side_state_codec.decode_dict(source.common_state, name, side_state.COMMON_STATE)
-        reads = together_read or _read_alone(source)
+        reads = collective_reads or _read_alone(source)
         own, assigned = reads.states()
         return (common, reads, own), (assigned, request.state_types(source.job))
 
-    (common, reads, own), of_ranks = gathered(read)
-    state = reads.merged(common, own, [assigned for assigned, _ in of_ranks])
+    (common, reads, own), by_rank = gathered(read)
+    state = reads.merged(common, own, [assigned for assigned, _ in by_rank])
     types: StateTypes = defaultdict(dict)
-    for _, rank_types in of_ranks:
+    for _, rank_types in by_rank:
         for family, kinds in rank_types.items():
             types[family].update(kinds)
     return state, types
@@ -88,7 +88,7 @@ def _read_alone(source: CheckpointSource) -> _SideReads:
 
 
 def _read_together(source: CheckpointSource) -> _SideReads:
-    """Return the side reads of this rank, carried out on all ranks. Collective."""
+    """Run the side reads of all ranks together; return those of this rank. Collective."""
 
     def opened() -> tuple[_SideReads, ChunkReader]:
         reads = _SideReads(source.job)
@@ -101,21 +101,21 @@ def _read_together(source: CheckpointSource) -> _SideReads:
 
 
 _RankStates = dict[int, _RankState]
-"""By rank that saved."""
+"""Side states by saving rank."""
 
 
 class _SideReads:
     """The side states that this rank reads. Nothing here communicates.
 
     Raises:
-        CorruptCheckpointError: a table of contents claims what cannot be.
+        CorruptCheckpointError: a table of contents claims an impossible size or place.
     """
 
     def __init__(self, job: SavedJob) -> None:
         self._job = job
         self._cut = parallel.model_cut()
         self._matching = job.matching_rank(parallel.coordinates(), self._cut)
-        # In the layout that was saved each of these is its own, which the rank reads anyhow.
+        # If the layout is unchanged, an assigned state is the rank's own, which it reads anyway.
         self._assigned = [
             rank for rank in job.representatives() if rank % world_size() == this_rank()
         ]
@@ -135,19 +135,20 @@ class _SideReads:
         self.plan = LoadPlan(ReadPlan(reads, ()), pieces, targets, set())
 
     def states(self) -> tuple[_RankState | None, _RankStates]:
-        """After `plan` was carried out: return the matching rank's state, and the parts of the
-        states assigned to this rank that other ranks need.
+        """Return the matching rank's state, and the assigned states that other ranks need.
+
+        Called after `plan` has run. The assigned states are reduced to the parts that are needed.
 
         Raises:
-            CorruptCheckpointError: one of them is damaged.
+            CorruptCheckpointError: a state is damaged.
         """
         states = {
             rank: side_state.unframe(content.numpy().tobytes(), self._job.place)
             for rank, content in self._framed.items()
         }
         own = None if self._matching is None else states.get(self._matching)
-        all_have_their_own = self._cut == self._job.model_cut and self._job.has_all_side_state
-        needed = ("optimizer",) if all_have_their_own else ("optimizer", "objects")
+        ranks_have_objects = self._cut == self._job.model_cut and self._job.has_all_side_state
+        needed = ("optimizer",) if ranks_have_objects else ("optimizer", "objects")
         assigned = {
             rank: {name: states[rank][name] for name in needed}
             for rank in self._assigned
@@ -156,14 +157,15 @@ class _SideReads:
         return own, assigned
 
     def merged(
-        self, common: dict[str, Any], own: _RankState | None, of_ranks: list[_RankStates]
+        self, common: dict[str, Any], own: _RankState | None, all_assigned: list[_RankStates]
     ) -> SideState:
         """Return this rank's side state.
 
         Args:
-            own, of_ranks: what `states` returned here, and the assigned states of all ranks.
+            own: the matching rank's state, from `states`.
+            all_assigned: the assigned states of all ranks, from `states`.
         """
-        by_rank = {rank: state for states in of_ranks for rank, state in states.items()}
+        by_rank = {rank: state for states in all_assigned for rank, state in states.items()}
         assigned = [by_rank[rank] for rank in self._job.representatives() if rank in by_rank]
         groups = hyper_parameters.merge([state["optimizer"] for state in assigned])
         objects: dict[str, Any] = {}
@@ -177,7 +179,7 @@ class _SideReads:
 
 
 def _room_for(piece: Piece, place: str) -> torch.Tensor:
-    """Return memory for a side state; a table of contents may claim any size."""
+    """Allocate memory for a side state, whose size a damaged table of contents may overstate."""
     if piece.nbytes > _MAX_NBYTES:
         raise CorruptCheckpointError(
             f"{place}: claims {piece.nbytes} bytes of side state of one rank; {OLDER}"

@@ -1,4 +1,4 @@
-"""The ranks that saved a checkpoint: their coordinates, and what each of them stored."""
+"""The ranks that saved a checkpoint: their coordinates, and the pieces that each rank stored."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 
 @dataclasses.dataclass(frozen=True)
 class SavedJob:
-    """The ranks that saved a checkpoint in memory or in storage, as far as planning needs them."""
+    """The facts about the saving ranks, in memory or storage, that the plan of a load needs."""
 
     place: str
-    """Names the checkpoint in messages."""
+    """Name of the checkpoint in messages."""
     sources: list[Source]
     coordinates: list[Coordinates]
     differing: frozenset[str] = frozenset()
-    """Keys of tensors of which these ranks had copies that differ."""
+    """Keys of tensors whose copies differed between these ranks."""
 
     @property
     def model_cut(self) -> tuple[int, int, int]:
@@ -50,11 +50,12 @@ class SavedJob:
         )
 
     def matching_rank(self, own: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
-        """Return the rank whose random state the rank at `own` takes: the one saved at `own`.
+        """Return the saving rank at coordinates `own`, whose random state the loading rank takes.
 
-        If the number of replicas has changed, there may be none; then the first one with the same
-        part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
-        parallel size has changed, and then random states mean nothing.
+        If the number of replicas has changed, there may be no such rank. Then return the first rank
+        with the same part of the model, because Megatron takes the state of the first replica.
+        Return None if the tensor or pipeline parallel size has changed, because random states have
+        no meaning then.
         """
         if model_cut[:2] != self.model_cut[:2]:
             return None
@@ -69,11 +70,11 @@ class SavedJob:
         return None
 
     def is_same(self, now: list[Coordinates], model_cut: tuple[int, int, int]) -> bool:
-        """Return whether every rank is at the coordinates that the rank of its number had."""
+        """Return whether every rank has the same coordinates as when it saved."""
         return now == self.coordinates and model_cut == self.model_cut
 
     def representatives(self) -> list[int]:
-        """Return one rank per pipeline stage and expert rank: together they know all groups."""
+        """Return one rank per pipeline stage and expert rank; together these know all groups."""
         first: dict[tuple[int, int], int] = {}
         for rank, place in enumerate(self.coordinates):
             first.setdefault((place.pp, place.ep), rank)
@@ -81,7 +82,7 @@ class SavedJob:
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """How much of which tensors all ranks have stored, side states among them."""
+        """Number of stored elements of every tensor over all ranks, side states included."""
         return stored_tensors(self.sources)
 
     @functools.cached_property
@@ -112,12 +113,12 @@ class SavedJob:
                 masters.add(key)
             elif kind == WEIGHT and torch_dtype(dtype) in SIXTEEN_BIT:
                 stored.add(key)
-        # Offloading optimizers keep masters of fp32 weights, too, which are stored beside them.
+        # Offloading optimizers also keep masters of fp32 weights; both are stored.
         return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
 
     @property
     def optimizer_kinds(self) -> set[str]:
-        """Kinds of the stored tensors of optimizers, and that of masters."""
+        """Kinds of the stored optimizer tensors, including masters."""
         kinds = {kind for kind, *_ in self.tensors if not is_copy(kind)}
         return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
 
@@ -127,10 +128,10 @@ class SavedJob:
 
     @functools.cached_property
     def copies(self) -> frozenset[tuple[str, str]]:
-        """Key and copy (`Geometry.copy`) of all copies that are stored beside the main ones.
+        """Key and copy (`Geometry.copy`) of all copies stored in addition to the main ones.
 
-        Without those that are there in part: nodes may have learned at different saves that the
-        copies of a tensor differ.
+        Incomplete copies are left out: nodes may have learned at different saves that the copies of
+        a tensor differ.
         """
         stored: dict[str, dict[str, dict[str, int]]] = {}
         for (kind, key, *_), numel in self.tensors.items():
@@ -149,10 +150,10 @@ class SavedJob:
         return NOTHING_HELD if rank is None else held_once(self.sources[rank], self.tensors)
 
     def rank_state(self, rank: int) -> tuple[Piece, int] | None:
-        """Return the piece that holds the side state of `rank`, and where it begins in its data.
+        """Return the piece with the side state of `rank`, and its byte offset in the rank's data.
 
         Raises:
-            CorruptCheckpointError: it lies outside of its own box, tensor or file.
+            CorruptCheckpointError: the piece lies outside of its own box, tensor or file.
         """
         source = self.sources[rank]
         item = self._rank_states.get(id(source.template))
@@ -169,25 +170,25 @@ class SavedJob:
 
     @property
     def has_all_side_state(self) -> bool:
-        """Whether every rank has left a side state."""
+        """True if every rank stored a side state."""
         return None not in self._rank_states.values()
 
     @functools.cached_property
     def _rank_states(self) -> dict[int, TemplateItem | None]:
-        """By template, of which ranks share a few, the item that holds the side state."""
+        """Item of the side state by template id; many ranks share one template."""
         templates = {id(source.template): source.template for source in self.sources}
         return {
-            number: next((item for item in template.items if item.kind == RANK_STATE), None)
-            for number, template in templates.items()
+            template_id: next((item for item in template.items if item.kind == RANK_STATE), None)
+            for template_id, template in templates.items()
         }
 
 
 class StoredStates:
-    """The states of the optimizer that a checkpoint has, and their types."""
+    """The optimizer states in a checkpoint, and their types."""
 
     def __init__(self, job: SavedJob) -> None:
         self.by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-        """By key, the kinds of state and the type of each; one of them, where layers differ."""
+        """Type of each kind of state, by key; any one of the types if layers differ."""
         mixed: set[tuple[str, str]] = set()
         for kind, key, name, _ in job.tensors:
             if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
@@ -197,10 +198,10 @@ class StoredStates:
         self._mixed = typed_runs(job.sources, mixed) if mixed else {}
 
     def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
-        """Return the type in which a kind of state of `pieces` is stored; None if it is not.
+        """Return the stored type of one kind of state of `pieces`, or None if it is not stored.
 
         Args:
-            pieces: those of one parameter, whatever their own kind and type.
+            pieces: the pieces of one parameter, of any kind and type.
         """
         for piece in pieces:
             for run, dtype in self._mixed.get((kind, piece.key), ()):

@@ -13,7 +13,7 @@ from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.storage.base import Storage
 
 
@@ -49,12 +49,12 @@ class StorageSource:
         together(lambda: self.stored.check_whole() if this_rank() == 0 else None)
 
 
-@held_off()
+@gc_paused()
 def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSource:
-    """Return a committed checkpoint; rank 0 alone reads its manifest. Collective.
+    """Open a committed checkpoint; rank 0 alone reads its manifest. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike, if the checkpoint is not there, or damaged.
+        FlashCkptError: the checkpoint is missing or damaged; on every rank alike.
     """
     encoded, common_state = from_first(lambda: _manifest_and_common_state(storage, iteration))
     stored, job = together(lambda: _decoded(storage, iteration, encoded))

@@ -1,7 +1,7 @@
-"""Sets what Megatron's own load sets beside tensors, in Megatron's order.
+"""The state that Megatron's own load sets in addition to tensors, set in Megatron's order.
 
-These are arguments, counters, param groups, the scheduler, extra states of modules, the rerun
-machine and the random generators.
+This state comprises arguments, counters, param groups, the scheduler, extra states of modules, the
+rerun machine and the random generators.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 
 
 def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: Loaded) -> int:
-    """Set the state of the job from `loaded`; return the iteration that training continues at.
+    """Set the state of the job from `loaded`; return the iteration from which training resumes.
 
-    Called by all ranks; their tensors are in place.
+    All ranks call this after their tensors are filled.
 
     Raises:
         UnsupportedError, MissingStateError: on this rank, if a random state cannot be restored.
@@ -41,7 +41,7 @@ def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: Loaded) -
     chunks = unwrap(call.model)
     _apply_to_optimizer(call, margs, loaded, model_state.geometry(chunks))
     side_state.load_extra_states(chunks, model_state.geometry(chunks), side.objects)
-    # After the extra states, in which delayed scaling keeps its scales.
+    # Fill after the extra states, which hold the scales of delayed scaling.
     if not call.skip_model_and_optimizer and model_state.geometry(chunks).quantized:
         fill_from_masters(call.model, call.optimizer)
     if not margs.finetune:
@@ -55,28 +55,31 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
     update = stock.update_num_microbatches
-    # Since core 0.9 it can log what it does.
+    # The function can log its changes since core 0.9.
     verbose = {"verbose": True} if takes(update, "verbose") else {}
     update(consumed_samples=margs.consumed_train_samples, **verbose)
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
 
 
 def _as_of_this_layout(saved: Any, margs: Any) -> Any:
-    """Return the checkpoint's args with what may differ made equal, for Megatron's own check."""
-    lenient = copy.copy(saved)
+    """Return the checkpoint's args with this job's values of the args that may differ.
+
+    Megatron's own check then accepts them.
+    """
+    adapted = copy.copy(saved)
     for name in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "padded_vocab_size",
     ):
-        setattr(lenient, name, getattr(margs, name, None))
-    return lenient
+        setattr(adapted, name, getattr(margs, name, None))
+    return adapted
 
 
 def _apply_to_optimizer(
     call: LoadCall, margs: Any, loaded: Loaded, geometry: ModelGeometry
 ) -> None:
-    """Set param groups and scheduler; or, if no optimizer state is loaded, make fresh masters."""
+    """Set param groups and scheduler; if no optimizer state is loaded, create new masters."""
     optimizer = call.optimizer
     if margs.finetune or margs.no_load_optim:
         if (margs.fp16 or margs.bf16) and optimizer is not None:
@@ -108,7 +111,7 @@ def _apply_rank_state(margs: Any, saved: Any, state: dict[str, Any] | None) -> N
     if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
         try:
             get_machine().load_state_dict(state["rerun"])
-        except Exception as error:  # of whatever release saved it; as stock does
+        except Exception as error:  # another release may have saved the state; as stock does
             checkpointing().print_rank_0(
                 f"Unable to restore RerunMachine from checkpoint: {error}. Skipping."
             )
@@ -118,6 +121,6 @@ def _apply_rank_state(margs: Any, saved: Any, state: dict[str, Any] | None) -> N
 
 
 def _is_rerun(machine: Any, state: Any) -> bool:
-    """Return whether `state` is of a machine that ran; releases before core 0.11 do not ask."""
+    """Return whether `state` comes from a machine that ran; before core 0.11: if there is one."""
     validate = getattr(machine, "validate_state_dict", None)
     return state is not None if validate is None else bool(validate(state))

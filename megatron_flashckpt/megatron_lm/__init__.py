@@ -1,1 +1,1 @@
-"""Everything that knows Megatron; nothing else (but the shims) imports it."""
+"""All code that knows Megatron; only this package and the shims import Megatron."""

@@ -1,9 +1,9 @@
-"""Whether all that training changes on this rank is saved, each element once.
+"""Checks that a save covers each element that training changes on this rank exactly once.
 
-The optimizer's lists are read under names that Megatron may change, and what is in none of them
-would be missing from every checkpoint. So they are compared with what cannot lie: the parameters
-that want gradients, the tensors that the inner optimizer steps, and the gradient buffers. Nothing
-is copied, and nothing communicated.
+The optimizer's lists are read under attribute names that Megatron may change, and a tensor outside
+these lists would be missing from every checkpoint. So the lists are compared with three independent
+sources: the parameters that require gradients, the tensors that the inner optimizer steps, and the
+gradient buffers. The check copies no tensor and communicates nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
 from megatron_flashckpt.megatron_lm.quantized import is_known_to_megatron, is_quantized
 from megatron_flashckpt.megatron_lm.requantization import quantizes_masters
 
-#: What is looked up in optimizers of each kind: one name of each tuple must be there.
+#: Attributes that are read from each class of optimizer; one name of each tuple must exist.
 _ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
     (
         DistributedOptimizer,
@@ -46,23 +46,23 @@ _ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
         ),
     ),
 )
-#: A message that names thousands of parameters is read by nobody.
+#: Maximum number of parameters that one message names.
 _MOST_NAMES = 20
 
 
 def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return what is wrong with how `optimizer` covers the unwrapped model `chunks`, line by line.
+    """Return one line per defect in how `optimizer` covers the unwrapped model `chunks`.
 
-    Only of this rank: that the ranges of all ranks make up the parameters is for them to add up.
+    Checks this rank only; `startup` checks that all ranks together cover every parameter.
     """
     if optimizer is None:
         return []
     try:
-        if found := list(_broken_chain(optimizer)):
-            return found
+        if defects := list(_broken_chain(optimizer)):
+            return defects
         subs = optimizer_state.sub_optimizers(optimizer)
-        if found := [line for sub in subs for line in _lacking(sub)]:
-            return found
+        if defects := [line for sub in subs for line in _missing_attributes(sub)]:
+            return defects
         entries = [(sub, list(optimizer_state.entries(sub))) for sub in subs]
         for entry in (entry for _, of_sub in entries for entry in of_sub):
             entry.states()
@@ -70,29 +70,29 @@ def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
         return [str(error)]
     names = _names(chunks)
     for sub, of_sub in entries:
-        found += _wrong_entries(sub, of_sub, names)
-    elsewhere = {id(parameter) for parameter in optimizer_state.dealt_out(optimizer)}
-    return found + list(_wrong_parameters(chunks, entries, names, elsewhere))
+        defects += _wrong_entries(sub, of_sub, names)
+    elsewhere = {id(parameter) for parameter in optimizer_state.assigned_parameters(optimizer)}
+    return defects + list(_wrong_parameters(chunks, entries, names, elsewhere))
 
 
 def has_states(optimizer: Any) -> bool:
-    """Return whether the optimizer has made its state, as it does in the first step.
+    """Return whether the optimizer has made its state; the first step makes it.
 
     Raises:
-        UnsupportedError: it is of a kind that cannot be saved.
+        UnsupportedError: an optimizer of this class cannot be saved.
     """
     states = [entry.states() for entry in optimizer_state.entries(optimizer)]
     return any(states)
 
 
 def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: str) -> list[str]:
-    """Return a line for each reason why a load could not make weights of their masters.
+    """Return a line for each reason why a load could not derive weights from their masters.
 
-    Checks this rank only: rounds its masters and compares them with plain weights.
+    Checks this rank only: rounds its masters and compares the results with the weights.
 
     Args:
         derivable: ids of the 16-bit parameters that are saved as masters only.
-        reason: why these are not saved themselves; every line begins with it.
+        reason: why these weights are not saved themselves; every line begins with this text.
     """
     names = _names(chunks)
     sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
@@ -108,29 +108,29 @@ def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: 
         ),
         *_line(
             f"{reason}, but the optimizer has no fp32 master of",
-            (_name(it.parameter, names) for it in entries if not _has_master(it)),
+            (_name(entry.parameter, names) for entry in entries if not _has_master(entry)),
         ),
         *_line(
-            f"{reason}, but the weight is not its rounded master of",
+            f"{reason}, but the weight differs from the rounded master of",
             (
-                _name(it.parameter, names)
-                for it in entries
-                if _has_master(it) and not it.stale_weight and not _is_rounded_master(it)
+                _name(entry.parameter, names)
+                for entry in entries
+                if _has_master(entry) and not entry.stale_weight and not _is_rounded_master(entry)
             ),
         ),
     ]
 
 
 def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return a line for each reason why FP8 or FP4 weights cannot be made of fp32 masters.
+    """Return a line for each reason why FP8 or FP4 weights cannot be made from fp32 masters.
 
     Checks this rank only.
 
     Args:
-        optimizer: the optimizer that is saved or loaded; None: only weights are.
+        optimizer: the optimizer that is saved or loaded; None if only weights are.
 
     Raises:
-        UnsupportedError: the optimizer is of a kind that cannot be saved.
+        UnsupportedError: an optimizer of this class cannot be saved.
     """
     quantized = [
         parameter for chunk in chunks for parameter in chunk.parameters() if is_quantized(parameter)
@@ -156,7 +156,7 @@ def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
             (names[id(weight)] for weight in quantized if id(weight) not in mastered),
         ),
         *_line(
-            "FP8 or FP4 weights that this Megatron does not make of their masters",
+            "FP8 or FP4 weights that this Megatron does not make from their masters",
             (names[id(weight)] for weight in quantized if id(weight) in unfilled),
         ),
     ]
@@ -167,14 +167,14 @@ def _has_master(entry: OptimizerEntry) -> bool:
 
 
 def _is_rounded_master(entry: OptimizerEntry) -> bool:
-    if is_quantized(entry.parameter):  # made of the rounded master, but not equal to it
+    if is_quantized(entry.parameter):  # quantized from the rounded master, so not equal to it
         return True
     weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
     return torch.equal(entry.owned.reshape(-1).to(weight.dtype).to(weight.device), weight)
 
 
 def _broken_chain(optimizer: Any) -> Iterator[str]:
-    """Yield what keeps `optimizer` from being taken apart."""
+    """Yield one line per optimizer whose inner optimizers cannot be found."""
     name = "chained_optimizers" if isinstance(optimizer, ChainedOptimizer) else "optimizer"
     if not hasattr(optimizer, name):
         yield f"{type(optimizer).__name__} has no '{name}'"
@@ -183,7 +183,7 @@ def _broken_chain(optimizer: Any) -> Iterator[str]:
             yield from _broken_chain(part)
 
 
-def _lacking(sub: Any) -> Iterator[str]:
+def _missing_attributes(sub: Any) -> Iterator[str]:
     for kind, wanted in _ATTRIBUTES:
         for names in wanted if isinstance(sub, kind) else ():
             if not any(hasattr(sub, name) for name in names):
@@ -200,27 +200,28 @@ def _names(chunks: list[Any]) -> dict[int, str]:
 
 
 def _wrong_entries(sub: Any, entries: list[OptimizerEntry], names: dict[int, str]) -> Iterator[str]:
-    """Compare what `sub` lists with what its inner optimizer steps, and with its buffers."""
+    """Compare the entries of `sub` with the tensors of its inner optimizer and its buffers."""
     kind = type(sub).__name__
     shown = {id(entry.owned): _name(entry.parameter, names) for entry in entries}
     listed = Counter(id(entry.owned) for entry in entries)
     yield from _line(
-        f"{kind} lists several times", (shown[it] for it, count in listed.items() if count > 1)
+        f"{kind} lists several times",
+        (shown[owned] for owned, count in listed.items() if count > 1),
     )
     groups = [group for inner in below(sub.optimizer) for group in inner.param_groups]
     stepped = {id(tensor): tensor for group in groups for tensor in group["params"]}
-    # In a group because it was there first, but frozen: it has no state, and is a weight.
-    idle = {it for it, tensor in stepped.items() if it in names and not tensor.requires_grad}
+    # Frozen after the groups were built: no optimizer state, saved as a plain weight.
+    frozen = {key for key, tensor in stepped.items() if key in names and not tensor.requires_grad}
     yield from _line(
-        f"{type(sub.optimizer).__name__} steps what {kind} does not list",
-        (_name(stepped[it], names) for it in stepped.keys() - listed.keys() - idle),
+        f"{type(sub.optimizer).__name__} steps tensors that {kind} does not list",
+        (_name(stepped[key], names) for key in stepped.keys() - listed.keys() - frozen),
     )
     yield from _line(
-        f"{kind} lists what {type(sub.optimizer).__name__} does not step",
-        (shown[it] for it in listed.keys() - stepped.keys()),
+        f"{kind} lists tensors that {type(sub.optimizer).__name__} does not step",
+        (shown[key] for key in listed.keys() - stepped.keys()),
     )
     yield from _line(
-        f"{kind} has tensors of another size than their part of",
+        f"{kind} has tensors whose size differs from this rank's part of",
         (
             shown[id(entry.owned)]
             for entry in entries
@@ -248,10 +249,10 @@ def _wrong_parameters(
     names: dict[int, str],
     elsewhere: set[int],
 ) -> Iterator[str]:
-    """Compare what all optimizers together hold with the parameters that want gradients.
+    """Compare the parameters of all optimizers with the parameters that require gradients.
 
     Args:
-        elsewhere: ids of parameters that may be other replicas' as a whole.
+        elsewhere: ids of parameters that may lie entirely on other replicas.
     """
     held: Counter[int] = Counter()
     foreign: dict[int, torch.Tensor] = {}
@@ -282,14 +283,14 @@ def _wrong_parameters(
 
 
 def _parameters_of(sub: Any, entries: list[OptimizerEntry]) -> Iterable[torch.Tensor]:
-    """Return the parameters that `sub` trains, also where all of one is other replicas' part."""
+    """Return the parameters that `sub` trains, including those entirely on other replicas."""
     if isinstance(sub, DistributedOptimizer):
         return optimizer_state.sharded(sub)
     return [entry.parameter for entry in entries]
 
 
 def _in_own_part(sub: Any) -> Iterator[torch.Tensor]:
-    """Yield the parameters of which this rank's part of the gradient buffers has something."""
+    """Yield the parameters that overlap this rank's part of the gradient buffers."""
     for of_buffer in sub.gbuf_ranges:
         for buckets in of_buffer.values():
             for bucket in buckets:
@@ -300,9 +301,9 @@ def _name(tensor: torch.Tensor, names: dict[int, str]) -> str:
     return names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
 
 
-def _line(what: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield one line if there are `names` at all."""
+def _line(problem: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield one line with `problem` and `names`; nothing if `names` is empty."""
     listed = list(names)
     if listed:
         more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
-        yield f"{what}: {', '.join(listed[:_MOST_NAMES])}{more}"
+        yield f"{problem}: {', '.join(listed[:_MOST_NAMES])}{more}"

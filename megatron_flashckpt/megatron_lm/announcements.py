@@ -1,8 +1,8 @@
-"""What stock Megatron does around a save and a load, beside moving bytes.
+"""Log lines and hooks of stock Megatron around a save and a load.
 
-Log lines in their usual wording (users scrape them), one_logger, wandb, fault-tolerance hooks, the
-progress log. Each is called if this release has it. Stock's barriers are left out of the save: a
-save of ours waits for nobody.
+These are log lines in Megatron's wording (users scrape them), one_logger, wandb, fault-tolerance
+hooks and the progress log. A hook is called if this Megatron release has it. Megatron's barriers
+are omitted, because a save does not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _is_last_rank() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AnnouncedSave:
-    """What has to be said once the save is committed."""
+    """Data of a save that `announce_committed` needs."""
 
     iteration: int
     root: str
@@ -54,13 +54,13 @@ class AnnouncedSave:
 
 
 def ask_for_memory_saves(args: Any, interval: int | None) -> None:
-    """Have Megatron's training loop save to memory only every `interval` iterations.
+    """Make Megatron's training loop save to memory only every `interval` iterations.
 
-    The loop reads the argument anew in every iteration, and calls `save_checkpoint` with
-    `non_persistent_ckpt` where no ordinary save is due.
+    The loop reads the argument in every iteration. If no ordinary save is due, the loop calls
+    `save_checkpoint` with `non_persistent_ckpt`.
 
     Raises:
-        UnsupportedError: the loop of this release has no such saves.
+        UnsupportedError: the loop of this release has no such argument.
     """
     if interval is None:
         return
@@ -72,25 +72,25 @@ def ask_for_memory_saves(args: Any, interval: int | None) -> None:
         )
     given = args.non_persistent_save_interval
     if given:
-        said = f"--non-persistent-save-interval {given} overrides memory_interval {interval}"
+        message = f"--non-persistent-save-interval {given} overrides memory_interval {interval}"
     else:
         args.non_persistent_save_interval = interval
-        said = f"memory_interval {interval}: as with --non-persistent-save-interval {interval}"
-    checkpointing().print_rank_0(f"  flashckpt: {said}; these saves stay in host memory")
+        message = f"memory_interval {interval}: as with --non-persistent-save-interval {interval}"
+    checkpointing().print_rank_0(f"  flashckpt: {message}; these saves stay in host memory")
 
 
 @functools.cache
 def announce_left_to_megatron(flag: str) -> None:
-    """Say, once, that our functions do nothing in this job."""
+    """Log once that Megatron's own functions save and load in this job."""
     checkpointing().print_rank_0(
         f"  flashckpt: with {flag} the model shards its parameters itself, which this release "
-        "neither saves nor loads: Megatron's own functions do, as if flashckpt were not there"
+        "does not support: Megatron's own functions save and load this job"
     )
 
 
 @contextlib.contextmanager
 def save_hooks() -> Iterator[None]:
-    """Tell the fault-tolerance monitor, where there is one, that checkpointing is going on."""
+    """Report to the fault-tolerance monitor, if there is one, that checkpointing is in progress."""
     monitor = feature("ft_integration")
     if monitor is None:
         yield
@@ -105,7 +105,7 @@ def save_hooks() -> Iterator[None]:
 def announce_save(
     args: Any, iteration: int, root: str, *, memory_only: bool, pending: bool
 ) -> AnnouncedSave:
-    """Say that a save begins; return what `announce_committed` needs.
+    """Log that a save begins; return the data that `announce_committed` needs.
 
     Args:
         pending: whether an earlier save is not committed yet.
@@ -143,7 +143,7 @@ def announce_save(
 
 
 def announce_staged(args: Any, save: AnnouncedSave) -> None:
-    """Say what stock says when training goes on before a save is committed."""
+    """Log Megatron's line for a save that is committed while training continues."""
     if getattr(args, "async_save", None):
         checkpointing().print_rank_0(
             f"  [{_now()}] scheduled an async checkpoint save at iteration {save.iteration:7d} to "
@@ -152,7 +152,7 @@ def announce_staged(args: Any, save: AnnouncedSave) -> None:
 
 
 def announce_drain(args: Any) -> None:
-    """Say that what is not committed yet is waited for."""
+    """Log that the process waits for saves that are not committed yet."""
     if getattr(args, "async_save", None):
         checkpointing().print_rank_0(
             "Unfinalized async checkpoint saves. Finalizing them synchronously now."
@@ -160,15 +160,17 @@ def announce_drain(args: Any) -> None:
 
 
 def saves_after_training(args: Any, iteration: int) -> bool:
-    """Return whether Megatron's `pretrain` itself saves `iteration` when its loop has ended."""
-    every = getattr(args, "save_interval", None)
-    return iteration == getattr(args, "train_iters", None) and bool(every and iteration % every)
+    """Return whether Megatron's `pretrain` saves `iteration` after its loop has ended."""
+    interval = getattr(args, "save_interval", None)
+    return iteration == getattr(args, "train_iters", None) and bool(
+        interval and iteration % interval
+    )
 
 
 def announce_committed(args: Any, save: AnnouncedSave) -> None:
-    """Say that the save is committed, as stock's finalizers do. No communication.
+    """Log that the save is committed, as Megatron's finalizers do. No communication.
 
-    Also called while the process exits, when the process group may be gone already.
+    Also called while the process exits; the process group may be destroyed by then.
     """
     if save.first_rank:
         print(
@@ -202,13 +204,14 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
 
 
 def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
-    """Do what Megatron's own `evaluate` does; the next checkpoint says what came of it.
+    """Run Megatron's own `evaluate` and report its losses as metrics of the next checkpoint.
 
-    A loss is called as in TensorBoard, e.g. `lm loss validation`. Only the last pipeline stage
-    knows it, which is enough. With several validation sets there is no telling which this one is.
+    A loss is named as in TensorBoard, e.g. `lm loss validation`. Only the last pipeline stage knows
+    the loss, which is enough. With several validation sets the current set is unknown, so no loss
+    is reported.
     """
     result = original("training", "evaluate")(*args, **kwargs)
-    losses = result[0]  # None if the time was up
+    losses = result[0]  # None if the time limit was reached
     if losses and not getattr(checkpointing().get_args(), "multiple_validation_sets", False):
         for name, loss in losses.items():
             report_metric(f"{name} validation", loss)
@@ -216,17 +219,18 @@ def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
 
 
 def announce_loading(args: Any, root: str | None, iteration: int) -> None:
-    """Say which checkpoint is being loaded, in the words of the format that was asked for."""
+    """Log which checkpoint is loaded, in Megatron's words for the requested format."""
     kind = "distributed " if getattr(args, "use_dist_ckpt", False) else ""
     checkpointing().print_rank_0(f" loading {kind}checkpoint from {root} at iteration {iteration}")
 
 
-def announce_loaded(root: str, iteration: int, origin: tuple[int, str], cost: str) -> None:
-    """Say what was loaded and from where, as stock does after a load.
+def announce_loaded(root: str, iteration: int, origin: tuple[int, str], summary: str) -> None:
+    """Log the loaded iteration and its source, as Megatron does after a load.
 
     Args:
-        iteration: the one that training goes on with; 0 for fine-tuning.
-        origin: the iteration that was loaded, and from where (`memory` or `storage`).
+        iteration: the iteration from which training continues; 0 for fine-tuning.
+        origin: the loaded iteration and its source (`memory` or `storage`).
+        summary: bytes and time of the load, as text.
     """
     from megatron.core import parallel_state
 
@@ -240,7 +244,7 @@ def announce_loaded(root: str, iteration: int, origin: tuple[int, str], cost: st
         f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
         f"at iteration {iteration}"
     )
-    stock.print_rank_0(f"  flashckpt: iteration {loaded} was restored from {source}: {cost}")
+    stock.print_rank_0(f"  flashckpt: iteration {loaded} was restored from {source}: {summary}")
     wandb = feature("wandb_utils")
     if wandb is not None and _is_last_rank():
         wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(loaded)}", root)

@@ -1,11 +1,10 @@
-"""What this Megatron has: the one place where releases are told apart, by looking at what is there.
+"""Features of this Megatron release, recognized by the names that exist, never by version.
 
-Differences that only releases before core 0.7 make are in `old_releases`.
+Differences of releases before core 0.7 are in `old_releases`.
 
-A function that was renamed looks like one that an old release lacks, and what it did would be left
-out without a word: that is how DLRover's integration lost the shards of chained optimizers. So an
-optional name is not merely looked up: `missing` also asks whether a release that has what came
-later can lack it.
+A renamed function looks like a function that an old release does not have, and its work would be
+skipped silently. DLRover's integration lost the shards of chained optimizers in this way. So
+`missing` also reports an optional name that is absent although a name of a later release exists.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from megatron_flashckpt.megatron_lm.stock import (
     stock_module,
 )
 
-#: Names in Megatron's `checkpointing` that every release has had.
+#: Names in Megatron's `checkpointing` that every release has.
 _REQUIRED = (
     *("get_args", "unwrap_model", "print_rank_0", "update_num_microbatches"),
     *("set_checkpoint_version", "check_checkpoint_args"),
 )
-#: Names there that came later, those of one release in one line, in the order of the releases.
+#: Names added to `checkpointing` later: one line per release, in the order of the releases.
 _OPTIONAL = (
     ("append_to_progress_log", "on_save_checkpoint_start", "on_save_checkpoint_success"),
     ("get_rerun_state_machine",),
     ("ft_integration", "maybe_save_dataloader_state", "wandb_utils"),
     ("set_loaded_iteration",),
 )
-#: Modules that show by themselves that a release has what some of these names do.
+#: Modules whose existence shows that a release has the feature of a name.
 _MODULES = {"get_rerun_state_machine": "megatron.core.rerun_state_machine"}
 _PARALLEL_STATE = (
     *("get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size"),
@@ -50,9 +49,9 @@ _PARALLEL_STATE = (
     *("get_expert_model_parallel_rank", "get_expert_model_parallel_world_size"),
     "get_context_parallel_rank",
 )
-#: Arguments of the command line that every release has had.
+#: Command-line arguments that every release has.
 _ARGS = ("save", "load", "finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
-#: Arguments of the command line that need a parameter of `save_checkpoint`.
+#: Command-line arguments that need a parameter of `save_checkpoint`.
 _ARGS_OF_SAVE = {
     "non_persistent_save_interval": "non_persistent_ckpt",
     "rerun_mode": "train_data_iterator",
@@ -60,45 +59,45 @@ _ARGS_OF_SAVE = {
 
 
 def feature(name: str) -> Any:
-    """Return Megatron's own `name`, or None if this release is older than it."""
+    """Return Megatron's `name`, or None if this release is older than that name."""
     assert any(name in names for names in _OPTIONAL)
     return getattr(checkpointing(), name, None)
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Return whether this release's `function` has a parameter of that name."""
+    """Return whether this release's `function` has the parameter."""
     return parameter in inspect.signature(function).parameters
 
 
 def missing(args: Any) -> list[str]:
-    """Return what of Megatron is not as the shims expect it, one line each.
+    """Return one line per difference between Megatron and the shims' expectations.
 
     Args:
-        args: Megatron's own, to see which of its arguments are there.
+        args: Megatron's args; the check tests which arguments exist.
     """
     stock = checkpointing()
-    found = [
+    lines = [
         f"{module.__name__} has no '{name}'"
         for module, names in ((stock, _REQUIRED), (parallel_state, _PARALLEL_STATE))
         for name in names
         if not hasattr(module, name)
     ]
     if (half := half_swapped()) is not None:
-        found.append(half)
-    return [*found, *_gone(stock), *_parameters(args), *_args(args)]
+        lines.append(half)
+    return [*lines, *_missing_optional(stock), *_parameters(args), *_args(args)]
 
 
-def _gone(stock: Any) -> Iterator[str]:
-    """Yield the names that are not there although something later, or of theirs, is."""
+def _missing_optional(stock: Any) -> Iterator[str]:
+    """Yield one line per missing name if a name of the same or a later release exists."""
     later: str | None = None
     for names in reversed(_OPTIONAL):
-        there = next((name for name in names if hasattr(stock, name)), None)
+        present = next((name for name in names if hasattr(stock, name)), None)
         for name in names:
             module = _MODULES.get(name)
-            shown_by = there or later or (module if module and exists(module) else None)
+            shown_by = present or later or (module if module and exists(module) else None)
             if not hasattr(stock, name) and shown_by is not None:
                 yield f"{stock.__name__} has no '{name}', though there is '{shown_by}'"
-        later = later or there
+        later = later or present
 
 
 def exists(module: str) -> bool:
@@ -128,7 +127,7 @@ def _parameters(args: Any) -> Iterator[str]:
 
 
 def _args(args: Any) -> Iterator[str]:
-    # Tests and tools make args of their own with what they need.
+    # Tests and tools pass objects of other classes with the few arguments that they need.
     if isinstance(args, argparse.Namespace):
         yield from (
             f"Megatron's args have no '{name}'" for name in _ARGS if not hasattr(args, name)

@@ -1,7 +1,7 @@
-"""Finds the tensors whose copies differ between ranks: once per run, in its first committed save.
+"""Finds the tensors whose copies differ between ranks, once per run, in the first committed save.
 
-The ranks sum up their copies while training continues, the agents compare the sums when they
-commit, and the outcome of the save tells. From then on every copy of these tensors is saved.
+The ranks sum their copies while training continues. The agents compare the sums at the commit and
+report the differing tensors with the result of the save. Later saves write every copy of them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: Of the places of copies that are only looked at; any element is aligned there.
+#: Alignment in bytes of copies that are only compared; sufficient for every element type.
 _ALIGNMENT = 64
-#: A message that names hundreds of tensors is read by nobody.
+#: Maximum number of tensors that one message names.
 _MOST_NAMES = 20
 
 
 class Comparison:
-    """What one rank sums up in one save: copies that it saves, and copies that it does not."""
+    """Sums of one rank in one save: of copies that it saves and of copies that it only compares."""
 
     def __init__(self, saved: list[LocalPiece], others: list[LocalPiece], keys: frozenset[str]):
-        """Args: `saved`: all that the save has, in layout order; `keys`: of what has copies."""
+        """Select the copies to sum.
+
+        Args:
+            saved: all pieces of the save, in layout order.
+            others: copies that the save does not contain.
+            keys: keys of the tensors that have copies.
+        """
         self._saved = [
             (number, local.piece)
             for number, local in enumerate(saved)
@@ -50,15 +56,15 @@ class Comparison:
                 self._others.append((end, local.piece))
                 end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.aside = Aside(copies, torch.empty(end, dtype=torch.uint8))
-        """Copies to be made while the tensors do not change."""
+        """Copies to make before the tensors change."""
 
     @property
     def room(self) -> tuple[CopySum, ...]:
-        """Sums without a meaning that are as long as those to come."""
+        """Placeholder sums of the same encoded length as the final sums."""
         return added_up((piece, 0) for _, piece in (*self._saved, *self._others))
 
     def write(self, slot: Slot, layout: Layout) -> None:
-        """Put the sums into the description of a slot, when all copies have been made."""
+        """Write the sums into the slot's descriptor after all copies have been made."""
         with phase("sums of copies"), slot.data() as data:
             sums = [
                 (piece, weighed(piece, data[layout.template.items[number].byte_offset :]))
@@ -66,8 +72,8 @@ class Comparison:
             ]
             content = self.aside.content.numpy()
             sums += [(piece, weighed(piece, content[begin:])) for begin, piece in self._others]
-        # All other fields byte for byte, so that the description keeps its length: a setting that
-        # was given as 24 would be encoded as 24.0.
+        # Other fields are copied byte for byte, so that the descriptor keeps its length: a typed
+        # decoder would turn a setting given as 24 into 24.0.
         fields = msgspec.msgpack.decode(slot.encoded_meta(), type=dict[str, msgspec.Raw])
         fields["sums"] = msgspec.Raw(msgspec.msgpack.encode(added_up(sums)))
         slot.set_meta(msgspec.msgpack.encode(fields))
@@ -78,7 +84,7 @@ def _is_compared(piece: Piece) -> bool:
 
 
 class CopyCheck:
-    """What is known of a job's copies. Used on the training thread; nothing communicates."""
+    """State of the comparison of a job's copies. Used on the training thread; no communication."""
 
     def __init__(self, state: ModelState, rank: int) -> None:
         self._state = state
@@ -88,10 +94,10 @@ class CopyCheck:
     def begin(
         self, chunks: list[Any], optimizer: Any, saved: list[LocalPiece]
     ) -> Comparison | None:
-        """Return what a save has to sum up; None if copies have been compared, or there are none.
+        """Return the sums to make in a save; None without copies or after their comparison.
 
         Args:
-            saved: all that the save has, in layout order.
+            saved: all pieces of the save, in layout order.
         """
         state = self._state
         if self._is_done or not state.copied_keys:
@@ -101,23 +107,23 @@ class CopyCheck:
         return Comparison(saved, others, state.copied_keys)
 
     def learn(self, iteration: int, differing: Iterable[str]) -> None:
-        """Note what a committed save, in which all ranks took part, has found."""
+        """Store the differing keys that a committed save of all ranks has found."""
         self._is_done = True
-        found = sorted(set(differing) - self._state.differing_keys)
-        self._state.differing_keys |= frozenset(found)
-        if found and self._rank == 0:
+        new_keys = sorted(set(differing) - self._state.differing_keys)
+        self._state.differing_keys |= frozenset(new_keys)
+        if new_keys and self._rank == 0:
             logger.warning(
                 "iteration %d: ranks hold different copies of %s, which should be equal: Megatron "
                 "lets them drift apart. This checkpoint has only the first copy of each. Later "
                 "ones have all copies, so that a job in the same parallel layout resumes bit for "
                 "bit",
                 iteration,
-                named(found),
+                named(new_keys),
             )
 
 
 def named(keys: Iterable[str]) -> str:
-    """Return how many tensors there are and, as far as anybody reads them, their names."""
+    """Return the number of tensors and the first names."""
     listed = sorted(keys)
     more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
     plural = "" if len(listed) == 1 else "s"

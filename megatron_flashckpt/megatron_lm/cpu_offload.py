@@ -1,7 +1,8 @@
-"""`--optimizer-cpu-offload`: Megatron's optimizer over optimizers, some of which live on the CPU.
+"""Support for `--optimizer-cpu-offload`: one optimizer that delegates steps to CPU and GPU ones.
 
-`HybridDeviceOptimizer` lists the shards of the model's parameters. Optimizers below it step copies
-of them: fp32 ones of 16-bit parameters, and of all whose states are to be in host memory.
+Megatron's `HybridDeviceOptimizer` lists the shards of the model's parameters. Its sub-optimizers
+step copies of these shards: fp32 copies of 16-bit parameters, and host copies of all parameters
+whose states belong in host memory.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import torch
 
 
 def is_offloading(inner: torch.optim.Optimizer) -> bool:
-    """Return whether `inner` is such an optimizer."""
+    """Return whether `inner` is a `HybridDeviceOptimizer`."""
     return hasattr(inner, "param_to_inner_param") and hasattr(inner, "sub_optimizers")
 
 
 def below(inner: Any) -> list[Any]:
-    """Return the optimizers that take the steps: those below `inner`, or `inner` itself."""
+    """Return the optimizers that step tensors: the sub-optimizers of `inner`, or `inner` itself."""
     return list(inner.sub_optimizers) if is_offloading(inner) else [inner]
 
 
 def steppers(inner: Any) -> dict[int, torch.optim.Optimizer]:
-    """Return, by the id of a tensor that is stepped, which optimizer does."""
+    """Return the optimizer that steps a tensor, by the id of the tensor."""
     return {
         id(parameter): optimizer
         for optimizer in below(inner)
@@ -32,19 +33,23 @@ def steppers(inner: Any) -> dict[int, torch.optim.Optimizer]:
 
 
 def groups_below(inner: Any, group: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Return the optimizers that step what `group` of `inner` lists, with their groups of it."""
+    """Return the optimizers that step parameters of `group`, each with its own group of them.
+
+    Args:
+        group: a param group of `inner`.
+    """
     if not is_offloading(inner):
         return [(inner, group)]
     stepped = {id(inner.param_to_inner_param[parameter]) for parameter in group["params"]}
     return [
-        (optimizer, theirs)
+        (optimizer, group_below)
         for optimizer in below(inner)
-        for theirs in optimizer.param_groups
-        if any(id(parameter) in stepped for parameter in theirs["params"])
+        for group_below in optimizer.param_groups
+        if any(id(parameter) in stepped for parameter in group_below["params"])
     ]
 
 
 def finish_loading(inner: Any) -> None:
-    """Have `inner` list the states of the optimizers below it as its own, as after a step."""
+    """Copy the sub-optimizers' states into the state table of `inner`, as a step does."""
     if is_offloading(inner):
         inner._sync_sub_optimizers_state_to_hdo()

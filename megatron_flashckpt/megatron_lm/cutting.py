@@ -1,4 +1,4 @@
-"""Cuts local tensors into pieces, as views wherever that is possible."""
+"""Divides local tensors into pieces, as views where possible."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
-# A save makes one of these for each tensor. As structs that the garbage collector need not know of
-# (nothing refers back to them) they take a fifth of the time of named tuples.
+# A save makes one `LocalPiece` per tensor. Structs that the garbage collector ignores take a fifth
+# of the time of named tuples; a `LocalPiece` cannot be part of a reference cycle.
 
 
 class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A piece and the local elements that it stands for."""
+    """A piece and its local elements."""
 
     piece: Piece
     tensor: torch.Tensor
-    """Flat, without gradients: a view (of a non-contiguous source, a copy) of the elements."""
+    """The elements, flat and without gradients: a view, or a copy of a non-contiguous source."""
     early: bool = False
-    """Whether something else than `optimizer.step()` may change it."""
+    """True if other code than `optimizer.step()` may change the tensor."""
     resizable: bool = False
-    """Whether it may be stored in another global shape (padded vocabulary)."""
+    """True if the stored global shape may differ (padded vocabulary)."""
     copy: str = ""
-    """Which copy of the tensor this rank has, if not the main one (`Geometry.copy`)."""
+    """Name of this rank's copy of the tensor; empty for the main copy (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
-    """A tensor that is not contiguous, and its contiguous copy, which `tensor` is a part of."""
+    """A non-contiguous tensor and its contiguous copy; `tensor` is a view of the copy."""
 
 
-# Calls of torch are much of what enumerating tens of thousands of tensors costs, so none is made
-# that would change nothing.
+# Calls of torch dominate the time to enumerate tens of thousands of tensors, so calls without
+# effect are skipped.
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,15 +48,19 @@ def section(flattened: torch.Tensor, start: int, end: int) -> torch.Tensor:
 def cut(
     geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
 ) -> list[LocalPiece]:
-    """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
+    """Return the pieces of local range `[start, end)`.
+
+    Args:
+        tensor: the elements of this range.
+    """
     parts = geometry.parts(kind, tensor.dtype, start, end)
-    whole = flat(tensor)
-    if len(parts) == 1 and parts[0].end - parts[0].start == whole.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, whole, early, geometry.resizable, geometry.copy)]
+    flattened = flat(tensor)
+    if len(parts) == 1 and parts[0].end - parts[0].start == flattened.numel():  # nearly always
+        return [LocalPiece(parts[0].piece, flattened, early, geometry.resizable, geometry.copy)]
     return [
         LocalPiece(
             part.piece,
-            whole[part.start - start : part.end - start],
+            flattened[part.start - start : part.end - start],
             early,
             geometry.resizable,
             geometry.copy,
@@ -68,11 +72,14 @@ def cut(
 def to_fill(
     geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int
 ) -> list[LocalPiece]:
-    """Return what `cut` does, for a load: `LoadPlan.finish` follows."""
+    """Return the pieces that a load fills for local range `[start, end)`.
+
+    `LoadPlan.finish` copies filled copies back into non-contiguous tensors.
+    """
     if tensor.is_contiguous():
         return cut(geometry, kind, tensor, start, end)
     refuse_shared_elements(geometry.name, tensor)
-    # Its flattening is no view, so a copy is filled, and then copied back.
+    # Flattening would copy, so the load fills a copy, which is copied back afterwards.
     copied = tensor.contiguous()
     return [
         msgspec.structs.replace(local, origin=(tensor, copied))
@@ -81,7 +88,7 @@ def to_fill(
 
 
 def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:
-    """Raise if two elements of `tensor` may lie at one address, as in an expanded tensor.
+    """Raise if two elements of `tensor` may share an address, as in an expanded tensor.
 
     Raises:
         UnsupportedError: names the tensor.
@@ -91,12 +98,12 @@ def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:
     axes = sorted(
         (stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
     )
-    reach = 0
+    extent = 0
     for stride, n in axes:
-        if stride <= reach:
+        if stride <= extent:
             raise UnsupportedError(
                 f"{name}: elements of this tensor share memory (shape {tuple(tensor.shape)}, "
                 f"strides {tensor.stride()}), so a load could not set each of them; make it "
                 "contiguous, or keep Megatron's own checkpointing for this job"
             )
-        reach += stride * (n - 1)
+        extent += stride * (n - 1)

@@ -1,4 +1,4 @@
-"""Which model parameters each param group of an optimizer holds on this rank."""
+"""Model parameters that each param group of an optimizer holds on this rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
 
 
 def held_keys(sub: Any, geometry: ModelGeometry) -> list[list[str]]:
-    """Return, by group, the global keys of the parameters that it has anything of on this rank.
+    """Return, by group, the global keys of the parameters that the group steps on this rank.
 
-    All layers share a key, so there are a few per group, however large the model is.
+    A parameter counts even if this rank steps only a part of it. All layers share a key, so a group
+    has few keys, independent of the model's size.
 
     Args:
         sub: one of `optimizer_state.sub_optimizers`.
@@ -29,16 +30,16 @@ def held_keys(sub: Any, geometry: ModelGeometry) -> list[list[str]]:
     if known is None or known[0] != signature:
         keys = {id(parameter): geo.runs[0].key for parameter, geo in geometry.parameters}
         held = [
-            sorted({keys[id(it)] for it in itertools.chain(*of_group) if id(it) in keys})
+            sorted({keys[id(p)] for p in itertools.chain(*of_group) if id(p) in keys})
             for of_group in members
         ]
-        # Saves repeat the walk over all parameters only if groups have changed.
+        # A later save walks over all parameters again only if the groups have changed.
         known = geometry.keys_of_groups[sub] = (signature, held)
     return known[1]
 
 
 def _members(sub: Any) -> Iterator[Sequence[Sequence[torch.nn.Parameter]]]:
-    """Yield the model's parameters of each group, in one list or two."""
+    """Yield the model's parameters of each group, as one list or two."""
     if isinstance(sub, DistributedOptimizer):
         yield from zip(sub.model_float16_groups, sub.model_fp32_groups, strict=True)
     elif isinstance(sub, Float16OptimizerWithFloat16Params):

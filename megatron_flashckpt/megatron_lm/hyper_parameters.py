@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside tensors: param groups, steps, the grad scaler."""
+"""State of an optimizer other than tensors: param groups, steps, the grad scaler."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_flashckpt.megatron_lm.param_groups import (
     HELD,
     IDENTIFIERS,
     OWN_SETTINGS,
-    Found,
     Identity,
+    Match,
     Saved,
     constants,
     described,
@@ -38,18 +38,18 @@ from megatron_flashckpt.megatron_lm.param_groups import (
     value_of,
 )
 
-#: Says of an entry that there is no step although there are parameters; not in older checkpoints.
+#: Key of an entry that has parameters but no step yet; older checkpoints do not have it.
 _NO_STEP_MADE = "no_step_made"
 
 _Family = tuple[frozenset[str], bool]
-"""The settings of groups that step together, and whether they are of experts."""
+"""Names of the settings of groups that step together, and whether the groups have experts."""
 
 
 def hyper_parameters(optimizer: Any, geometry: ModelGeometry | None = None) -> Saved:
-    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler.
+    """Return param groups (without params), step and grad scaler of each sub-optimizer.
 
     Args:
-        geometry: if given, each group names the parameters that it holds on this rank.
+        geometry: if given, every group also names the parameters that it holds on this rank.
     """
     saved = []
     for sub in sub_optimizers(optimizer):
@@ -64,19 +64,20 @@ def hyper_parameters(optimizer: Any, geometry: ModelGeometry | None = None) -> S
             for group, keys in zip(entry["param_groups"], held_keys(sub, geometry), strict=True):
                 group[HELD] = keys
         has_parameters = any(group["params"] for group in inner.param_groups)
-        if has_parameters and all(_step_of(entry, it) is None for it in entry["param_groups"]):
+        if has_parameters and all(_step_of(entry, g) is None for g in entry["param_groups"]):
             entry[_NO_STEP_MADE] = True
         saved.append(entry)
     return saved
 
 
 def _step_below(inner: torch.optim.Optimizer) -> Any:
-    """Return the step if it is not in the param groups: torch's optimizers keep it per parameter.
+    """Return the step if it is outside the param groups of `inner`, else None.
 
-    (Apex and TE: per group; but with --optimizer-cpu-offload in groups below those that we see.)
+    Torch's optimizers keep the step per parameter, Apex and TransformerEngine per group. With
+    --optimizer-cpu-offload it is in the groups of the sub-optimizers.
 
     Raises:
-        UnsupportedError: parameters have taken different numbers of steps.
+        UnsupportedError: parameters have different numbers of steps.
     """
     steps = {
         float(state["step"])
@@ -97,10 +98,10 @@ def _step_below(inner: torch.optim.Optimizer) -> Any:
 
 
 def merge(of_ranks: list[Saved]) -> Saved:
-    """Return the groups of all ranks together, each identity once, with its step.
+    """Return the groups of all ranks, each identity once, with its step.
 
     Args:
-        of_ranks: what `hyper_parameters` returned on ranks that between them hold all of the model.
+        of_ranks: results of `hyper_parameters` on ranks that together hold the complete model.
     """
     merged: Saved = []
     made = _steps_made(entry for saved in of_ranks for entry in saved)
@@ -113,61 +114,64 @@ def merge(of_ranks: list[Saved]) -> Saved:
             for group, identity in zip(groups, identities(groups), strict=True):
                 if (number, identity) not in seen:
                     seen.add((number, identity))
-                    fresh.append(_holding(group, held.get(identity)))
+                    fresh.append(_with_held(group, held.get(identity)))
             if fresh:
-                merged.append(_counted(entry, fresh, made))
+                merged.append(_with_steps(entry, fresh, made))
     return merged
 
 
 def completed(saved: Saved, others: Saved) -> Saved:
-    """Return `saved` with what `others` know and its rank did not.
+    """Return `saved`, completed with data from `others` that its rank did not have.
 
-    These are steps where it had no parameters to count with, and what groups hold on other ranks.
+    These are the steps of groups without parameters on that rank, and the parameters that groups
+    hold on other ranks.
     """
     made = _steps_made(others)
     held = _held([saved, others])
-    found = []
+    entries = []
     for entry in saved:
         groups = entry["param_groups"]
         known = [
-            _holding(group, held.get(identity))
+            _with_held(group, held.get(identity))
             for group, identity in zip(groups, identities(groups), strict=True)
         ]
-        found.append(_counted(entry, known, made))
-    return found
+        entries.append(_with_steps(entry, known, made))
+    return entries
 
 
 def without_held(saved: Saved) -> Saved:
-    """Return `saved` with groups as Megatron has them, which do not name parameters."""
+    """Return `saved` with groups in Megatron's form, without names of parameters."""
     return [
-        {**entry, "param_groups": [_holding(group, None) for group in entry["param_groups"]]}
+        {**entry, "param_groups": [_with_held(group, None) for group in entry["param_groups"]]}
         for entry in saved
     ]
 
 
 def _held(of_ranks: list[Saved]) -> dict[Identity, set[str]]:
-    """Return, by identity, the parameters that groups hold on all ranks together."""
-    found: dict[Identity, set[str]] = {}
+    """Return the parameters that groups hold on all ranks together, by identity."""
+    held: dict[Identity, set[str]] = {}
     for saved in of_ranks:
         for entry in saved:
             groups = entry["param_groups"]
             for group, identity in zip(groups, identities(groups), strict=True):
                 if HELD in group:
-                    found.setdefault(identity, set()).update(group[HELD])
-    return found
+                    held.setdefault(identity, set()).update(group[HELD])
+    return held
 
 
-def _holding(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
-    """Return the group with the names of these parameters, or without any."""
+def _with_held(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
+    """Return the group with the names `keys` of its parameters; without names if None."""
     bare = {name: value for name, value in group.items() if name != HELD}
     return bare if keys is None else {**bare, HELD: sorted(keys)}
 
 
-def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts) -> dict[str, Any]:
-    """Return an entry of these groups, each with a step if `made` has one for it."""
+def _with_steps(
+    entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts
+) -> dict[str, Any]:
+    """Return `entry` with `groups`; a group without a step gets the step in `made`, if any."""
     known = [
-        {**group, "step": others}
-        if _step_of(entry, group) is None and (others := made.of(group)) is not None
+        {**group, "step": step}
+        if _step_of(entry, group) is None and (step := made.of(group)) is not None
         else group
         for group in groups
     ]
@@ -178,24 +182,24 @@ def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts)
 
 
 def check(optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None) -> None:
-    """Raise unless `load_hyper_parameters` can set all groups; changes nothing.
+    """Raise if `load_hyper_parameters` cannot set all groups; change nothing.
 
     Raises:
-        MissingStateError: the checkpoint has no group for one of this job's, or several of which
-            none is certainly meant; all are named.
+        MissingStateError: the checkpoint has no group for a group of this job, or several
+            candidates; names all such groups.
     """
-    lost = [
+    unmatched = [
         group
-        for _, group, found in _matches(optimizer, saved, geometry)
-        if not found and group["params"]
+        for _, group, match in _matches(optimizer, saved, geometry)
+        if not match and group["params"]
     ]
-    if lost:
+    if unmatched:
         known = [group for entry in saved for group in entry["param_groups"]]
-        telling = differing(known)
+        differing_names = differing(known)
         raise MissingStateError(
             "the checkpoint has no param group that is certainly meant for "
-            f"{', '.join(described(group, telling) for group in lost)}; it has "
-            f"{', '.join(described(group, telling) for group in known)}; use the optimizer "
+            f"{', '.join(described(group, differing_names) for group in unmatched)}; it has "
+            f"{', '.join(described(group, differing_names) for group in known)}; use the optimizer "
             "settings of the saving run, or --no-load-optim"
         )
 
@@ -203,36 +207,37 @@ def check(optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None) -
 def load_hyper_parameters(
     optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None
 ) -> list[str]:
-    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already.
+    """Set a result of `hyper_parameters` or `merge`; state tensors must be allocated already.
 
     Args:
-        geometry: of the model, by which groups can be told by the parameters that they hold.
+        geometry: geometry of the model; if given, groups can be matched by their parameters.
 
     Returns:
-        A line for each group of this job whose configured settings the checkpoint's replace.
+        A line for each group of this job whose configured settings the checkpoint replaces.
     """
     changes = []
     scalers: dict[int, Any] = {}
     made = _steps_made(saved)
-    for inner, group, found in _matches(optimizer, saved, geometry):
-        if found is not None:
-            entry, values = found
+    for inner, group, match in _matches(optimizer, saved, geometry):
+        if match is not None:
+            entry, values = match
             if entry["grad_scaler"] is not None:
                 scalers.setdefault(id(inner), entry["grad_scaler"])
             step = _step_of(entry, values)
-            before = constants(group)
-            _take(inner, group, values, made.of(values) if step is None else step)
-            now = constants(group)
-            changed = [name for name, value in before.items() if now[name] != value]
+            configured = constants(group)
+            _apply(inner, group, values, made.of(values) if step is None else step)
+            loaded = constants(group)
+            changed = [name for name, value in configured.items() if loaded[name] != value]
             if changed:
                 taken = ", ".join(
-                    f"{name} {now[name]} instead of {before[name]}" for name in changed
+                    f"{name} {loaded[name]} instead of {configured[name]}" for name in changed
                 )
                 changes.append(f"param group {described(group, ())} takes {taken}")
-    first = next((it["grad_scaler"] for it in saved if it["grad_scaler"] is not None), None)
+    scaler_states = (entry["grad_scaler"] for entry in saved)
+    first = next((state for state in scaler_states if state is not None), None)
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
-        # Chained optimizers may differ in it: each looks for overflows in its own gradients.
+        # Chained optimizers may have different scaler states: each checks only its own gradients.
         state = scalers.get(id(sub.optimizer), first)
         if scaler and state is not None:
             scaler.load_state_dict(state)
@@ -241,22 +246,22 @@ def load_hyper_parameters(
 
 
 def knows_steps(saved: Saved) -> bool:
-    """Return whether `saved` says how many steps were made.
+    """Return whether `saved` contains the number of steps.
 
-    A rank whose optimizer has no parameters (only padding fell to it) does not know.
+    It does not on a rank whose optimizer has no parameters (its range is only padding).
     """
     return bool(_steps_made(saved).by_settings)
 
 
 def _matches(
     optimizer: Any, saved: Saved, geometry: ModelGeometry | None
-) -> list[tuple[torch.optim.Optimizer, dict[str, Any], Found | None]]:
-    """Return `(inner optimizer, its group, what is saved of it)` for every group."""
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any], Match | None]]:
+    """Return `(inner optimizer, its group, saved match)` for every group of this job."""
     subs = sub_optimizers(optimizer)
-    mine = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
-    held = () if geometry is None else [it for sub in subs for it in held_keys(sub, geometry)]
-    found = matches([group for _, group in mine], saved, held)
-    return [(*of_mine, it) for of_mine, it in zip(mine, found, strict=True)]
+    pairs = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
+    held = () if geometry is None else [keys for sub in subs for keys in held_keys(sub, geometry)]
+    saved_matches = matches([group for _, group in pairs], saved, held)
+    return [(*pair, match) for pair, match in zip(pairs, saved_matches, strict=True)]
 
 
 def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
@@ -265,24 +270,25 @@ def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
-    """How many steps there were."""
+    """Numbers of steps."""
 
     by_family: dict[_Family, Any] = dataclasses.field(default_factory=dict)
-    """None: none, though there are parameters."""
+    """Steps by family; None if the family has parameters but no step."""
     by_settings: dict[frozenset[str], Any] = dataclasses.field(default_factory=dict)
+    """Steps by names of settings, for families without a number of their own."""
 
     def of(self, group: dict[str, Any]) -> Any:
-        """Return the steps of a group whose own rank does not know; None: there were none."""
+        """Return the steps of a group whose own rank has no number; None without any step."""
         family = _family(group)
         return self.by_family.get(family, self.by_settings.get(family[0]))
 
 
 def _steps_made(saved: Iterable[dict[str, Any]]) -> _Counts:
-    """Return what all entries together know of steps.
+    """Return the numbers of steps from all entries together.
 
-    Groups of a family step together, but one without parameters on its rank does not count there.
-    Experts have an optimizer of their own, with its own count; Muon, whose groups have other
-    settings than Adam's, never counts.
+    Groups of a family step together, but a group without parameters on its rank counts no steps
+    there. Experts have a separate optimizer with a separate count. Muon counts no steps; its groups
+    have other settings than Adam's.
     """
     made = _Counts()
     groups = [(entry, group) for entry in saved for group in entry["param_groups"]]
@@ -300,7 +306,7 @@ def _family(group: dict[str, Any]) -> _Family:
     return setting_names(group), bool(value_of(group, EXPERT))
 
 
-def _take(
+def _apply(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
     own = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *OWN_SETTINGS)
@@ -333,7 +339,7 @@ def _set_steps_of_parameters(
 
 
 def _set_step_of_group(optimizer: Any, group: dict[str, Any], step: Any) -> None:
-    """Set the step as Apex's and TransformerEngine's optimizers keep it."""
+    """Set the step in the form of Apex's and TransformerEngine's optimizers."""
     if getattr(optimizer, "capturable", isinstance(step, torch.Tensor)):
         tensor = step if isinstance(step, torch.Tensor) else torch.tensor([step], dtype=torch.int32)
         group["step"] = _overwritten(group.get("step"), tensor, _device(group))
@@ -347,13 +353,13 @@ def _device(group: dict[str, Any]) -> torch.device:
 
 
 def _overwritten(current: Any, value: Any, device: torch.device) -> Any:
-    """Return `value` in the form of `current`, shared with no other group.
+    """Return `value` in the form of `current`, as an object that no other group shares.
 
     If `current` is a tensor, overwrite and return it: optimizers change tensors in place, and a
-    CUDA graph reads the tensors that it captured.
+    CUDA graph reads the tensors that were captured.
 
     Args:
-        device: of the returned tensor if `current` is no tensor.
+        device: device of the returned tensor if `current` is no tensor.
     """
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
         new = torch.as_tensor(value, dtype=current.dtype)

@@ -1,4 +1,4 @@
-"""What the manifest says of the run that a checkpoint comes from, for people and tools."""
+"""Description of the saving run in the manifest, for people and tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = (
 
 
 def describe(args: Any) -> dict[str, Any]:
-    """Return the releases that are in use, and the args that tell runs apart."""
+    """Return the versions of the software and the args that distinguish runs."""
     return {
         "megatron_flashckpt": megatron_flashckpt.__version__,
         "megatron_core": package_info.__version__,

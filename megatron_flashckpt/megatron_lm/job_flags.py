@@ -1,6 +1,6 @@
 """Finds the flags of a Megatron job that decide whether and when its state may be copied.
 
-Imports nothing, because `flashckpt plan` asks, too.
+This module imports nothing, because `flashckpt plan` uses it without Megatron.
 """
 
 from __future__ import annotations
@@ -8,34 +8,34 @@ from __future__ import annotations
 from typing import Any
 
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
-#: Arguments under which the model shards its parameters itself, by attribute.
+#: Flags under which the model shards its parameters itself, by attribute of the args.
 _SELF_SHARDING = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_custom_fsdp": "--use-custom-fsdp",  # its name until core 0.13
+    "use_custom_fsdp": "--use-custom-fsdp",  # name until core 0.13
     "use_torch_fsdp2": "--use-torch-fsdp2",
 }
 
 
 def left_to_megatron(args: Any) -> str | None:
-    """Return the flag that leaves all saving and loading to Megatron's own functions, if given."""
+    """Return the given flag under which Megatron itself saves and loads; None without one."""
     flags = (flag for name, flag in _SELF_SHARDING.items() if getattr(args, name, False))
     return next(flags, None)
 
 
 def changes_beside_steps(args: Any) -> str | None:
-    """Return the flag under which tensors change outside of `optimizer.step()`; None without one.
+    """Return the given flag under which tensors change outside `optimizer.step()`, or None.
 
-    Only the optimizer's step waits for the late copies of a save.
+    Only `optimizer.step()` waits for the late copies of a save.
     """
     if getattr(args, "perform_rl_step", False):
-        return "--perform-rl-step"  # swaps weights, and moves them off the GPU for inference
+        return "--perform-rl-step"  # swaps weights and moves them off the GPU for inference
     if getattr(args, "offload_optimizer_states", False):
-        return "--offload-optimizer-states"  # frees them on the GPU in every iteration
+        return "--offload-optimizer-states"  # frees states on the GPU in every iteration
     if (
         getattr(args, "vision_pretraining", False)
         and getattr(args, "vision_pretraining_type", "") == "dino"
     ):
-        return "--vision-pretraining-type dino"  # the teacher follows by momentum after the step
+        return "--vision-pretraining-type dino"  # updates the teacher after the step
     return None
 
 

@@ -1,8 +1,8 @@
-"""How parameters of Megatron's legacy GPT lie in the global tensors (`megatron.model`, early 2024).
+"""Positions of the legacy GPT's parameters in global tensors (`megatron.model`, early 2024).
 
-That model has no `sharded_state_dict`. What is needed is in the attributes that its layers set on
-their parameters (`tensor_model_parallel`, `partition_dim`, `partition_stride`) and in each layer's
-own `layer_number`. Keys are the names in its state dict, like layers stacked along a first axis.
+The legacy model has no `sharded_state_dict`. Its layers set the needed attributes on their
+parameters (`tensor_model_parallel`, `partition_dim`, `partition_stride`), and each layer has a
+`layer_number`. Keys are names of the state dict; equal layers are stacked along a first axis.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import Cut, Layer, geometry
+from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import Layer, Sharding, geometry
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
@@ -26,7 +26,7 @@ def parameters(chunk: Any) -> list[tuple[torch.nn.Parameter, Geometry]]:
     """Return every parameter of an unwrapped model chunk with its geometry. No communication.
 
     Raises:
-        UnsupportedError: another model than GPT, experts, or a cut that is not known.
+        UnsupportedError: the model is no GPT, has experts, or is sharded in an unknown way.
     """
     language_model = getattr(chunk, "language_model", None)
     if getattr(language_model, "encoder", None) is None or getattr(language_model, "decoder", None):
@@ -56,15 +56,15 @@ def _geometry(
         module = modules[f"{match['layers']}.{match['index']}"]
         layer = Layer(module.layer_number - 1, args.num_layers)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    cut = None
+    sharding = None
     if getattr(parameter, "tensor_model_parallel", False):
         size = parallel_state.get_tensor_model_parallel_world_size()
-        cut = Cut(parameter.partition_dim, size, rank, parameter.partition_stride)  # type: ignore[attr-defined]
+        sharding = Sharding(parameter.partition_dim, size, rank, parameter.partition_stride)  # type: ignore[attr-defined]
     return geometry(
         name,
         tuple(parameter.shape),
         layer=layer,
-        cut=cut,
+        sharding=sharding,
         swiglu=bool(getattr(args, "swiglu", False)),
         tensor_rank=rank,
         replica=parallel.data_parallel()[1],

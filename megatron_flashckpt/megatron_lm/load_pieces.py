@@ -1,7 +1,7 @@
-"""The pieces of this rank's model and optimizer that a load fills, enumerated afresh for each load.
+"""Pieces of this rank's model and optimizer that a load fills, enumerated anew for each load.
 
-`ModelState` enumerates what a save writes; a rank fills more than it writes, because replicas share
-out what they write.
+`ModelState` enumerates the pieces that a save writes. A rank fills more pieces than it writes,
+because replicas divide the writing among them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def load_pieces(
 ) -> list[LocalPiece]:
     """Return all pieces that a load must fill on this rank, duplicates included.
 
-    FP8 and FP4 weights are not among them: `requantization` makes them of their masters.
-    Allocates optimizer state that does not exist yet, which a save must not do.
+    FP8 and FP4 weights are excluded: `requantization` makes them from their masters. Allocates
+    missing optimizer state, which a save must not do.
 
     Args:
-        geometry: that of `chunks`.
-        optimizer: None: weights and buffers only.
-        state_types: by family of optimizers (`state_types`), the types of the states by kind.
-        dtype_of: returns the type in which a kind of state is stored of certain pieces, if it is;
-            parameters of one family may have states of several types.
+        geometry: geometry of `chunks`.
+        optimizer: if None, only weights and buffers are filled.
+        state_types: element types by optimizer family and kind (see the function `state_types`).
+        dtype_of: returns the stored type of a kind of state for given pieces, or None; parameters
+            of one family may have states of several types.
     """
     geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
     pieces: list[LocalPiece] = []
@@ -61,12 +61,12 @@ def load_pieces(
 def state_types(
     geometry: ModelGeometry, optimizer: Any, stored: Mapping[str, Mapping[str, torch.dtype]]
 ) -> dict[str, dict[str, torch.dtype]]:
-    """Return, by family of optimizers, the states that the checkpoint has of its parameters.
+    """Return the types of the stored states, by optimizer family and kind.
 
-    One family may keep other states than another: Muon has a momentum, Adam two moments.
+    Families keep different states: Muon has a momentum, Adam two moments.
 
     Args:
-        stored: by key, the types of the states that the checkpoint has, by kind.
+        stored: types of the states in the checkpoint, by key and kind.
     """
     geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
     types: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
@@ -77,7 +77,7 @@ def state_types(
 
 
 def refuse_unfillable(geometry: ModelGeometry, chunks: list[Any], optimizer: Any) -> None:
-    """Raise if a load could not fill a tensor because its elements share memory.
+    """Raise if a load cannot fill a tensor because elements of the tensor share memory.
 
     Raises:
         UnsupportedError: names the tensor.

@@ -1,9 +1,9 @@
-"""How a local parameter lies in the global tensor, as Megatron itself describes it.
+"""Position of each local parameter in its global tensor, as Megatron itself describes it.
 
 `model.sharded_state_dict()` communicates nothing, and the data of its entries *is* the parameter,
 so geometry is joined to parameters by identity. Most parameters are one box. A factory (SwiGLU's
-fused fc1, Mamba's projections) cuts one local tensor into several boxes: a probe on a tensor
-without storage shows which elements go where.
+fused fc1, Mamba's projections) splits one local tensor into several boxes. To find the elements of
+each box, the factory is run on a probe tensor without storage.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron_flashckpt.megatron_lm.compat import takes
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
-#: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
+#: A tensor with more runs than the first, which are shorter than the second, is transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16
-#: Assertions may quote all names of a model.
+#: Characters of an error text of Megatron that are quoted; an assertion may list all names.
 _LONG = 300
 _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclasses.dataclass
 class ModelGeometry:
-    """Geometry of everything that the model chunks of this rank hold.
+    """Geometry of all parameters, buffers and objects of this rank's model chunks.
 
-    Holds the parameters themselves, so that an `id` cannot come to mean another one.
+    It holds references to the parameters, so that an `id` cannot be reused.
     """
 
     signature: tuple[Any, ...]
@@ -51,37 +51,40 @@ class ModelGeometry:
     buffers: list[tuple[int, str, Geometry]]
     """Chunk, name in the chunk, geometry."""
     objects: list[tuple[int, str, str]]
-    """Chunk, state-dict name and global name (the same under any layout) of things that are not
-    tensors (TransformerEngine's extra state)."""
+    """Chunk, state-dict name and global name of objects other than tensors (TransformerEngine's
+    extra state). The global name is equal under all parallel layouts."""
     quantized: dict[int, Geometry] = dataclasses.field(default_factory=dict)
     """The FP8 and FP4 parameters among `parameters`, by id."""
     keys_of_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], list[list[str]]]] = (
         dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     )
-    """What `group_parameters.held_keys` has found, by optimizer."""
+    """Cached results of `group_parameters.held_keys`, by optimizer."""
     repeats: weakref.WeakKeyDictionary[Any, Any] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """How to enumerate optimizers again (`repeats.Repeat`), which follows from this geometry."""
+    """Cached enumerations (`repeats.Repeat`) of this geometry, by optimizer."""
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:
-        """Keys of the global tensors of which this rank has a quantized parameter."""
+        """Keys of the global tensors for which this rank has a quantized parameter."""
         return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
 
     @functools.cached_property
     def copied_keys(self) -> frozenset[str]:
-        """Keys of the global tensors of which this rank has a copy that is not the main one."""
+        """Keys of the global tensors for which this rank has a copy other than the main copy."""
         geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
         return frozenset(run.key for geo in geometries if geo.copy for run in geo.runs)
 
     def buffer_tensors(self, chunks: list[Any]) -> list[tuple[Geometry, torch.Tensor]]:
-        """Return the live buffers of `chunks`, whose geometry this is, each with its own.
+        """Return the live buffers of `chunks`, each with its geometry.
+
+        Args:
+            chunks: the chunks that this geometry describes.
 
         Raises:
             UnsupportedError: an entry of the sharded state dict is neither parameter nor buffer.
         """
-        if not self.buffers:  # to look for none takes a walk through all modules
+        if not self.buffers:  # skip the walk through all modules
             return []
         named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
         tensors = []
@@ -96,18 +99,17 @@ class ModelGeometry:
 
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
-    """Return what must be unchanged for a cached geometry to be valid."""
-    # `Module.parameters` makes all names, too, which for 20,000 tensors took a quarter of the time
-    # that a save blocked training. Shared modules come several times here.
-    found: list[torch.Tensor | None] = []
-    left = list(chunks)
-    while left:
-        module = left.pop()
-        found += module._parameters.values()
-        found += module._buffers.values()
-        left += [below for below in module._modules.values() if below is not None]
-    tensors = [it for it in found if it is not None]
-    # As lists, which a call makes of all tensors at once.
+    """Return a value that changes when a cached geometry of `chunks` becomes invalid."""
+    # `Module.parameters` also builds all names: for 20,000 tensors a quarter of the time that a
+    # save blocked training. Shared modules are visited several times here.
+    slots: list[torch.Tensor | None] = []
+    modules = list(chunks)
+    while modules:
+        module = modules.pop()
+        slots += module._parameters.values()
+        slots += module._buffers.values()
+        modules += [child for child in module._modules.values() if child is not None]
+    tensors = [tensor for tensor in slots if tensor is not None]
     return list(map(id, tensors)), list(map(_shape_of, tensors)), list(map(_dtype_of, tensors))
 
 
@@ -115,16 +117,16 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
     """Return the geometry of the unwrapped model `chunks`. No communication.
 
     Raises:
-        UnsupportedError: a parameter is in no sharded state dict; all of them are named.
+        UnsupportedError: parameters are in no sharded state dict; names all of them.
     """
     result = ModelGeometry(signature(chunks), [], [], [])
-    lost = []
+    missing = []
     for number, chunk in enumerate(chunks):
         if not hasattr(chunk, "sharded_state_dict"):
             result.parameters += legacy_geometry.parameters(chunk)
             continue
         parameters = {id(p): p for p in chunk.parameters()}
-        found = set()
+        described = set()
         for name, entry in _entries(chunk):
             if isinstance(entry, ShardedObject):
                 result.objects.append((number, name, entry.unique_key))
@@ -132,15 +134,15 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
             owner = parameters.get(id(entry.data))
             geometry = _geometry(name, entry)
             if owner is not None:
-                found.add(id(owner))
+                described.add(id(owner))
                 result.parameters.append((owner, geometry))
             else:
                 result.buffers.append((number, name, geometry))
-        lost += [n for n, p in chunk.named_parameters() if id(p) not in found]
-    if lost:
+        missing += [n for n, p in chunk.named_parameters() if id(p) not in described]
+    if missing:
         raise UnsupportedError(
-            f"{len(lost)} parameters are in no sharded state dict of the model, so their place in "
-            f"the global tensors is unknown: {', '.join(lost)}; give their modules a "
+            f"{len(missing)} parameters are in no sharded state dict of the model, so their place "
+            f"in the global tensors is unknown: {', '.join(missing)}; give their modules a "
             "sharded_state_dict"
         )
     result.quantized = {id(p): geo for p, geo in result.parameters if is_quantized(p)}
@@ -148,12 +150,12 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
 
 
 def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yield `(state-dict name, entry)`; a parameter listed under two names only once."""
+    """Yield `(state-dict name, entry)`; a parameter with two names is yielded once."""
     keywords = {}
     if takes(chunk.sharded_state_dict, "metadata"):
         keywords["metadata"] = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            # One key for both halves of SwiGLU, as global tensors have it.
+            # One key for both halves of SwiGLU, as in global tensors.
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         }
@@ -163,11 +165,11 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
         with _untied(unused):
             listed = chunk.sharded_state_dict(**keywords)
     except Exception as error:  # an assertion of Megatron or of the model
-        said = str(error)
+        message = str(error)
         raise UnsupportedError(
             f"{type(chunk).__name__}.sharded_state_dict() fails, so the place of this model's "
             f"parameters in the global tensors is unknown: {type(error).__name__}: "
-            f"{said if len(said) <= _LONG else said[:_LONG] + ' ...'}"
+            f"{message if len(message) <= _LONG else message[:_LONG] + ' ...'}"
         ) from error
     weights = {id(module.output_layer.weight) for module in unused}
     for name, entry in _leaves(listed):
@@ -185,11 +187,11 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unused_outputs(chunk: Any) -> list[Any]:
-    """Return the models of this stage whose output layer has a weight that no forward uses.
+    """Return the models of this stage whose output layer has a weight that no forward pass uses.
 
     With multi-token prediction the last stage has a copy of the word embeddings. If embeddings are
-    tied, its output layer computes with that copy. Yet Megatron (seen in core 0.17.1) makes a
-    weight for the output layer, too, and steps it.
+    tied, the output layer of that stage computes with this copy. Megatron (seen in core 0.17.1)
+    still makes a weight for the output layer, and its optimizer steps this weight.
     """
     return [
         module
@@ -204,9 +206,9 @@ def _unused_outputs(chunk: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _untied(models: list[Any]) -> Iterator[None]:
-    """Have `models` list the weights of their output layers.
+    """Make `sharded_state_dict` of `models` list the weights of their output layers.
 
-    To tie them, `sharded_state_dict` asserts that there is no such weight.
+    With tied embeddings, `sharded_state_dict` asserts that the output layer has no weight.
     """
     for model in models:
         model.share_embeddings_and_output_weights = False
@@ -218,7 +220,7 @@ def _untied(models: list[Any]) -> Iterator[None]:
 
 
 def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield `(key, value)` of all that is neither a dict nor a list, depth first."""
+    """Yield `(key, value)` of all values other than dicts and lists, depth first."""
     for key, value in nest.items() if isinstance(nest, dict) else enumerate(nest):
         if isinstance(value, dict | list):
             yield from _leaves(value)
@@ -228,7 +230,7 @@ def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometry:
     if isinstance(entry, ShardedTensor):
-        runs: tuple[Run, ...] = (_whole(entry),)
+        runs: tuple[Run, ...] = (_single_run(entry),)
         resizable = entry.allow_shape_mismatch
     else:
         runs = tuple(_factory_runs(entry))
@@ -248,10 +250,11 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
 
 
 def _copy(is_under_own_name: bool, stage: int, *others: int) -> str:
-    """Return the name of a copy, which no other copy of the same box has.
+    """Return the name of a copy; all copies of one box have different names.
 
-    Megatron gives one number to both copies that later stages have of tied embeddings: that of the
-    output layer, and that of multi-token prediction, which is an embedding and is called so.
+    A later stage may have two copies of tied embeddings: one of the output layer, and one of
+    multi-token prediction. Megatron gives both the same number. Only the second copy is listed
+    under the embedding's own name.
     """
     number = stage + 1 if stage and is_under_own_name else stage
     return ".".join(map(str, (number, *others)))
@@ -263,18 +266,18 @@ def _box(entry: ShardedTensor) -> tuple[Shape, Shape, Shape]:
     return tuple(entry.global_shape), tuple(entry.global_offset), shape
 
 
-def _whole(entry: ShardedTensor) -> Run:
+def _single_run(entry: ShardedTensor) -> Run:
     return Run(entry.key, *_box(entry), 0, 0, math.prod(entry.local_shape))
 
 
 def _factory_runs(factory: ShardedTensorFactory) -> Iterator[Run]:
-    """Yield the runs of a fused tensor, in the order in which the factory makes its parts."""
+    """Yield the runs of a fused tensor, in the order of the factory's parts."""
     local = factory.data
     probe = torch.empty(local.shape, dtype=local.dtype, device="meta")
     parts = _build(factory, probe)
     storage = probe.untyped_storage()._cdata
     if not all(part.data.untyped_storage()._cdata == storage for part in parts):
-        # The factory copies: let the elements themselves say where they went.
+        # The factory copies, so number the elements and look for the numbers in the parts.
         probe = torch.arange(local.numel(), dtype=torch.int64).view(local.shape)
         parts = _build(factory, probe)
         for part in parts:
@@ -297,16 +300,20 @@ def _build(factory: ShardedTensorFactory, probe: torch.Tensor) -> list[ShardedTe
 
 
 def _runs_of_indices(part: ShardedTensor, indices: torch.Tensor) -> Iterator[Run]:
-    """Yield maximal runs, given for each element of the box its index in the local tensor."""
+    """Yield maximal runs.
+
+    Args:
+        indices: index in the local tensor of each element of the box.
+    """
     if not indices.numel():
         return
-    breaks = torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1
-    if len(breaks) > _MANY_RUNS and indices.numel() < _SHORT_RUN * len(breaks):
+    jumps = torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1
+    if len(jumps) > _MANY_RUNS and indices.numel() < _SHORT_RUN * len(jumps):
         raise UnsupportedError(
             f"{part.key}: Megatron stores this tensor transposed (the old grouped GEMM of experts "
             "does), so no two of its elements stay together; start without --moe-grouped-gemm or "
             "with TransformerEngine's grouped experts, or keep Megatron's own checkpointing"
         )
-    cuts = breaks.tolist()
-    for low, high in zip([0, *cuts], [*cuts, indices.numel()], strict=True):
+    bounds = jumps.tolist()
+    for low, high in zip([0, *bounds], [*bounds, indices.numel()], strict=True):
         yield Run(part.key, *_box(part), low, int(indices[low]), high - low)

@@ -1,7 +1,7 @@
-"""The pieces of this rank's model and optimizer that a save writes.
+"""Pieces of this rank's model and optimizer that a save writes.
 
-Tensors are enumerated afresh on every call; only geometry, which is checked against the model's
-parameters each time, is kept. A cached tensor pointer is how other systems wrote stale checkpoints.
+Every call enumerates the tensors anew. Only the geometry is cached, and every call compares it with
+the model's parameters. Other systems wrote stale checkpoints because they cached tensor pointers.
 """
 
 from __future__ import annotations
@@ -33,48 +33,52 @@ class ModelState:
         """True if masters are saved in place of all 16-bit weights."""
         self._nodes: Sequence[Hashable] | None = None
         self.quantized_keys: frozenset[str] = frozenset()
-        """What `note_quantized` was told."""
+        """Keys under which any rank has FP8 or FP4 parameters (`note_quantized`)."""
         self.copied_keys: frozenset[str] = frozenset()
-        """Keys of the tensors of which other ranks may have copies."""
+        """Keys of the tensors that may have copies on several ranks."""
         self.differing_keys: frozenset[str] = frozenset()
-        """Keys of the tensors whose copies are known to differ: each copy is saved."""
+        """Keys of the tensors whose copies are known to differ; a save writes all these copies."""
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
-        """Return the geometry of the unwrapped `chunks`, recomputed if anything about them changed.
+        """Return the geometry of the unwrapped `chunks`, recomputed if their tensors changed.
 
-        Called by every rank on its own; no communication.
+        No communication.
         """
         if self._geometry is None or self._geometry.signature != signature(chunks):
             self._geometry = model_geometry(chunks)
         return self._geometry
 
     def note_quantized(self, keys: Iterable[str]) -> None:
-        """Note under which keys any rank has FP8 or FP4 parameters.
+        """Store the keys under which any rank has FP8 or FP4 parameters.
 
-        Layers share a key, and some of them may be plain (`--first-last-layers-bf16`). A global
-        tensor is saved either as weights or as masters, so masters are saved for all of its layers.
+        Layers share a key, and some layers may be plain (`--first-last-layers-bf16`). A global
+        tensor is saved either as weights or as masters, so masters are saved for all its layers.
 
         Args:
-            keys: of all ranks.
+            keys: the keys of all ranks.
         """
         self.quantized_keys = frozenset(keys)
 
     @property
     def lacks_nodes(self) -> bool:
-        """True if writers are to be chosen by nodes that were not noted yet."""
+        """True if the choice of writers depends on nodes and `note_nodes` was not called yet."""
         policies = (self._replicated.weight, self._replicated.optimizer)
         return self._nodes is None and any(isinstance(policy, int) for policy in policies)
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
-        """Note the node of every rank, between two saves, on all ranks.
+        """Store the node of every rank; called on all ranks, between two saves.
 
-        Until then every rank counts as a node, because ranks must not choose different writers.
+        Before this call every rank counts as a node, so that all ranks choose the same writers.
         """
         self._nodes = nodes
 
     def _share(self, policy: ShareOut, expert: bool) -> Share:
-        """Return this rank's part of the state that replicas of such parameters hold alike."""
+        """Return this rank's share of the state that is equal on all replicas.
+
+        Args:
+            expert: whether the state belongs to expert parameters.
+        """
         count, index = parallel.expert_data_parallel() if expert else parallel.data_parallel()
         if policy == "share":
             return Share(count, index, policy)
@@ -90,7 +94,7 @@ class ModelState:
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
         keys = (self.quantized_keys, geometry.quantized_keys)
-        return self.derives_all or any(key in of for of in keys)
+        return self.derives_all or any(key in group for group in keys)
 
     @torch.no_grad()
     def owned(
@@ -100,18 +104,18 @@ class ModelState:
         optimizer: Any,
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
     ) -> list[LocalPiece]:
-        """Return what this rank writes. Over all ranks every element comes exactly once.
+        """Return the pieces that this rank writes. All ranks together write every element once.
 
-        With the distributed optimizer a rank writes the weights whose masters it owns: those are
-        up to date on it even while an overlapped all-gather has not refreshed the others.
+        With the distributed optimizer a rank writes the weights whose masters it owns. These are
+        up to date on this rank, even while an overlapped all-gather refreshes the other weights.
 
-        Copies that are known to differ come as well, each exactly once, under kinds of their own.
+        Copies that are known to differ are included, each exactly once, under separate kinds.
 
         Args:
-            geometry: that of `chunks`, asked for in this save.
-            tensors_of: returns what the optimizer has beside the weight, by kind.
+            geometry: geometry of `chunks`, requested in this save.
+            tensors_of: returns the optimizer's tensors other than the weight, by kind.
         """
-        # What is not there yet is no tensor of the optimizer.
+        # An estimate adds tensors that the optimizer does not have yet; `Repeat` cannot find these.
         repeats = tensors_of is OptimizerEntry.tensors
         pieces = self._written(
             geometry, chunks, optimizer, tensors_of, lambda geo: geo.main, repeats=repeats
@@ -127,23 +131,23 @@ class ModelState:
         keys: frozenset[str],
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
     ) -> list[LocalPiece]:
-        """Return this rank's part of the copies of tensors, as `owned` does of the main ones.
+        """Return this rank's share of the copies other than the main copies (see `owned`).
 
         Args:
-            keys: those of the tensors.
+            keys: keys of the tensors whose copies are returned.
         """
         if keys.isdisjoint(geometry.copied_keys):
             return []
 
-        def is_one(geo: Geometry) -> bool:
+        def is_copy_of_keys(geo: Geometry) -> bool:
             return bool(geo.copy) and any(run.key in keys for run in geo.runs)
 
-        return self._written(geometry, chunks, optimizer, tensors_of, is_one)
+        return self._written(geometry, chunks, optimizer, tensors_of, is_copy_of_keys)
 
     def differing_here(self, chunks: list[Any]) -> tuple[str, ...]:
-        """Return the keys of which this rank has a copy that is known to differ.
+        """Return the keys for which this rank has a copy that is known to differ.
 
-        Under another tensor parallel size there may be none, though the job began with such copies.
+        After a change of the tensor parallel size the result may be empty.
         """
         if not self.differing_keys:
             return ()
@@ -159,23 +163,24 @@ class ModelState:
         *,
         repeats: bool = False,
     ) -> list[LocalPiece]:
-        """Return what this rank writes of the local tensors that `is_written` picks.
+        """Return the pieces that this rank writes of the local tensors that `is_written` selects.
 
         Args:
-            repeats: every call so marked picks the same ones, so one may repeat what another did.
+            repeats: True if every call with True selects the same tensors; then a call may reuse
+                the enumeration of an earlier call.
         """
         derived = self.derived(geometry, optimizer)
         collector = PieceCollector(
             self._replicated, self._share, geometry, derived, tensors_of, is_written
         )
         pieces: list[LocalPiece] = []
-        for sub, dealt in optimizer_state.parts(optimizer):
+        for sub, assigned in optimizer_state.parts(optimizer):
             known = geometry.repeats.get(sub) if repeats else None
             repeated = None if known is None else known.pieces(sub, derived)
             if repeated is not None:
                 pieces += repeated
                 continue
-            written = collector.own_parts(optimizer_state.entries_of(sub, dealt=dealt))
+            written = collector.own_parts(optimizer_state.entries_of(sub, assigned=assigned))
             for part in written:
                 pieces += own_pieces(part)
             if repeats and (repeat := Repeat.of(sub, derived, written)) is not None:
@@ -191,7 +196,7 @@ class ModelState:
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
         """Return the ids of the parameters that are saved as masters only.
 
-        The ids are of the same parameters on every replica, wherever their masters are.
+        Every replica returns the same parameters, independent of the location of their masters.
         """
         derivable = self.derivable(geometry)
         if not derivable:
@@ -201,8 +206,8 @@ class ModelState:
     def derivable(self, geometry: ModelGeometry) -> set[int]:
         """Return the ids of the parameters that are saved as masters only, if they have masters.
 
-        With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones and those
-        that share a key with them.
+        With `weights: derive` these are all 16-bit parameters; otherwise the FP8 and FP4 parameters
+        and the parameters that share a key with them.
         """
         if not (self.derives_all or self.quantized_keys or geometry.quantized):
             return set()
@@ -214,10 +219,10 @@ class ModelState:
         }
 
     def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
-        """Return kind, key and global shape of the tensors that begin on this rank.
+        """Return kind, key and global shape of the tensors whose first element is on this rank.
 
-        Megatron's own numbering of replicas says so, which `owned` does not go by: that other
-        ranks write the tensor makes no difference.
+        The result follows Megatron's numbering of replicas. `owned` does not use that numbering, so
+        other ranks may write these tensors.
         """
         geometry = self.geometry(chunks)
         described = [(WEIGHT, geo) for _, geo in geometry.parameters]

@@ -1,8 +1,8 @@
-"""Differences that only Megatron before core 0.7 makes.
+"""Differences of Megatron releases before core 0.7.
 
-The oldest release that we run with is cb995d5 of early 2024. When support of these releases ends,
-this module goes, and with it what its names stand for. It looks at what is there and never at
-version numbers, as `compat` does for all later releases.
+The oldest supported release is cb995d5 of early 2024. When support of these releases ends, this
+module can be removed. It checks which names exist and never version numbers, as `compat` does for
+all later releases.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import sys
 from types import ModuleType
 from typing import Any
 
-#: Packages that hold the training code; the modules of `megatron` itself before core 0.6.
+#: Packages of the training code; before core 0.6 its modules are in `megatron` itself.
 TRAINING_PACKAGES = ("megatron.training", "megatron")
-#: Packages that hold the optimizers: in the library since core 0.6.
+#: Packages of the optimizers; they are in megatron.core since core 0.6.
 _OPTIMIZER_PACKAGES = ("megatron.core", "megatron")
 
-#: Method of a DistributedOptimizer that tells which part of a parameter this rank owns.
+#: Method of a DistributedOptimizer that returns the part of a parameter that this rank owns.
 RANGE_MAP_NAMES = ("_get_model_param_range_map", "get_model_param_range_map")
-#: Its gradient buffers, which know the parameters of all replicas.
+#: Attribute for its gradient buffers, which list the parameters of all replicas.
 BUFFER_NAMES = ("buffers", "grad_buffers")
 
 
 def training_package() -> str:
     """Return the package of Megatron's training code: `megatron` before core 0.6.
 
-    There `megatron.training` is a module. Imports nothing of it.
+    Before core 0.6 `megatron.training` is a module. This function does not import it.
     """
     newest, oldest = TRAINING_PACKAGES
     module = sys.modules.get(newest)
@@ -42,10 +42,10 @@ def training_package() -> str:
 
 
 def optimizer_module(name: str) -> ModuleType:
-    """Return Megatron's module `optimizer.<name>`, not in the library before core 0.6.
+    """Return Megatron's module `optimizer.<name>`; before core 0.6 it is not in megatron.core.
 
     Raises:
-        ModuleNotFoundError: there is none.
+        ModuleNotFoundError: the module does not exist.
     """
     newest, oldest = (f"{package}.optimizer" for package in _OPTIMIZER_PACKAGES)
     package = oldest if importlib.util.find_spec(newest) is None else newest
@@ -53,12 +53,12 @@ def optimizer_module(name: str) -> ModuleType:
 
 
 def has_async_utils() -> bool:
-    """Return whether the training loop asks for the results of asynchronous saves (core 0.7)."""
+    """Return whether the training loop polls asynchronous saves (since core 0.7)."""
     return importlib.util.find_spec(f"{training_package()}.async_utils") is not None
 
 
 def range_map(optimizer: Any) -> Any:
-    """Return the bound method of a DistributedOptimizer by which it knows its ranges."""
+    """Return the bound method of a DistributedOptimizer that returns its ranges."""
     return getattr(optimizer, _present(optimizer, RANGE_MAP_NAMES))
 
 
@@ -68,19 +68,20 @@ def gradient_buffers(optimizer: Any) -> Any:
 
 
 def _present(optimizer: Any, names: tuple[str, str]) -> str:
-    """Return the name that this release uses; it was changed in core 0.6."""
+    """Return the name that this release uses; core 0.6 renamed it."""
     return next(name for name in names if hasattr(optimizer, name))
 
 
 def config_of(optimizer: Any) -> Any:
-    """Return the settings of a Megatron optimizer; None before core 0.6, which has none there."""
+    """Return the settings of a Megatron optimizer; None before core 0.6."""
     return getattr(optimizer, "config", None)
 
 
 def gathers_beside_parameters(optimizer: Any) -> bool:
-    """Return whether an overlapped all-gather lands in a buffer beside the parameters.
+    """Return whether an overlapped all-gather writes to a buffer instead of the parameters.
 
-    So it does before core 0.7, even on the rank that owns a range. The next forward copies it over.
+    Before core 0.7 it does, also on the rank that owns a range. The next forward pass copies the
+    buffer into the parameters.
     """
     overlaps = getattr(optimizer, "overlap_param_gather", False)
     return bool(overlaps) and hasattr(optimizer, "param_buffer_copied")

@@ -1,9 +1,9 @@
-"""The optimizer's tensors, with the part of each parameter that they cover.
+"""Tensors of the optimizer, with the part of each parameter that they cover.
 
-Read from the optimizer's own tables; nothing is gathered. `DistributedOptimizer` is walked through
-its group lists (`model_float16_groups` zipped with `shard_fp32_from_float16_groups`, and the fp32
-pair), never through `model_param_group_index_map`: that one is wrong for groups which mix fp32 and
-16-bit parameters.
+The tensors are read from the optimizer's own tables; nothing is gathered. A `DistributedOptimizer`
+is read through its group lists (`model_float16_groups` zipped with
+`shard_fp32_from_float16_groups`, and the fp32 pair). Its `model_param_group_index_map` is not used,
+because it is wrong for groups that mix fp32 and 16-bit parameters.
 """
 
 from __future__ import annotations
@@ -32,72 +32,72 @@ Float16OptimizerWithFloat16Params = _optimizers.Float16OptimizerWithFloat16Param
 FP32Optimizer = _optimizers.FP32Optimizer
 ChainedOptimizer = _optimizers.ChainedOptimizer
 
-#: What precision-aware optimizers call the copy that they keep among their states.
+#: Name of the fp32 master among the states of precision-aware optimizers.
 MASTER_STATE = "master_param"
-#: Their states of other types come with a scale, which is no state.
+#: Types of their states without a scale. States of other types need a scale, which is not saved.
 _UNSCALED = (torch.float32, torch.bfloat16)
 
 
 class OptimizerEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What one optimizer holds for one model parameter on this rank."""
+    """Tensors that one optimizer holds for one model parameter on this rank."""
 
     parameter: torch.nn.Parameter
     start: int
     end: int
     """The half-open range of the flattened local parameter that this rank's optimizer owns."""
     owned: torch.Tensor
-    """The tensor that the inner optimizer steps, `end - start` elements: its state's key."""
+    """Tensor of `end - start` elements that the inner optimizer steps; key of its state."""
     is_master: bool
-    """Whether `owned` is an fp32 copy (else it is the weight itself)."""
+    """True if `owned` is an fp32 copy; False if it is the weight itself."""
     inner: torch.optim.Optimizer
     sharded: bool
-    """Whether other replicas own the other ranges (else every replica has all of it)."""
+    """True if other replicas own the other ranges; False if every replica owns all of it."""
     main: bool
     """False on the duplicates of a DistributedOptimizer with several instances."""
     stale_weight: bool = False
-    """Whether the parameter itself may lag behind `owned` until the next forward."""
+    """True if the parameter may be older than `owned` until the next forward pass."""
     keeps_master: bool = False
-    """Whether the inner optimizer has the copy among its states (precision-aware ones)."""
+    """True if the inner optimizer has the master among its states (precision-aware optimizers)."""
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the live per-element state tensors by kind; empty before the first step.
 
         Raises:
-            UnsupportedError: there is state that is neither that nor a count of steps.
+            UnsupportedError: there is state other than per-element tensors and step counts.
         """
-        # `state` is a defaultdict: a plain look-up would leave an empty entry behind, which stops
-        # later allocation.
+        # `state` is a defaultdict: indexing would leave an empty entry, which prevents a later
+        # allocation.
         state = self.inner.state.get(self.owned, {})
         numel = self.end - self.start
-        found, odd = {}, []
+        states, unsupported = {}, []
         for name, value in state.items():
-            if value is None or value is self.owned:  # what is offloaded lists itself, too
+            if value is None or value is self.owned:  # offloaded tensors list themselves as state
                 continue
             is_tensor = isinstance(value, torch.Tensor)
-            # Steps are tensors of one element, and kept with the param groups.
+            # Step counts are tensors of one element and are saved with the param groups.
             if is_tensor and name == "step" and value.numel() == 1:
                 continue
-            # A tensor without axes is a number per parameter, unless the parameter has none either.
+            # A tensor without axes is a number per parameter, except if the parameter has no axes.
             if is_tensor and value.numel() == numel and (value.dim() > 0 or self.owned.dim() == 0):
-                found[kind_of(name, value.dtype)] = value
+                states[kind_of(name, value.dtype)] = value
             else:
-                odd.append(f"'{name}' ({_shape(value)})")
-        if odd:
+                unsupported.append(f"'{name}' ({_shape(value)})")
+        if unsupported:
             raise UnsupportedError(
-                f"optimizer {type(self.inner).__name__} keeps {', '.join(odd)} for a parameter of "
-                f"{numel} elements: neither one element for each nor a count of "
+                f"optimizer {type(self.inner).__name__} keeps {', '.join(unsupported)} for a "
+                f"parameter of {numel} elements: neither one element for each nor a count of "
                 "steps, which is all that this release saves; use another optimizer, or keep "
                 "Megatron's own checkpointing for this job"
             )
-        return found
+        return states
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live per-element tensors beside the weight, by kind."""
+        """Return the live per-element tensors other than the weight, by kind."""
         return {MASTER: self.owned, **self.states()} if self.is_master else self.states()
 
     @property
     def family(self) -> str:
-        """Name what has states of one set of kinds: the class of the inner optimizer."""
+        """Class name of the inner optimizer; a family has states of one set of kinds."""
         return type(self.inner).__name__
 
 
@@ -109,7 +109,7 @@ def _shape(value: Any) -> str:
 
 def kind_of(name: str, dtype: torch.dtype) -> str:
     """Return the kind of the pieces of a state."""
-    # TransformerEngine may keep only what the 16-bit weight lacks of its master, as integers.
+    # TransformerEngine may store, as integers, only the bits of a master that the weight lacks.
     return MASTER if name == MASTER_STATE and dtype == torch.float32 else name
 
 
@@ -117,29 +117,29 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that hold state, chained ones unfolded, in a fixed order.
 
     Raises:
-        UnsupportedError: one of them is of a kind whose state cannot be told apart.
+        UnsupportedError: this release does not know the state of one of these classes.
     """
     return [sub for sub, _ in parts(optimizer)]
 
 
-def parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the optimizers that hold state, and whether parameters are dealt out to replicas.
+def parts(optimizer: Any, assigned: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the optimizers that hold state, and whether parameters are assigned to replicas.
 
-    Layer-wise optimizers give each parameter as a whole to one replica, whose optimizer lists only
-    those.
+    Layer-wise optimizers assign every parameter completely to one replica, whose optimizer lists
+    only its own parameters.
     """
     if optimizer is None:
         return
     if isinstance(optimizer, ChainedOptimizer):
-        dealt = any(
+        assigned = any(
             kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).mro()
         )
         for part in optimizer.chained_optimizers:
-            yield from parts(part, dealt)
+            yield from parts(part, assigned)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         _refuse_unknown(optimizer)
         if optimizer.optimizer is not None:
-            yield optimizer, dealt
+            yield optimizer, assigned
 
 
 def _refuse_unknown(optimizer: Any) -> None:
@@ -165,55 +165,56 @@ def _refuse_unknown(optimizer: Any) -> None:
     }
     scaled = {name: dtype for name, dtype in given.items() if dtype not in _UNSCALED}
     if scaled:
-        said = ", ".join(f"--{name.replace('_', '-')} {it}" for name, it in scaled.items())
+        flags = ", ".join(f"--{name.replace('_', '-')} {dtype}" for name, dtype in scaled.items())
         raise UnsupportedError(
-            f"{said}: states of this type come with scales that this release does not save; "
+            f"{flags}: states of this type come with scales that this release does not save; "
             "use fp32 or bf16, or keep Megatron's own checkpointing for this job"
         )
 
 
 def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters whose state one replica has, or each replica a part of.
+    """Yield the parameters whose state is sharded over replicas or assigned to one replica.
 
-    Also those of which all is other replicas' part.
+    Includes parameters whose optimizer state lies entirely on other replicas.
     """
-    for sub, dealt in parts(optimizer):
+    for sub, assigned in parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
             for buffer in gradient_buffers(sub):
                 yield from buffer.param_index_map
-        elif dealt:
+        elif assigned:
             yield from (entry.parameter for entry in entries(sub))
-    yield from dealt_out(optimizer)
+    yield from assigned_parameters(optimizer)
 
 
-def dealt_out(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that a layer-wise optimizer has given to replicas, whichever has them.
+def assigned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that a layer-wise optimizer has assigned to any replica.
 
-    With one replica it has no such lists.
+    With one replica the optimizer has no such lists, so nothing is yielded.
     """
     for name in ("dp_cp_params_list", "expt_dp_params_list"):
         for of_replica in getattr(optimizer, name, None) or ():
             yield from of_replica
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else ():
-        yield from dealt_out(part)
+        yield from assigned_parameters(part)
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers whose steps change the state."""
+    """Return the torch optimizers that step the tensors."""
     return [sub.optimizer for sub in sub_optimizers(optimizer)]
 
 
 def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
-    """Yield what `optimizer` (chained or not) holds for every parameter on this rank."""
-    for sub, dealt in parts(optimizer):
-        yield from entries_of(sub, dealt=dealt)
+    """Yield the entries of `optimizer` (chained or not) for all parameters on this rank."""
+    for sub, assigned in parts(optimizer):
+        yield from entries_of(sub, assigned=assigned)
 
 
-def entries_of(sub: Any, *, dealt: bool) -> Iterator[OptimizerEntry]:
-    """Yield what `sub`, one of `parts`, holds for every parameter on this rank.
+def entries_of(sub: Any, *, assigned: bool) -> Iterator[OptimizerEntry]:
+    """Yield the entries of `sub` for all parameters on this rank.
 
     Args:
-        dealt: see `parts`.
+        sub: one of the optimizers from `parts`.
+        assigned: second value from `parts`.
     """
     if isinstance(sub, DistributedOptimizer):
         yield from _distributed(sub)
@@ -221,18 +222,18 @@ def entries_of(sub: Any, *, dealt: bool) -> Iterator[OptimizerEntry]:
         for models, masters in zip(sub.float16_groups, sub.fp32_from_float16_groups, strict=True):
             for model, master in zip(models, masters, strict=True):
                 yield OptimizerEntry(
-                    model, 0, model.numel(), master, True, sub.optimizer, dealt, True
+                    model, 0, model.numel(), master, True, sub.optimizer, assigned, True
                 )
         for models in sub.fp32_from_fp32_groups:
-            yield from _in_place(models, sub, dealt)
+            yield from _in_place(models, sub, assigned)
     else:
         for group in sub.optimizer.param_groups:
-            yield from _in_place(group["params"], sub, dealt)
+            yield from _in_place(group["params"], sub, assigned)
 
 
-def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[OptimizerEntry]:
+def _in_place(parameters: list[Any], sub: Any, assigned: bool) -> Iterator[OptimizerEntry]:
     for model in parameters:
-        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, dealt, True)
+        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, assigned, True)
 
 
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
@@ -257,10 +258,10 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
 
 
 def shards(sub: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-    """Yield the parameters of a DistributedOptimizer that this rank owns a part of.
+    """Yield `(parameter, shard, is master)` for the parameters that this rank owns a part of.
 
-    Each comes with the tensor that stands for this part in the optimizer's tables, and whether that
-    is a master in a tensor of its own.
+    The shard is the tensor of this part in the tables of the DistributedOptimizer. It is a master
+    if it has a storage of its own.
     """
     aware = _is_precision_aware(sub)
     halves = sub.shard_float16_groups if aware else sub.shard_fp32_from_float16_groups
@@ -274,9 +275,9 @@ def shards(sub: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
 
 
 def weights_lag(sub: Any) -> bool:
-    """Return whether weights may lag behind the masters of a DistributedOptimizer until a forward.
+    """Return whether weights may be older than their masters until the next forward pass.
 
-    With MXFP8 weights in the gradient buffer, the next forward copies the masters.
+    With MXFP8 weights in the gradient buffer, the next forward pass copies the masters.
     """
     if gathers_beside_parameters(sub):
         return True
@@ -287,7 +288,7 @@ def weights_lag(sub: Any) -> bool:
 def keeps_masters(sub: Any) -> bool:
     """Return whether `sub` is a DistributedOptimizer that keeps fp32 masters on the device.
 
-    Precision-aware optimizers keep masters in their state, offloading ones in host memory.
+    Precision-aware optimizers keep masters in their state, offloading optimizers in host memory.
     """
     return (
         isinstance(sub, DistributedOptimizer)
@@ -302,34 +303,35 @@ def reuses_gradient_buffer(sub: Any) -> bool:
 
 
 def _is_precision_aware(sub: Any) -> bool:
-    """Return whether the inner optimizer steps the 16-bit weights and keeps the copies itself."""
+    """Return whether the inner optimizer steps 16-bit weights and keeps their masters itself."""
     config = config_of(sub)
     aware = getattr(config, "use_precision_aware_optimizer", False)
-    # Since core 0.13 not with every FP8 recipe.
+    # Since core 0.13 the answer also depends on the FP8 recipe.
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", aware))
 
 
 def allocate(entry: OptimizerEntry, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return, by kind, what a load fills beside the weight; allocated where it is missing.
+    """Return the tensors that a load fills other than the weight, by kind; allocate missing ones.
 
     Args:
-        dtypes: the states that the checkpoint has of such an optimizer, by kind.
+        dtypes: types of the states that the checkpoint has for this family, by kind.
     """
     if entry.keeps_master and entry.owned not in entry.inner.state:
         _initialize(entry)
-    found = entry.tensors()
+    tensors = entry.tensors()
     state = entry.inner.state[entry.owned]
     for kind, dtype in dtypes.items():
-        if kind not in found and kind not in (MASTER, MASTER_STATE):
-            # Zeros, as a fresh optimizer has them: harmless if the load then refuses.
-            found[kind] = state[kind] = torch.zeros_like(
+        if kind not in tensors and kind not in (MASTER, MASTER_STATE):
+            # Zeros as in a new optimizer: harmless if the load is refused afterwards.
+            tensors[kind] = state[kind] = torch.zeros_like(
                 entry.owned, dtype=dtype, requires_grad=False
             )
-    return {kind: it for kind, it in found.items() if kind in (*dtypes, MASTER, MASTER_STATE)}
+    kinds = (*dtypes, MASTER, MASTER_STATE)
+    return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
 
 
 def _initialize(entry: OptimizerEntry) -> None:
-    """Have a precision-aware optimizer make its states, which may be more than tensors."""
+    """Make a precision-aware optimizer create its states, which may include more than tensors."""
     inner: Any = entry.inner
     initialize = inner.initialize_state
     if "store_param_remainders" in inspect.signature(initialize).parameters:  # since TE 2.1

@@ -1,4 +1,4 @@
-"""Where this rank stands in the parallel layout, under the names of any release."""
+"""Position of this rank in the parallel layout, independent of Megatron's release."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_flashckpt.file_format.commit_record import Coordinates
 
 
 def data_parallel() -> tuple[int, int]:
-    """Return `(count, index)` of the replicas of dense parameters, context parallel ones too."""
+    """Return `(count, index)` of the replicas of dense parameters, with context parallelism."""
     return (
         parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
@@ -24,17 +24,17 @@ def tensor_parallel_group() -> Any:
 
 
 def pipeline_parallel_group() -> Any:
-    """Return the group of the ranks that have the stages of one pipeline."""
+    """Return the group of the ranks that hold the stages of one pipeline."""
     return parallel_state.get_pipeline_model_parallel_group()
 
 
 def model_parallel_group() -> Any:
-    """Return the group of the ranks that hold one replica of the model between them."""
+    """Return the group of the ranks that together hold one replica of the model."""
     return parallel_state.get_model_parallel_group()
 
 
 def data_parallel_group(*, with_context_parallel: bool = True) -> Any:
-    """Return the group of the replicas of dense parameters, context parallel ones too."""
+    """Return the group of the replicas of dense parameters."""
     return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
@@ -52,13 +52,13 @@ def expert_data_parallel() -> tuple[int, int]:
 
 
 def replica_ranks(*, expert: bool) -> list[int]:
-    """Return the ranks of the replicas of expert, or of dense, parameters, in their order."""
+    """Return the ranks of the replicas of expert or dense parameters, in group order."""
     group = expert_data_parallel_group() if expert else data_parallel_group()
     return dist.get_process_group_ranks(group)
 
 
 def model_cut() -> tuple[int, int, int]:
-    """Return the tensor, pipeline and expert parallel sizes: how the model is cut up."""
+    """Return the tensor, pipeline and expert parallel sizes, which determine the sharding."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -67,7 +67,7 @@ def model_cut() -> tuple[int, int, int]:
 
 
 def coordinates() -> Coordinates:
-    """Return this rank's place; no communication."""
+    """Return this rank's coordinates. No communication."""
     return Coordinates(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),

@@ -1,10 +1,9 @@
-"""Param groups: how they are told apart, and which group of a checkpoint is which of this job's.
+"""Param groups: their identities, and matches between groups of a checkpoint and of this job.
 
-Megatron up to core 0.18 marks a group by four keys, which the groups of `--decoupled-lr` and
-`--use-mup` share: they differ in `max_lr`, `min_lr` and `eps` alone. So all that differs between
-the groups of a checkpoint tells them apart here, and their order tells apart those that differ in
-nothing. Position alone never counts: with expert parallelism there are more sub-optimizers than
-without, and a pipeline stage may lack a group that another has.
+Megatron up to core 0.18 identifies a group by four keys. The groups of `--decoupled-lr` and
+`--use-mup` share these keys: they differ only in `max_lr`, `min_lr` and `eps`. So this module
+distinguishes groups by all settings that differ, and equal groups by their order. Position alone is
+never used: expert parallelism adds sub-optimizers, and pipeline stages may have different groups.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from megatron_flashckpt.megatron_lm.old_releases import optimizer_module
 
 Group = dict[str, Any]
 Saved = list[dict[str, Any]]
-"""Per sub-optimizer `param_groups` (without parameters), `step`, `grad_scaler`."""
-Found = tuple[dict[str, Any], Group]
+"""One entry per sub-optimizer: `param_groups` (without parameters), `step`, `grad_scaler`."""
+Match = tuple[dict[str, Any], Group]
 """Saved entry, saved group."""
 Identity = tuple[Any, ...]
 
@@ -30,14 +29,14 @@ IDENTIFIERS: tuple[str, ...] = getattr(
     "param_group_identifier_keys",
     ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
 )
-#: Without expert parallelism experts are in the groups of all others, and the reverse.
+#: Mark of groups of experts. Without expert parallelism experts share the groups of others.
 EXPERT = "is_expert_parallel"
-#: Settings of the job's implementation of a step, which a load does not change.
+#: Settings of the step's implementation in this job; a load does not change them.
 OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
-#: Of a saved group, the global keys of parameters that it held: those that the ranks which are read
-#: had anything of. Not in checkpoints that were converted.
+#: Key of a saved group: global keys of the parameters that it held on the ranks that are read.
+#: Converted checkpoints do not have it.
 HELD = "held_parameters"
-#: What training changes.
+#: Settings that training changes.
 _CHANGING = ("lr", "weight_decay", "step")
 
 
@@ -47,32 +46,32 @@ def kept(group: Group) -> Group:
 
 
 def setting_names(group: Group) -> frozenset[str]:
-    """Return the names of what a group has settings for; every kind of optimizer has its own."""
+    """Return the names of a group's settings; every class of optimizer has its own set."""
     return frozenset(kept(group)) - {"step", HELD}
 
 
 def value_of(group: Group, key: str) -> Any:
-    """Return a setting of a group by Megatron's name of it."""
+    """Return a setting of a group by Megatron's name."""
     # NeMo renames the keys that it schedules itself to "pre_...".
     return group.get(key, group.get(f"pre_{key}"))
 
 
 def identities(groups: Sequence[Group]) -> list[Identity]:
-    """Return what tells each group of one sub-optimizer from all others, alike on all ranks.
+    """Return the identities of the groups of one sub-optimizer; they are equal on all ranks.
 
-    Groups that differ in nothing are numbered.
+    Groups with equal settings are numbered.
     """
-    found: list[Identity] = []
+    result: list[Identity] = []
     seen: Counter[frozenset[Any]] = Counter()
     for group in groups:
         settings = frozenset(constants(group).items())
-        found.append((settings, seen[settings]))
+        result.append((settings, seen[settings]))
         seen[settings] += 1
-    return found
+    return result
 
 
 def constants(group: Group) -> dict[str, Any]:
-    """Return what was configured of a group: hashable values by Megatron's names."""
+    """Return the configured settings of a group: hashable values by Megatron's names."""
     return {
         plain_name(key): _hashable(value)
         for key, value in kept(group).items()
@@ -81,74 +80,80 @@ def constants(group: Group) -> dict[str, Any]:
 
 
 def matches(
-    mine: Sequence[Group], saved: Saved, held: Sequence[Sequence[str]] = ()
-) -> list[Found | None]:
-    """Return what `saved` has of each group of this job, in order.
+    groups: Sequence[Group], saved: Saved, held: Sequence[Sequence[str]] = ()
+) -> list[Match | None]:
+    """Return the match in `saved` of each group of this job, in order.
 
-    A group is found by the first of these that some saved group shares with it: all that differs
-    between saved groups; the same but for the mark of experts; what Megatron makes groups by, as a
-    restart may change rates, and among several of these the parameters that they hold. None: there
-    is none, or there are several that differ.
+    Saved groups are searched by these identities, in this order:
+
+    1. all settings that differ between saved groups;
+    2. the same settings without the mark of experts;
+    3. the settings by which Megatron builds groups, because a restart may change rates. Among
+       several candidates the parameters that they hold decide.
+
+    A match is None if there is no candidate, or several that differ.
 
     Args:
-        held: the global keys of the parameters that each group of this job holds on this rank.
+        groups: the groups of this job.
+        held: global keys of the parameters that each of these groups holds on this rank.
     """
     known = [(entry, group) for entry in saved for group in entry["param_groups"]]
-    telling = differing([group for _, group in known])
+    differing_names = differing([group for _, group in known])
 
     def exact(group: Group) -> Identity:
         settings = constants(group)
-        return (*_basics(group), *(settings.get(name) for name in telling))
+        return (*_basics(group), *(settings.get(name) for name in differing_names))
 
     def exact_but_expert(group: Group) -> Identity:
         settings = constants(group)
-        others = (settings.get(name) for name in telling if name != EXPERT)
+        others = (settings.get(name) for name in differing_names if name != EXPERT)
         return (*_basics(group)[1:], *others)
 
-    found: list[Found | None] = [None] * len(mine)
+    result: list[Match | None] = [None] * len(groups)
     for identity in (exact, exact_but_expert):
-        for number, group in enumerate(mine):
-            found[number] = found[number] or _in_order(group, identity, mine, known)
-    left = [group for group, it in zip(mine, found, strict=True) if it is None]
-    taken = {id(it[1]) for it in found if it is not None}
-    free = [it for it in known if id(it[1]) not in taken]
-    for number, group in enumerate(mine):
-        for identity in (_basics, lambda it: _basics(it)[1:]):
-            if found[number] is None:
-                like = _like(group, identity, known)
+        for number, group in enumerate(groups):
+            result[number] = result[number] or _in_order(group, identity, groups, known)
+    unmatched = [group for group, match in zip(groups, result, strict=True) if match is None]
+    taken = {id(match[1]) for match in result if match is not None}
+    free = [candidate for candidate in known if id(candidate[1]) not in taken]
+    for number, group in enumerate(groups):
+        for identity in (_basics, lambda group: _basics(group)[1:]):
+            if result[number] is None:
+                candidates = _candidates(group, identity, known)
                 keys = set(held[number]) if held else set()
-                rivals = [it for it in left if identity(it) == identity(group)]
-                if _are_alike([it for _, it in like]):
+                rivals = [other for other in unmatched if identity(other) == identity(group)]
+                if _are_alike([saved_group for _, saved_group in candidates]):
                     pass
-                elif holders := [it for it in like if not keys.isdisjoint(it[1].get(HELD, ()))]:
-                    like = holders
+                elif holders := [c for c in candidates if not keys.isdisjoint(c[1].get(HELD, ()))]:
+                    candidates = holders
                 elif _are_alike(rivals):
-                    # Groups that others have matched exactly are not meant for this one.
-                    like = _like(group, identity, free)
-                found[number] = like[0] if _are_alike([it for _, it in like]) else None
-    return found
+                    # A saved group that matches another group exactly is excluded.
+                    candidates = _candidates(group, identity, free)
+                is_clear = _are_alike([saved_group for _, saved_group in candidates])
+                result[number] = candidates[0] if is_clear else None
+    return result
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
     """Return the names of the settings that differ between groups."""
     settings = [constants(group) for group in groups]
-    names = sorted({name for it in settings for name in it})
-    return [name for name in names if len({it.get(name) for it in settings}) > 1]
+    names = sorted({name for of_group in settings for name in of_group})
+    return [name for name in names if len({of_group.get(name) for of_group in settings}) > 1]
 
 
-def described(group: Group, telling: Sequence[str]) -> str:
-    """Return a group for a message.
+def described(group: Group, differing_names: Sequence[str]) -> str:
+    """Return a description of a group for a message.
 
     Args:
-        telling: the settings that differ between groups.
+        differing_names: names of the settings that differ between groups.
     """
     settings = constants(group)
-    names = dict.fromkeys([*IDENTIFIERS, *telling])
+    names = dict.fromkeys([*IDENTIFIERS, *differing_names])
     return "(" + ", ".join(f"{name} {settings.get(name)}" for name in names) + ")"
 
 
 def _basics(group: Group) -> Identity:
-    """Return what Megatron makes groups by, whatever the rates, in every release; experts first."""
+    """Return the settings by which every release builds groups, without rates; experts first."""
     # The mark of embeddings is `is_decoupled_lr` up to core 0.15, and `default_config` since.
     scheduled_apart = value_of(group, "is_decoupled_lr") or group.get("default_config") is False
     return (
@@ -159,33 +164,37 @@ def _basics(group: Group) -> Identity:
     )
 
 
-def _like(group: Group, identity: Callable[[Group], Identity], known: list[Found]) -> list[Found]:
+def _candidates(
+    group: Group, identity: Callable[[Group], Identity], known: list[Match]
+) -> list[Match]:
     """Return the saved groups of the same identity.
 
-    Groups of different optimizers may share it; Muon's are told from Adam's by what they hold.
+    Groups of different optimizers may share an identity. The names of their settings distinguish
+    Muon's groups from Adam's.
     """
-    like = [it for it in known if identity(it[1]) == identity(group)]
-    same_kind = [it for it in like if setting_names(it[1]) == setting_names(group)]
-    return same_kind or like
+    candidates = [saved for saved in known if identity(saved[1]) == identity(group)]
+    same_kind = [c for c in candidates if setting_names(c[1]) == setting_names(group)]
+    return same_kind or candidates
 
 
 def _in_order(
     group: Group,
     identity: Callable[[Group], Identity],
-    mine: Sequence[Group],
-    known: list[Found],
-) -> Found | None:
-    like = _like(group, identity, known)
-    if _are_alike([it for _, it in like]):
-        return like[0]
-    peers = [it for it in mine if identity(it) == identity(group)]
-    if len(peers) != len(like):
+    groups: Sequence[Group],
+    known: list[Match],
+) -> Match | None:
+    """Return the match of `group`; of several candidates the one at the same position."""
+    candidates = _candidates(group, identity, known)
+    if _are_alike([saved_group for _, saved_group in candidates]):
+        return candidates[0]
+    peers = [peer for peer in groups if identity(peer) == identity(group)]
+    if len(peers) != len(candidates):
         return None
-    return like[next(number for number, it in enumerate(peers) if it is group)]
+    return candidates[next(number for number, peer in enumerate(peers) if peer is group)]
 
 
 def _are_alike(groups: list[Group]) -> bool:
-    """Return whether there is a group, and all have the same settings but for steps and experts."""
+    """Return whether `groups` is not empty and all settings except step and experts are equal."""
     settings = {
         frozenset(
             (plain_name(key), _hashable(value))
@@ -198,7 +207,7 @@ def _are_alike(groups: list[Group]) -> bool:
 
 
 def plain_name(key: str) -> str:
-    """Return Megatron's name of a setting that NeMo may have renamed."""
+    """Return Megatron's name of a setting, which NeMo may have renamed."""
     return key.removeprefix("pre_")
 
 
@@ -207,7 +216,7 @@ def _hashable(value: Any) -> Any:
         numbers = value.reshape(-1).tolist()
         return numbers[0] if len(numbers) == 1 else tuple(numbers)
     if isinstance(value, list | tuple):
-        return tuple(_hashable(it) for it in value)
+        return tuple(_hashable(item) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _hashable(it)) for key, it in value.items())
+        return tuple((key, _hashable(item)) for key, item in value.items())
     return value

@@ -1,9 +1,9 @@
 """Recognizes FP8 and FP4 weights: parameters of tensor classes that run every operator themselves.
 
-TransformerEngine's `QuantizedTensor` has a nominal 16-bit dtype and keeps its bytes elsewhere. A
-slice of it is a dequantized copy: a save of slices would store other values than training uses, and
-a load into slices would change nothing. So saves store only the fp32 masters of such weights, and
-loads have Megatron quantize the masters again (`requantization`).
+TransformerEngine's `QuantizedTensor` has a nominal 16-bit dtype and stores its bytes in other
+tensors. A slice of such a weight is a dequantized copy: a save would store other values than
+training uses, and a load into a slice would change nothing. So a save stores only the fp32 masters,
+and after a load Megatron quantizes the masters again (`requantization`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from megatron_flashckpt.megatron_lm.compat import exists
 
-#: Modules of megatron.core, and the function of each that recognizes classes it can quantize into.
+#: Modules of megatron.core and their functions that recognize classes Megatron can quantize into.
 _RECOGNIZERS = {"fp8_utils": "is_float8tensor", "fp4_utils": "is_nvfp4tensor"}
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether the class of `tensor` runs operators itself, because its bytes lie elsewhere.
+    """Return whether the class of `tensor` runs operators itself: its bytes are elsewhere.
 
-    `torch.nn.Parameter` and other classes without a memory of their own do not.
+    `torch.nn.Parameter` and other classes without separate storage do not.
     """
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 

@@ -1,7 +1,7 @@
-"""Makes FP8 and FP4 weights of their loaded masters, by Megatron's own methods.
+"""Makes FP8 and FP4 weights from their loaded masters, with Megatron's own methods.
 
-After an optimizer step Megatron quantizes the masters that each replica owns, and gathers the
-weights of the other replicas. The same two calls after a load make the weights that were saved.
+After an optimizer step Megatron quantizes the masters that each replica owns and gathers the
+weights of the other replicas. The same two calls after a load reproduce the saved weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
     sub_optimizers,
 )
 
-#: Settings of DDP under which Megatron's copy of masters to weights quantizes them.
+#: Settings of DDP under which Megatron quantizes masters when it copies them to weights.
 _SETTINGS = ("fp8_param_gather", "fp4_param_gather")
 #: Attributes of a model chunk that `_gather` uses; releases before core 0.9 lack some of them.
 _GATHERERS = ("ddp_config", "start_param_sync", "bucket_groups", "expert_parallel_bucket_groups")
@@ -35,13 +35,13 @@ def quantizes_masters(sub: Any) -> bool:
 
 
 def fill_from_masters(model: list[Any], optimizer: Any) -> None:
-    """Make all 16-bit and quantized weights of their masters, as Megatron does after a step.
+    """Make all 16-bit and quantized weights from their masters, as Megatron does after a step.
 
-    Called by all ranks of a data-parallel group, which exchanges absolute maxima, then weights.
-    All masters must be loaded, and the extra states of modules, which may hold scales.
+    Called by all ranks: data-parallel groups exchange absolute maxima, then weights. All masters
+    and the extra states of modules, which may hold scales, must be loaded before.
 
     Args:
-        model: the chunks with their DistributedDataParallel wrappers.
+        model: model chunks with their DistributedDataParallel wrappers.
     """
     with torch.no_grad():
         for sub in sub_optimizers(optimizer):
@@ -52,18 +52,18 @@ def fill_from_masters(model: list[Any], optimizer: Any) -> None:
 
 
 def _method(sub: Any) -> str:
-    # With the shared buffer Megatron gathers 16-bit values, and every rank quantizes all of them.
+    # With the shared buffer Megatron gathers 16-bit values, and every rank quantizes all values.
     shared = reuses_gradient_buffer(sub)
     return "_copy_main_params_to_param_buffer" if shared else "_copy_main_params_to_model_params"
 
 
 def _gather(chunk: Any) -> None:
-    """Gather the weights of a chunk from the other replicas, and wait for them."""
+    """Gather the weights of a chunk from the other replicas and wait for the result."""
     if not chunk.ddp_config.overlap_param_gather:
         chunk.start_param_sync()
         return
-    # `start_param_sync(force_sync=True)` would leave MXFP8 weights in the gradient buffer, and
-    # would not make the transposes: Megatron does both in `finish_param_sync`.
+    # `start_param_sync(force_sync=True)` is not enough: Megatron copies MXFP8 weights out of the
+    # gradient buffer and makes the transposes in `finish_param_sync`.
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.start_param_sync()
         group.finish_param_sync(skip_next_bucket_dispatch=True)

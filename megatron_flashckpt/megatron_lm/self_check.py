@@ -1,7 +1,7 @@
-"""Checks that this Megatron and this job are as the shims expect; one error lists all differences.
+"""Checks that Megatron and the job match what the shims expect; one error lists all differences.
 
-Runs once, before the first training step. State that the check misses would be missing from every
-checkpoint without a message.
+The check runs once, before the first training step. State that it overlooks would be missing from
+every checkpoint without a message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, 
 from megatron_flashckpt.megatron_lm.load_pieces import refuse_unfillable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
-#: Remedy for FP8 or FP4 weights that a load could not make of their masters; the last listed line.
+#: Remedy for FP8 or FP4 weights that a load could not make from their masters; the last line.
 QUANTIZED_REMEDY = (
     "FP8 and FP4 weights are saved and loaded as fp32 masters only: train all of them with "
     "--use-distributed-optimizer, save the optimizer (no --no-save-optim), and use neither "
@@ -27,30 +27,30 @@ QUANTIZED_REMEDY = (
 
 
 def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> None:
-    """Raise unless all of this rank's state can be saved. No communication.
+    """Raise if a part of this rank's state cannot be saved. No communication.
 
     Args:
-        state: keeps the geometry, which later saves use.
-        chunks: unwrapped.
-        optimizer: None: weights only.
+        state: caches the geometry for later saves.
+        chunks: unwrapped model chunks.
+        optimizer: None if only weights are saved.
 
     Raises:
-        UnsupportedError: lists everything that differs.
+        UnsupportedError: lists all differences.
     """
-    # After a failed check the later checks would fail for the same reason, so they do not run.
+    # After a failed check the later checks are skipped: they would fail for the same reason.
     lines = (
         compat.missing(args)
-        or _of_geometry(state, chunks) + unaccounted(chunks, optimizer)
-        or _of_quantized(chunks, optimizer)
+        or _geometry_problems(state, chunks) + unaccounted(chunks, optimizer)
+        or _quantized_problems(chunks, optimizer)
         or of_derived(state, chunks, optimizer)
-        or _of_tensors(state, chunks, optimizer)
+        or _tensor_problems(state, chunks, optimizer)
     )
     if lines:
         raise refusal(lines)
 
 
 def refusal(lines: list[str]) -> UnsupportedError:
-    """Return the error that lists `lines`, each of which names state that would not be saved."""
+    """Return the error with `lines`; every line names state that would not be saved."""
     listed = "\n  ".join(lines)
     return UnsupportedError(
         f"megatron_flashckpt {megatron_flashckpt.__version__} would not save all of this job under "
@@ -62,7 +62,7 @@ def refusal(lines: list[str]) -> UnsupportedError:
 
 
 def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return a line for each reason why unsaved weights cannot be made of their masters."""
+    """Return a line for each reason why unsaved weights cannot be derived from their masters."""
     derivable = state.derivable(state.geometry(chunks))
     if not derivable or optimizer is None:
         return []
@@ -71,12 +71,12 @@ def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str
     return underivable(chunks, optimizer, derivable, reason)
 
 
-def _of_quantized(chunks: list[Any], optimizer: Any) -> list[str]:
+def _quantized_problems(chunks: list[Any], optimizer: Any) -> list[str]:
     lines = unquantizable(chunks, optimizer)
     return [*lines, QUANTIZED_REMEDY] if lines else []
 
 
-def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
+def _geometry_problems(state: ModelState, chunks: list[Any]) -> list[str]:
     try:
         state.geometry(chunks)
     except FlashCkptError as error:
@@ -84,7 +84,7 @@ def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
     return []
 
 
-def _of_tensors(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
+def _tensor_problems(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
     try:
         state.owned(state.geometry(chunks), chunks, optimizer)
         refuse_unfillable(state.geometry(chunks), chunks, optimizer)

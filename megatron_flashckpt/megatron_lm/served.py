@@ -1,4 +1,4 @@
-"""Tells from Megatron's arguments which jobs are not saved, and what the figures leave out."""
+"""Refuses Megatron arguments that are not served, and lists the limits of the figures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_flashckpt.megatron_lm.job_flags import left_to_megatron
 
 #: Optimizers whose states are one element per element of the parameter.
 _OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon")
-#: Types of optimizer state that come without scales.
+#: Types of optimizer state without scales.
 _UNSCALED = ("fp32", "bf16")
 
 
 def refuse_unserved(args: argparse.Namespace) -> None:
-    """Raise UnsupportedError if `flashckpt` would not save or not load a job with `args`."""
+    """Raise UnsupportedError if flashckpt cannot save or load a job with `args`."""
     reasons = [*_models(args), *_states(args), *_quantized(args)]
     if reasons:
         raise UnsupportedError(
@@ -28,10 +28,11 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield f"with {flag} Megatron's own functions save and load"
     if args.moe_use_legacy_grouped_gemm:
         yield (
-            "--moe-use-legacy-grouped-gemm stores the weights of experts transposed; start without"
+            "--moe-use-legacy-grouped-gemm stores the weights of experts transposed; start "
+            "without this flag"
         )
     if args.use_legacy_models and args.num_experts:
-        yield "--use-legacy-models has experts that are not saved; start without"
+        yield "--use-legacy-models has experts that are not saved; start without this flag"
 
 
 def _states(args: argparse.Namespace) -> Iterator[str]:
@@ -50,7 +51,7 @@ def _states(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _quantized(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why FP8 or FP4 weights could not be made of their saved masters."""
+    """Yield the reasons why FP8 or FP4 weights cannot be made from their saved masters."""
     if (weights := _quantized_weights(args)) is None:
         return
     for name in ("no_save_optim", "no_load_optim", "finetune", "optimizer_cpu_offload"):
@@ -58,7 +59,7 @@ def _quantized(args: argparse.Namespace) -> Iterator[str]:
             yield f"{weights} needs the masters of the optimizer; start without " + (
                 f"--{name.replace('_', '-')}"
             )
-    # With other recipes Megatron keeps the masters itself, as without a precision-aware optimizer.
+    # With other recipes Megatron keeps the masters outside the precision-aware optimizer.
     if args.use_precision_aware_optimizer and args.fp8_recipe == "delayed":
         yield (
             f"{weights} needs masters outside of the optimizer's states; start without "
@@ -67,27 +68,27 @@ def _quantized(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _quantized_weights(args: argparse.Namespace) -> str | None:
-    """Return the flag that makes weights FP8 or FP4; None without one."""
+    """Return the given flag that makes weights FP8 or FP4; None without one."""
     flags = ("fp8_param_gather", "fp4_param_gather")
     return next((f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag)), None)
 
 
 def notes(args: argparse.Namespace) -> list[str]:
-    """Return a line for each argument that the figures do not take fully into account."""
-    found = []
+    """Return a line for each argument that the figures do not fully take into account."""
+    lines = []
     if (weights := _quantized_weights(args)) is not None:
-        found.append(
+        lines.append(
             f"{weights}: FP8 and FP4 weights are not saved, only their masters, so a checkpoint is "
             "smaller, by at most 2 bytes per parameter"
         )
     if args.optimizer in ("muon", "dist_muon"):
-        found.append(
+        lines.append(
             f"--optimizer {args.optimizer}: keeps one state of matrices, not two, so a checkpoint "
             "is smaller, by at most 4 bytes per parameter"
         )
     if (instances := args.num_distributed_optimizer_instances) > 1:
-        found.append(
+        lines.append(
             f"--num-distributed-optimizer-instances {instances}: ranks of the first instance write "
-            f"more than is said here, up to {instances} times as much, and the others less"
+            f"more than these figures, up to {instances} times as much, and the other ranks less"
         )
-    return found
+    return lines

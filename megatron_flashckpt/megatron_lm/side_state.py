@@ -1,9 +1,8 @@
-"""State that is not tensors of the model or optimizer: RNG, rerun, scheduler, counters, args.
+"""State other than tensors of the model or optimizer: RNG, rerun, scheduler, counters, args.
 
-`rank_state` is kept by every rank for itself (each rank's own random state: nothing is
-de-duplicated as if replicated). `common_state` is alike on all ranks; rank 0 writes it, as the
-stand-alone file `common-<id>.msgpack`. A save refuses values that a load could not restore exactly,
-except in Megatron's args.
+Every rank saves its own `rank_state`; no rank's random state is treated as a replica of another's.
+`common_state` is equal on all ranks; rank 0 writes it to the file `common-<id>.msgpack`. A save
+refuses values that a load could not restore exactly, except in Megatron's args.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0
-#: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
-#: does not change the layout.
+#: The encoded rank state is padded to a multiple of this many bytes, so that a longer counter does
+#: not change the layout.
 RANK_STATE_STEP = 16 * 1024
-#: Room for one module's extra state. TransformerEngine's takes 2 KiB and the history of absolute
-#: maxima; before the first step it is empty.
+#: Bytes reserved for one module's extra state. TransformerEngine's takes 2 KiB plus the history of
+#: absolute maxima; it is empty before the first step.
 EXTRA_STATE_NBYTES = 16 * 1024
-#: Bytes per step of that history and matrix of the module: 3 fp32 numbers forward, 2 backward.
+#: Bytes of this history per step and matrix of the module: 3 fp32 numbers forward, 2 backward.
 _AMAX_NBYTES = 5 * 4
-#: Matrices of a module without `num_gemms`; a layer norm with an MLP has 2.
+#: Matrices assumed for a module without `num_gemms`; a layer norm fused with an MLP has 2.
 _NUM_GEMMS = 2
 _LENGTH_NBYTES = 8
 _RANK_STATE = ("rng", "optimizer", "rerun", "objects")
@@ -50,7 +49,7 @@ COMMON_STATE = (
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all random generators of this rank, as tensors and plain values."""
+    """Return the states of all random generators of this rank as tensors and plain values."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "random_rng_state": random.getstate(),
@@ -62,7 +61,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _as_tensor(state: Any) -> Any:
-    """Return a tracker's state as a tensor; trackers for CUDA graphs hold generators."""
+    """Return a tracker's state as a tensor. Trackers for CUDA graphs hold generators."""
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 
@@ -70,7 +69,7 @@ def load_rng_state(saved: dict[str, Any]) -> None:
     """Set the states that `rng_state` returned.
 
     Raises:
-        MissingStateError: `saved` has no state for Megatron's tracker; nothing was set.
+        MissingStateError: `saved` has no state for Megatron's tracker; nothing was changed.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     current, tracked = tracker.get_states(), saved["rng_tracker_states"]
@@ -91,7 +90,7 @@ def load_rng_state(saved: dict[str, Any]) -> None:
     np.random.set_state(tuple(saved["np_rng_state"]))
     torch.set_rng_state(saved["torch_rng_state"])
     torch.cuda.set_rng_state(saved["cuda_rng_state"])
-    restored = {name: _restored(tracker, current.get(name), it) for name, it in tracked.items()}
+    restored = {name: _restored(tracker, current.get(name), v) for name, v in tracked.items()}
     tracker.set_states({**current, **restored})
 
 
@@ -99,10 +98,10 @@ def _restored(tracker: Any, current: Any, saved: torch.Tensor) -> Any:
     """Return `saved` in the form that `tracker` uses: a tensor, or a generator.
 
     Args:
-        current: the tracker's present state of the same name; None without one.
+        current: the tracker's current state of the same name, or None.
     """
     if isinstance(current, torch.Generator):
-        # A CUDA graph replays with the generator that was registered at its capture.
+        # A CUDA graph replays with the generator that was registered when the graph was captured.
         current.set_state(saved)
         return current
     convert = getattr(tensor_parallel, "convert_cuda_rng_state", None)  # since core 0.14
@@ -120,10 +119,10 @@ def rank_state(
     *,
     save_rng: bool,
 ) -> dict[str, Any]:
-    """Return what this rank alone keeps. No communication.
+    """Return the state that every rank saves for itself. No communication.
 
     Args:
-        rerun: what `rerun_state` returned.
+        rerun: result of `rerun_state`.
     """
     return {
         "rng": rng_state() if save_rng else None,
@@ -134,16 +133,16 @@ def rank_state(
 
 
 def rerun_state(data_iterator: Any) -> Any:
-    """Return the rerun state machine's state; None unless a step is being rerun.
+    """Return the rerun state machine's state while a step is being rerun, else None.
 
     Args:
-        data_iterator: the training loop's; a list of them with virtual pipeline stages.
+        data_iterator: the training loop's iterator; a list with virtual pipeline stages.
     """
     get_machine = feature("get_rerun_state_machine")
     if get_machine is None:
         return None
     machine = get_machine()
-    # Until core 0.11: `use_dist_ckpt`, which wraps all of it.
+    # Until core 0.11 the parameter is `use_dist_ckpt`, which wraps the complete state.
     early = takes(machine.state_dict, "use_dist_ckpt")
     form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
     state = machine.state_dict(data_iterator=data_iterator, **form)
@@ -156,7 +155,7 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
     """Return the rank state as a piece: its length (8 bytes), its encoding, zeros.
 
     Raises:
-        UnsupportedError: a load could not restore some values; names the place and type of each.
+        UnsupportedError: a load could not restore some values; names their places and types.
     """
     encoded = side_state_codec.encode(state)
     nbytes = _LENGTH_NBYTES + len(encoded)
@@ -169,25 +168,27 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
 
 
 def unframe(framed: bytes, place: str) -> dict[str, Any]:
-    """Return the rank state from the bytes of its piece; log values that cannot be restored here.
+    """Return the rank state from the bytes of its piece.
+
+    Logs a warning with the values that this process cannot restore.
 
     Raises:
-        CorruptCheckpointError: the bytes are no rank state.
+        CorruptCheckpointError: the bytes are not a rank state.
     """
     end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
     encoded = framed[_LENGTH_NBYTES:end]
     state = side_state_codec.decode_dict(encoded, place, _RANK_STATE)
-    if lost := side_state_codec.left_out(encoded, place):
+    if omitted := side_state_codec.left_out(encoded, place):
         logger.warning(
             "%s: the load leaves out side state that this process cannot restore: %s",
             place,
-            ", ".join(lost),
+            ", ".join(omitted),
         )
     return state
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
-    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by global name."""
+    """Return the extra states of modules (TransformerEngine's FP8 state), by global name."""
     return {name: module.get_extra_state() for name, module in _keepers(chunks, geometry)}
 
 
@@ -199,8 +200,8 @@ def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
     nbytes = 0
     for name, module in _keepers(chunks, geometry):
         state = module.get_extra_state()
-        # Megatron's own linear layers always return None, TransformerEngine's may return it until
-        # their first forward in FP8.
+        # Megatron's own linear layers always return None; TransformerEngine's may return None until
+        # their first forward pass in FP8.
         if state is not None or quantized:
             nbytes += len(side_state_codec.encode({name: state})) + EXTRA_STATE_NBYTES
             nbytes += _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
@@ -208,7 +209,7 @@ def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:
-    """Load the states of `extra_states` into the modules; log the states that do not fit."""
+    """Load states from `extra_states` into the modules; log the modules with unfit states."""
     unfit = []
     for name, module in _keepers(chunks, geometry):
         if name not in saved:
@@ -228,10 +229,10 @@ def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[st
 
 
 def _fits(module: Any, saved: Any) -> bool:
-    """Return whether an extra state has as many experts as `module`.
+    """Return whether an extra state has the same number of experts as `module`.
 
     The grouped experts of a rank have one state, saved under the name of the first expert.
-    TransformerEngine loads the state of another number of experts without an error.
+    TransformerEngine raises no error if the number of experts differs.
     """
     decode = getattr(module, "_decode_extra_state", None)
     if decode is None:
@@ -244,14 +245,14 @@ def _fits(module: Any, saved: Any) -> bool:
 
 
 def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that really have an extra state, by Megatron's global name of that state.
+    """Yield the modules that have an extra state, each with Megatron's global name of the state.
 
-    Megatron lists an entry for every layer that could have one.
+    Megatron lists an entry for every layer that could have an extra state.
     """
     for number, name, global_name in geometry.objects:
         *path, leaf = name.split(".")
         module = chunks[number]
-        for step in path:  # few of all modules, and `named_modules` makes the names of all
+        for step in path:  # few modules; `named_modules` would build the names of all
             module = None if module is None else module._modules.get(step)
         if (
             leaf == "_extra_state"
@@ -264,7 +265,7 @@ def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, 
 def common_state(
     args: Any, iteration: int, scheduler: Any, num_floating_point_operations: Any
 ) -> dict[str, Any]:
-    """Return what is alike on all ranks, with Megatron's own names."""
+    """Return the state that is equal on all ranks, under Megatron's own names."""
     return {
         "args": args,
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -278,6 +279,6 @@ def encode_common(state: dict[str, Any]) -> bytes:
     """Return the common state as bytes.
 
     Raises:
-        UnsupportedError: a load could not restore some values outside of Megatron's args.
+        UnsupportedError: a load could not restore some values outside Megatron's args.
     """
     return side_state_codec.encode(state, lossy=("args",))

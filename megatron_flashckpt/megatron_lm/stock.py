@@ -1,8 +1,8 @@
-"""Megatron's own checkpointing module, whichever release it is, and calls in its signature.
+"""Megatron's own checkpointing module of any release, and calls bound to its signatures.
 
-Versions are not parsed: what the stock module imports under its name (`get_args`, `unwrap_model`)
-is taken from it, and arguments are bound to the signature that the stock function has. `compat` has
-what only some releases have, `old_releases` what only those before core 0.7 do otherwise.
+Versions are not parsed. Names that the stock module imports (`get_args`, `unwrap_model`) are taken
+from that module, and arguments are bound to the signature of the stock function. `compat` handles
+features of some releases, `old_releases` the differences of releases before core 0.7.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def stock_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        # A dependency that is missing inside Megatron must not look like Megatron missing.
+        # A missing dependency of Megatron must not be reported as a missing Megatron.
         if error.name is None or not path.startswith(error.name):
             raise
     paths = " or ".join(f"{package}.{name}" for package in TRAINING_PACKAGES)
@@ -44,13 +44,13 @@ _ORIGINALS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
-    """Put `replacement` in the place of a stock function, for an unedited script.
+    """Replace a stock function, so that a training script needs no edit.
 
-    Modules of Megatron import such names, so it is set wherever they have done so. `original` still
-    finds the stock function.
+    Modules of Megatron import the function by name, so the name is replaced in all of them.
+    `original` still returns the stock function.
     """
     stock = _ORIGINALS.setdefault((module, name), getattr(stock_module(module), name))
-    stock_module("training")  # imports, with all that it needs, whoever calls these functions
+    stock_module("training")  # imports all modules that call these functions
     for key, importer in list(sys.modules.items()):
         names = getattr(importer, "__dict__", {}) if key.partition(".")[0] == "megatron" else {}
         if names.get(name) is stock:
@@ -58,7 +58,7 @@ def replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def original(module: str, name: str) -> Callable[..., Any]:
-    """Return Megatron's own function, also when `replace` has put another in its place."""
+    """Return Megatron's own function, also after `replace`."""
     return _ORIGINALS.get((module, name)) or getattr(stock_module(module), name)
 
 
@@ -68,7 +68,7 @@ def checkpointing() -> ModuleType:
 
 
 def is_replaced(module: str, name: str) -> bool:
-    """Return whether `replace` was called for a function."""
+    """Return whether `replace` has replaced the function."""
     return (module, name) in _ORIGINALS
 
 
@@ -78,7 +78,7 @@ def loaded(name: str) -> ModuleType | None:
 
 
 def door() -> str:
-    """Return which way in the training script took, as far as it can be seen."""
+    """Return a description of the entry point that the training script uses."""
     if is_replaced("checkpointing", "save_checkpoint"):
         return "through the launcher"
     training = loaded("training")
@@ -88,11 +88,12 @@ def door() -> str:
 
 
 def half_swapped() -> str | None:
-    """Return how only one of the two imports leads to us; None: that is not so."""
+    """Return a message if only one of the two imports was swapped, else None."""
     training = loaded("training")
-    there = {name: getattr(training, name, None) for name in ("save_checkpoint", "load_checkpoint")}
-    ours = [name for name, function in there.items() if _is_ours(function)]
-    stock = [name for name in there if there[name] is original("checkpointing", name)]
+    names = ("save_checkpoint", "load_checkpoint")
+    functions = {name: getattr(training, name, None) for name in names}
+    ours = [name for name in names if _is_ours(functions[name])]
+    stock = [name for name in names if functions[name] is original("checkpointing", name)]
     if training is None or not ours or not stock:
         return None
     return (
@@ -106,30 +107,30 @@ def _is_ours(function: Any) -> bool:
 
 
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments by name, defaults filled in, as this release's `function` takes them.
+    """Return the arguments by the parameter names of this release's `function`, with defaults.
 
     Raises:
-        TypeError: an argument that this release does not have; refused, not ignored.
+        TypeError: this release does not have an argument.
     """
     bound = inspect.signature(function).bind_partial(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-#: What the shims act on, by Megatron's names: in every release, then in later ones.
+#: Arguments that the shims act on, by Megatron's names: of every release, then of later ones.
 SAVE_REQUIRED: tuple[str, ...] = (
     *("iteration", "model", "optimizer", "opt_param_scheduler"),
     "num_floating_point_operations_so_far",
 )
 SAVE_ARGUMENTS = (*SAVE_REQUIRED, "non_persistent_ckpt", "train_data_iterator", "release")
-#: But for the first, the model, which was renamed in core 0.12.
+#: Without the first parameter, the model, which core 0.12 renamed.
 LOAD_REQUIRED = ("optimizer", "opt_param_scheduler", "load_arg", "strict")
 LOAD_ARGUMENTS = (*LOAD_REQUIRED, "skip_load_to_model_and_opt")
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveCall:
-    """The arguments of `save_checkpoint` that any release has, by our names."""
+    """Arguments of `save_checkpoint` under names that are independent of the release."""
 
     iteration: int
     model: list[Any]
@@ -142,11 +143,11 @@ class SaveCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
-        """Return the call; a release checkpoint, which stock makes, with whatever arguments.
+        """Return the call. For a release checkpoint, which Megatron itself saves, skip the check.
 
         Raises:
-            TypeError: an argument that this release does not have.
-            UnsupportedError: one that the shim does not know, and not at its default.
+            TypeError: this release of Megatron does not have an argument.
+            UnsupportedError: an argument that the shim does not know is not at its default.
         """
         stock = original("checkpointing", "save_checkpoint")
         named = bind(stock, args, kwargs)
@@ -157,7 +158,7 @@ class SaveCall:
             model=named["model"] if isinstance(named["model"], list) else [named["model"]],
             optimizer=named["optimizer"],
             scheduler=named["opt_param_scheduler"],
-            # The autoresume path calls without it.
+            # Megatron's autoresume path omits this argument.
             floating_point_operations=named.get("num_floating_point_operations_so_far", 0),
             non_persistent=bool(named.get("non_persistent_ckpt", False)),
             release=bool(named.get("release", False)),
@@ -167,7 +168,7 @@ class SaveCall:
 
 @dataclasses.dataclass(frozen=True)
 class LoadCall:
-    """The arguments of `load_checkpoint` that any release has, by our names."""
+    """Arguments of `load_checkpoint` under names that are independent of the release."""
 
     model: list[Any]
     optimizer: Any
@@ -178,9 +179,9 @@ class LoadCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadCall:
-        """Return the call; raises as `SaveCall.of` does."""
+        """Return the call; raise the errors of `SaveCall.of`."""
         stock = original("checkpointing", "load_checkpoint")
-        # Renamed in core 0.12; callers of either age use either name.
+        # Core 0.12 renamed the parameter; callers use either name.
         first = next(iter(inspect.signature(stock).parameters))
         renamed = {"model": first, "ddp_model": first}
         named = bind(stock, args, {renamed.get(key, key): value for key, value in kwargs.items()})

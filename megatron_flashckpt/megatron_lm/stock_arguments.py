@@ -1,7 +1,7 @@
 """Arguments of `save_checkpoint` and `load_checkpoint` that the shim does not act on.
 
-Some need no action here. Any other may be given at its default only: a newer Megatron that asks for
-something must not be answered with something else.
+Some arguments need no action. All others are accepted only at their defaults: a request of a newer
+Megatron must not be ignored silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
 
-#: They steer how Megatron's own formats are written and how its local checkpoints are found.
+#: These control how Megatron writes its own formats and finds its local checkpoints.
 _NOT_NEEDED = frozenset(
     {"checkpointing_context", "preprocess_common_state_dict_fn", "ft_client", "terminate"}
 )
@@ -24,14 +24,14 @@ _NOT_NEEDED = frozenset(
 def refuse_unknown(
     function: str, signature: inspect.Signature, named: dict[str, Any], used: Collection[str]
 ) -> None:
-    """Raise unless all that was passed beside `used` is known not to matter, or a default.
+    """Raise if an argument outside `used` matters and differs from its default.
 
     Args:
-        named: what was passed, by name, with or without defaults.
-        used: the parameters that the shim acts on.
+        named: the arguments by name, with or without defaults.
+        used: names of the parameters that the shim acts on.
 
     Raises:
-        UnsupportedError: naming every such argument.
+        UnsupportedError: names all such arguments.
     """
     unknown = []
     for name, value in named.items():
@@ -48,7 +48,7 @@ def refuse_unknown(
         )
 
 
-#: Since core 0.16 callers may name the groups; they are fine if they are the job's own.
+#: Since core 0.16 callers may pass process groups; the job's own groups are accepted.
 _OWN_GROUPS: dict[str, Callable[[], Any]] = {
     "tp_group": parallel.tensor_parallel_group,
     "pp_group": parallel.pipeline_parallel_group,
@@ -68,7 +68,7 @@ def _is_same_group(one: Any, other: Any) -> bool:
 def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
     if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
         return not value
-    # Not `==` alone: a tensor would answer with a tensor.
+    # Not `==` alone: comparing tensors returns a tensor.
     return value is parameter.default or (
         isinstance(value, str | int | float) and bool(value == parameter.default)
     )

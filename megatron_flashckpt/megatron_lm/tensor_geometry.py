@@ -1,4 +1,4 @@
-"""Where one local tensor belongs in the global ones, whoever found that out."""
+"""Position of a local tensor in global tensors, independent of the model class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
 
 class Part(NamedTuple):
-    """A piece, and the half-open range of the flattened local tensor that it stands for."""
+    """A piece and its half-open range of the flattened local tensor."""
 
     piece: Piece
     start: int
@@ -35,7 +35,7 @@ class Run:
     numel: int
 
     def parts(self, kind: str, dtype: str, start: int, end: int) -> Iterator[Part]:
-        """Yield the part of local range `[start, end)` in this run, if there is one."""
+        """Yield the part of local range `[start, end)` that lies in this run, if there is one."""
         low = max(start, self.local_start)
         high = min(end, self.local_start + self.numel)
         if low < high:
@@ -55,22 +55,22 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where one local tensor belongs."""
+    """Position of one local tensor in the global tensors."""
 
     name: str
     """State-dict name, for messages."""
     runs: tuple[Run, ...]
     main: bool
-    """Whether this rank is among the writers: not a tensor-parallel or pipeline duplicate."""
+    """True if this rank is a writer: not a tensor-parallel or pipeline duplicate."""
     replica: int
     """Position among the data-parallel replicas."""
     resizable: bool
-    """Whether Megatron lets the global shape differ (padded vocabulary)."""
+    """True if Megatron lets the global shape differ (padded vocabulary)."""
     copy: str = ""
-    """Where this rank's copy stands among those that are not the main one; empty: it is main.
+    """Name of this rank's copy of the tensor; empty for the main copy.
 
-    Numbers of duplicates over pipeline stages and over tensor ranks: "0.1" is what tensor rank 1
-    holds alike with tensor rank 0."""
+    The name consists of the duplicate's numbers over pipeline stages and over tensor ranks: "0.1"
+    is tensor rank 1's copy of a tensor whose main copy is on tensor rank 0."""
     _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -78,16 +78,16 @@ class Geometry:
     def parts(self, kind: str, dtype: torch.dtype, start: int, end: int) -> tuple[Part, ...]:
         """Return local range `[start, end)` as pieces.
 
-        They say nothing of memory, so every save can have the same ones: making them anew took most
-        of the time that 20,000 of them blocked training.
+        Pieces are independent of memory addresses, so all saves share them. Making 20,000 pieces
+        anew took most of the time that a save of them blocked training.
         """
-        wanted = (kind, dtype, start, end)
-        found = self._parts.get(wanted)
-        if found is None:
+        request = (kind, dtype, start, end)
+        parts = self._parts.get(request)
+        if parts is None:
             try:
                 name = dtype_name(dtype)
             except LayoutError as error:
                 raise LayoutError(f"{self.name}: {error}") from None
             of_run = (run.parts(kind, name, start, end) for run in self.runs)
-            found = self._parts[wanted] = tuple(itertools.chain.from_iterable(of_run))
-        return found
+            parts = self._parts[request] = tuple(itertools.chain.from_iterable(of_run))
+        return parts

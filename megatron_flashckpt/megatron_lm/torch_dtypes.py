@@ -1,4 +1,4 @@
-"""torch element types and their safetensors names."""
+"""Torch element types and their safetensors names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-#: Types of weights that an optimizer has fp32 masters of.
+#: Types of weights that have fp32 masters in the optimizer.
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -34,5 +34,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of safetensors' `name`."""
+    """Return the torch type with the safetensors name `name`."""
     return _DTYPES[name]

@@ -1,4 +1,4 @@
-"""Enumerates the pieces that a rank writes: its own parts, its shares of replicated tensors."""
+"""Enumerates the pieces that a rank writes: its own parts and shares of replicated tensors."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
 
 class ReplicatedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A tensor that several replicas hold alike; one entry of the stream that they share out."""
+    """A tensor that is equal on several replicas: one entry of a stream that they divide."""
 
     geometry: Geometry
     kind: str
     tensor: torch.Tensor
-    """Or the parameter itself."""
+    """The optimizer's tensor, or the parameter itself."""
 
 
 class Share(NamedTuple):
-    """This rank's part of a stream of replicated tensors."""
+    """This rank's share of a stream of replicated tensors."""
 
     writers: int
-    """Number of writers; 0: this rank is none of them."""
+    """Number of writers; 0 if this rank is not a writer."""
     position: int
-    """Place of this rank among them."""
+    """Position of this rank among the writers."""
     stream: Hashable
-    """Tells apart streams that have other writers, equally many."""
+    """Identity of the stream; distinguishes streams with equally many but different writers."""
 
 
 class PieceCollector:
-    """Enumerates what this rank writes: its own parts, and its shares of what replicas hold alike.
+    """Enumerates the pieces that this rank writes: its own parts and shares of replicated tensors.
 
     Args:
-        policy: which replicas write what all of them hold.
-        share: returns this rank's share under such a policy, of expert or of dense parameters.
+        policy: the replicas that write tensors which are equal on all of them.
+        share: returns this rank's share under such a policy, for expert or dense parameters.
         derived: ids of the parameters that are saved as masters only.
-        tensors_of: returns what the optimizer has beside the weight, by kind.
-        is_written: picks the local tensors to write.
+        tensors_of: returns the optimizer's tensors other than the weight, by kind.
+        is_written: selects the local tensors to write.
     """
 
     def __init__(
@@ -69,22 +69,25 @@ class PieceCollector:
         self._derived = derived
         self._tensors_of = tensors_of
         self._is_written = is_written
-        self._share = functools.cache(share)  # Megatron takes its time to say
+        self._share = functools.cache(share)  # Megatron's answers are slow
         self._streams: dict[Share, list[ReplicatedTensor]] = defaultdict(list)
 
     @functools.cached_property
     def _geometry_of(self) -> dict[int, Geometry]:
-        """By id of a parameter. Not needed if all optimizers repeat an earlier save."""
+        """Geometry by id of a parameter. Unused if all optimizers repeat an earlier enumeration."""
         return {id(parameter): geo for parameter, geo in self._geometry.parameters}
 
     def own_parts(self, entries: Iterable[OptimizerEntry]) -> list[Written]:
-        """Return the parts of sharded parameters that this rank writes; note all others."""
+        """Return the parts of sharded parameters that this rank writes.
+
+        Replicated tensors are added to streams, for `shares`.
+        """
         geometry_of, is_written, tensors_of = self._geometry_of, self._is_written, self._tensors_of
         written: list[Written] = []
         for entry in entries:
             geo = geometry_of.get(id(entry.parameter))
             if geo is None:
-                raise _outside_of_the_model(entry)
+                raise _outside_model(entry)
             tensors = tensors_of(entry)
             if not is_written(geo):
                 tensors = {}
@@ -92,7 +95,7 @@ class PieceCollector:
             if entry.sharded:
                 has_weight = is_written(geo) and id(entry.parameter) not in self._derived
                 weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
-                if not entry.main:  # another instance writes it; noted for the next save
+                if not entry.main:  # another instance writes the tensors; listed for `Repeat`
                     tensors, weight_kind = {}, None
                 written.append(Written(entry, geo, tensors, weight_kind))
             elif tensors:
@@ -103,10 +106,10 @@ class PieceCollector:
         return written
 
     def add_whole_weights(self, optimizer: Any) -> None:
-        """Note the weights of which every replica holds all.
+        """Add the weights that every replica holds completely to the streams.
 
-        No entry tells of parameters that lie wholly in other ranks' ranges. Their `requires_grad`
-        does not tell them apart either: they may have been frozen since.
+        The optimizer's entries do not include parameters that lie entirely in other ranks' ranges.
+        `requires_grad` does not identify such parameters: they may have been frozen later.
         """
         sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
         for parameter, geo in self._geometry.parameters:
@@ -120,18 +123,18 @@ class PieceCollector:
                 )
             if self._is_written(geo):
                 expert = optimizer_state.is_expert(parameter)
-                whole = ReplicatedTensor(geo, copy_kind(WEIGHT, geo.copy), parameter)
-                self._streams[self._share(self._policy.weight, expert)].append(whole)
+                weight = ReplicatedTensor(geo, copy_kind(WEIGHT, geo.copy), parameter)
+                self._streams[self._share(self._policy.weight, expert)].append(weight)
 
     def shares(self) -> list[LocalPiece]:
-        """Return this rank's share of all that was noted."""
+        """Return this rank's shares of all streams."""
         pieces: list[LocalPiece] = []
         for share, stream in self._streams.items():
             pieces += _share_out(stream, share.writers, share.position)
         return pieces
 
 
-def _outside_of_the_model(entry: OptimizerEntry) -> UnsupportedError:
+def _outside_model(entry: OptimizerEntry) -> UnsupportedError:
     return UnsupportedError(
         "the optimizer steps a parameter of shape "
         f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
@@ -141,7 +144,7 @@ def _outside_of_the_model(entry: OptimizerEntry) -> UnsupportedError:
 
 
 def own_pieces(written: Written) -> list[LocalPiece]:
-    """Return what this rank's part of a parameter comes to: its weight, then its states."""
+    """Return the pieces of this rank's part of a parameter: the weight, then the states."""
     entry, geo, kinds, weight_kind = written
     pieces: list[LocalPiece] = []
     if weight_kind is not None:
@@ -154,7 +157,7 @@ def own_pieces(written: Written) -> list[LocalPiece]:
     return pieces
 
 
-#: One share for each kind of stream; the geometry that it follows from seldom changes.
+#: Cached shares of the streams; the sizes of their tensors seldom change between saves.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 

@@ -1,5 +1,5 @@
-"""Bytes in host memory: slabs, slots, and the copying into them.
+"""Host memory: slabs, slots, and the copies into them.
 
-`slot` and `slab` are free of torch, because the agent uses them too; `stager` and `step_hook` are
-the trainer's.
+`slot` and `slab` do not import torch, because the agent uses them too; `stager` and `step_hook`
+belong to the trainer.
 """

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 #: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
 _RELAXED = 2
-#: A wheel adds a digest to the name of a library that it bundles.
+#: A wheel adds a digest to the names of its bundled libraries.
 _NAME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
-#: The library, once it was found.
+#: The library, set when it is first found.
 _runtime: Any = None
 
 
@@ -53,9 +53,9 @@ def enter_thread(device: int | None) -> None:
 def _leave_captures_alone() -> None:
     """Keep this thread's calls from invalidating graph captures of other threads.
 
-    While a thread captures in global mode, a wait for an event or a page-locking in any other
-    thread fails and invalidates the capture, unless that other thread is in relaxed mode. PyTorch
-    does the same for NCCL's watchdog (pytorch/pytorch#148594).
+    While a thread captures in global mode, other threads must be in relaxed mode. Otherwise their
+    waits for events and their page-locking fail and invalidate the capture. PyTorch does the same
+    for NCCL's watchdog (pytorch/pytorch#148594).
     """
     exchange = getattr(runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is None:

@@ -1,4 +1,4 @@
-"""Memory that this process may still take: the machine's, or less if a control group bounds it."""
+"""Memory that this process may still take: that of the machine or of its control group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Files by version of control groups: the limit, the use, and the field of `memory.stat` for cache
-#: that the kernel can drop.
+#: Files per version of control groups: limit, usage, and the field of `memory.stat` for cache that
+#: the kernel can drop.
 _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -45,32 +45,32 @@ def shown(nbytes: int) -> str:
 
 
 def process_limits(proc: Path = _PROC) -> list[ProcessLimit]:
-    """Return the bounds of this process on the size of a slab, which is a file and is mapped.
+    """Return the limits of this process on the size of a slab, which is a file and is mapped.
 
-    The agent, which writes the shards, inherits the bounds.
+    The agent writes the shards and inherits these limits.
     """
-    found = []
+    bounds = []
     largest_file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest_file != resource.RLIM_INFINITY:
-        found.append(ProcessLimit("file size limit (ulimit -f)", largest_file))
+        bounds.append(ProcessLimit("file size limit (ulimit -f)", largest_file))
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         pages = int((proc / "self/statm").read_text().split()[0])
         left = addresses - pages * resource.getpagesize()
-        found.append(ProcessLimit("address space limit (ulimit -v)", max(0, left)))
-    return found
+        bounds.append(ProcessLimit("address space limit (ulimit -v)", max(0, left)))
+    return bounds
 
 
 def available_nbytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the bytes that can be taken without swapping or being killed, as far as is known."""
+    """Return the bytes that can be taken before the kernel swaps or kills, as far as is known."""
     return max(0, min(limit.left_nbytes for limit in limits(proc, groups)))
 
 
 def limits(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Limit]:
-    """Return all bounds on this process's memory, that of the machine first.
+    """Return all bounds on this process's memory; the first one is that of the machine.
 
     Containers and batch systems bound a job's memory by control groups, which `MemAvailable`
-    ignores; the kernel kills processes that take more. A memfd counts to its control group.
+    ignores; the kernel kills processes that take more. A memfd counts toward its control group.
     """
     machine = _machine(proc)
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
@@ -100,13 +100,13 @@ def _groups(proc: Path, groups: Path, machine: str) -> Iterator[Limit]:
             root, version = groups, 2
         else:
             continue
-        # In a container the path may be the host's, and the root of the mount is what counts.
+        # In a container, the path may be the host's; then the root of the mount has the limit.
         group = root / path.lstrip("/")
-        for each in (group, *group.parents):
-            if each.is_relative_to(root) and (left := _left(each, version)) is not None:
+        for ancestor in (group, *group.parents):
+            if ancestor.is_relative_to(root) and (left := _left(ancestor, version)) is not None:
                 # Containers see their groups under other paths; the inode is the kernel's.
-                key = f"{machine} {version} {each.stat().st_ino}"
-                yield Limit(key, f"control group {each}", left)
+                key = f"{machine} {version} {ancestor.stat().st_ino}"
+                yield Limit(key, f"control group {ancestor}", left)
 
 
 def _left(group: Path, version: int) -> int | None:

@@ -1,9 +1,8 @@
-"""Memory of a memfd: allocated as huge pages where the kernel can, and mapped as such.
+"""Memory of a memfd: allocated and mapped as huge pages where the kernel can.
 
-Pages of 2 MiB cost less at every turn: 512 MiB took 29 ms to allocate instead of 112, and 0.4 ms to
-map instead of 98; reading 256 MiB as a file took 30 ms with their digests instead of 54. Python's
-own `mmap` leaves the address to the kernel, which does not align it for a memfd, and what is not
-aligned can only be mapped page by page.
+Pages of 2 MiB are cheaper to allocate (512 MiB in 29 ms instead of 112), to map, and to read as a
+file. Python's `mmap` leaves the address to the kernel, which does not align a memfd. An unaligned
+memfd can only be mapped in pages of 4 KiB.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from megatron_flashckpt import forks
 logger = logging.getLogger(__name__)
 
 HUGE_NBYTES = 2 * 2**20
-#: From linux/mman.h; Python's mmap module does not have it, and would hold the interpreter lock.
+#: From linux/mman.h. Python's mmap module lacks this value and would hold the interpreter lock.
 _MADV_POPULATE_WRITE = 23
-#: Of Linux 6.1.
+#: Since Linux 6.1.
 _MADV_COLLAPSE = 25
 _MADV_DONTFORK = 10
 _MADV_DONTDUMP = 16
-#: Mapped by one call. The kernel holds the lock of the memory map meanwhile, so another thread's
-#: mmap waits: up to 5 s for a slab of 3 GiB in one call, 31 ms in calls of 4 MiB.
+#: Bytes that one call maps. The kernel holds the lock of the memory map meanwhile, so another
+#: thread's mmap waits: up to 5 s for a slab of 3 GiB in one call, 31 ms in calls of 4 MiB.
 _POPULATE_NBYTES = 4 * 2**20
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
 _MFD_NOEXEC_SEAL = 0x8
-#: From linux/mempolicy.h, and the numbers of a system call that the C library does not wrap.
+#: From linux/mempolicy.h; then the numbers of a system call that the C library does not wrap.
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MACHINE = os.uname().machine
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-_NOT_PLACED = "memory is not placed at NUMA node %d: mbind: %s"
+_NOT_PLACED = "cannot place memory at NUMA node %d: mbind: %s"
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,8 +59,8 @@ _syscall.restype = ctypes.c_long
 def create_memory(name: str) -> int:
     """Return the descriptor of a new, empty memfd that is called `name` in /proc.
 
-    The memfd is not executable: with `vm.memfd_noexec=2` the kernel creates no other ones. Its size
-    can be sealed.
+    The memfd is not executable: with `vm.memfd_noexec=2` the kernel refuses executable ones. Its
+    size can be sealed.
 
     Raises:
         OSError: the kernel refuses.
@@ -72,16 +71,17 @@ def create_memory(name: str) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create(name, flags)  # a kernel that does not know the flag
+        return os.memfd_create(name, flags)  # a kernel without the flag
 
 
 def seal_size(fd: int) -> None:
-    """Let nobody change the size of a memfd any more, whoever holds it.
+    """Fix the size of a memfd for all of its holders.
 
-    Who reads a page that was cut off is killed by SIGBUS, and the agent reads all slabs of a node.
+    A process that reads a page beyond a reduced size is killed by SIGBUS, and the agent reads all
+    slabs of a node.
 
     Raises:
-        OSError: `fd` is no memfd, or one whose size cannot be sealed.
+        OSError: `fd` is no memfd, or its size cannot be sealed.
     """
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         fcntl.fcntl(
@@ -92,9 +92,8 @@ def seal_size(fd: int) -> None:
 def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
-    They are unmapped with the last view of them. Forked children do not inherit the mapping, and
-    core dumps leave it out.
-    Called under `forks.held_off`.
+    The bytes are unmapped with the last view of them. Forked children do not inherit the mapping,
+    and core dumps leave it out. Called under `forks.held_off`.
 
     Raises:
         OSError: the kernel refuses.
@@ -115,47 +114,48 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     _libc.madvise(begin, nbytes, _MADV_DONTFORK)
     _libc.madvise(begin, nbytes, _MADV_DONTDUMP)
     owner = (ctypes.c_ubyte * nbytes).from_address(begin)
-    # Not at exit: other threads may still be reading, and the kernel unmaps what a process leaves.
+    # `atexit = False`: other threads may still read at exit, and the kernel unmaps the memory of a
+    # process that ends.
     weakref.finalize(owner, _unmap, begin, nbytes, forks.depth()).atexit = False
     return memoryview(owner).cast("B")
 
 
 def _unmap(begin: int, nbytes: int, depth: int) -> None:
-    # A forked child inherits this call, but not the mapping: something else may lie there.
+    # A forked child inherits this call without the mapping; other memory may be at the address.
     if depth == forks.depth():
         _libc.munmap(begin, nbytes)
 
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> int:
-    found = _libc.mmap(address, nbytes, access, flags, fd, 0)
-    if found is None or found == _FAILED:
+    mapped_at = _libc.mmap(address, nbytes, access, flags, fd, 0)
+    if mapped_at is None or mapped_at == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return int(found)
+    return int(mapped_at)
 
 
 def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
-    """Allocate all pages of `memory`, which maps `fd` from its begin on.
+    """Allocate all pages of `memory`, which maps `fd` from its begin.
 
-    A page where there was none turns a stretch of 2 MiB into one that `MADV_COLLAPSE` takes, and
-    that clears what it finds empty. It heeds no setting of the system (but `deny`), and leaves out
-    what the kernel has no huge page for. The interpreter lock is free meanwhile.
+    One page written into each stretch of 2 MiB makes `MADV_COLLAPSE` accept the stretch; the call
+    zeroes the other pages. It ignores the system's settings (except `deny`) and skips stretches for
+    which the kernel has no huge page. The interpreter lock is free meanwhile.
 
     Raises:
-        OSError: the memory is not there.
+        OSError: the memory is not available.
     """
-    whole = memory.nbytes // HUGE_NBYTES * HUGE_NBYTES
-    if huge_pages and whole:
-        for begin in range(0, whole, HUGE_NBYTES):
-            os.pwrite(fd, b"\0", begin)  # through the mapping, a lack of memory would be a SIGBUS
-        _libc.madvise(_address(memory), whole, _MADV_COLLAPSE)
+    huge_nbytes = memory.nbytes // HUGE_NBYTES * HUGE_NBYTES
+    if huge_pages and huge_nbytes:
+        for begin in range(0, huge_nbytes, HUGE_NBYTES):
+            os.pwrite(fd, b"\0", begin)  # an error if memory is short; the mapping would SIGBUS
+        _libc.madvise(_address(memory), huge_nbytes, _MADV_COLLAPSE)
     os.posix_fallocate(fd, 0, memory.nbytes)
 
 
 def prefer_node(memory: memoryview, node: int) -> None:
-    """Have the kernel allocate the pages of `memory` at NUMA node `node`, while that has free ones.
+    """Make the kernel prefer NUMA node `node` for the pages of `memory`.
 
-    Called before `allocate`: existing pages stay where they are. If the kernel refuses, only speed
-    is lost, and the debug log has the reason.
+    Called before `allocate`, because existing pages stay at their node. If the kernel refuses, only
+    speed is lost; the debug log has the reason.
     """
     number = _MBIND.get(_MACHINE)
     if number is None:
@@ -178,7 +178,7 @@ def prefer_node(memory: memoryview, node: int) -> None:
 
 
 def populate(memory: memoryview) -> None:
-    """Map all pages of `memory` into this process. Kernels before 5.14 cannot; they fault as ever.
+    """Map all pages of `memory` into this process. Before Linux 5.14 this does nothing.
 
     The interpreter lock is free meanwhile.
     """

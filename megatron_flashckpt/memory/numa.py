@@ -8,9 +8,9 @@ import torch
 
 
 def node_of_gpu(device: int, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Return the NUMA node that CUDA device `device` is attached to; None if the node is unknown.
+    """Return the NUMA node of CUDA device `device`; None if the node is unknown.
 
-    The kernel reports -1 on machines with one node. Old releases of torch have no PCI address.
+    The kernel reports -1 on machines with one node. Old releases of torch lack the PCI address.
     """
     try:
         properties = torch.cuda.get_device_properties(device)

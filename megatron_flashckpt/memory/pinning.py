@@ -1,9 +1,9 @@
 """Page-locks a slab for a GPU's copies, in the background and chunk by chunk.
 
 Copies into page-locked memory are asynchronous and three to five times as fast. Locking takes 0.1
-to 1 s per GiB and holds a lock of the driver that all GPUs of the node share. So a slab is locked
-in chunks, one rank of a node at a time. A call for all of it may fail: Linux 6.11 to 6.13 take less
-than 2 GiB per call, driver 580 less than 512 GiB.
+to 1 s per GiB and holds a driver lock that all GPUs of the node share. So a slab is locked in
+chunks, one rank of a node at a time. One call for a whole slab may fail: Linux 6.11 to 6.13 accept
+less than 2 GiB per call, driver 580 less than 512 GiB.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CHUNK_NBYTES = 2**30
 _TURN_S = 0.02
 #: Seconds that `close` waits for the thread, which may be inside the driver.
 _CLOSE_S = 1.0
-#: Memory that was closed without being unlocked. It stays mapped: at the address of a mapping that
-#: is gone, CUDA would go on copying to the old pages.
+#: Memory that was closed without being unlocked. It stays mapped: if other memory were mapped at
+#: its address, CUDA would still copy to the old pages.
 _still_locked: list[memoryview] = []
 
 
 class PinnedSlab:
     """Locks the pages of one slab, from its begin on, in a thread of its own.
 
-    That thread makes all calls: CUDA keeps the error of a failed call and raises it in the next
-    kernel of the same thread. This thread launches no kernel.
+    That thread makes all calls and launches no kernel. CUDA keeps the error of a failed call and
+    raises it in the next kernel of the same thread.
     """
 
     def __init__(self, slab: Slab, device: int, turns: Path | None) -> None:
@@ -72,17 +72,18 @@ class PinnedSlab:
     def unpin(self) -> None:
         """Unlock all chunks; return when they are unlocked.
 
-        Called with no copy under way, before the slab is unmapped: the driver would keep its pages.
+        Called when no copy is running and before the slab is unmapped; otherwise the driver would
+        keep its pages.
         """
         self._unpins = True
         self._ended.set()
         self._thread.join()
 
     def close(self) -> None:
-        """Lock no further chunk. Locked chunks stay locked until the process ends.
+        """Stop locking. Locked chunks stay locked until the process ends.
 
-        Unlocking would take as long as locking, and the kernel unlocks the memory of a process
-        that ends.
+        Unlocking would take as long as locking, and the kernel unlocks the memory of a process that
+        ends.
         """
         self._ended.set()
         self._thread.join(_CLOSE_S)
@@ -117,7 +118,7 @@ class PinnedSlab:
     def _unpin(self) -> None:
         address = _address(self._memory)
         pinned, self.nbytes = self.nbytes, 0
-        with contextlib.suppress(RuntimeError):  # a broken context takes its registrations along
+        with contextlib.suppress(RuntimeError):  # a broken context has no registrations
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for begin in range(0, pinned, CHUNK_NBYTES):
                 runtime.cudaHostUnregister(address + begin)
@@ -132,12 +133,13 @@ class PinnedSlab:
         try:
             yield self._take_lock(fd)
         finally:
-            # A process that was forked meanwhile shares the lock, and would keep it.
+            # A process forked meanwhile shares the lock and would keep it.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _take_lock(self, fd: int) -> bool:
-        # No blocking flock: a rank that hangs in the driver must not keep this one from ending.
+        # Polling instead of a blocking flock, so that this rank can end while another rank hangs in
+        # the driver.
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Memory that other slabs of this machine are about to take, which no figure of the kernel has yet.
+"""Memory that other slabs of this machine are about to take and the kernel does not count yet.
 
-A slab announces its size by the length of its memfd before it takes its first page: until all pages
-are there, other processes that look for memory count what is missing.
+A slab announces its size by the length of its memfd before it takes its first page. Until all pages
+are allocated, other processes that check for memory add the missing bytes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import os
 from pathlib import Path
 
 _PROC = Path("/proc")
-#: How `mapping.create_memory` names a slab's memfd, in /proc.
+#: Prefix of the names that `mapping.create_memory` gives to memfds, in /proc.
 _NAME = "/memfd:flashckpt-"
 _BLOCK_NBYTES = 512
 
 
 def announced(own: int, proc: Path = _PROC) -> dict[str, int]:
-    """Return by rank the bytes that slabs of this user will still take, but for memfd `own`.
+    """Return per rank the bytes that slabs of this user will still take, except memfd `own`.
 
-    Slabs of other containers are not seen, unless they share the view of processes.
+    Slabs of containers with their own process namespace are not visible.
     """
     counted = {_identity(os.fstat(own))}
     missing: dict[str, int] = {}
     for process in proc.iterdir():
         if not process.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             for fd in os.scandir(process / "fd"):
                 with contextlib.suppress(OSError):
                     name = os.readlink(fd.path)

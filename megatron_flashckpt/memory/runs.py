@@ -1,7 +1,7 @@
-"""Groups the copies of a save into runs that one call of torch makes each.
+"""Groups the copies of a save into runs of one torch call each.
 
-Nearly all pieces of a kind are adjacent in a slot. 20,000 pieces one by one take twice as long as
-their bytes, and one call for many releases the interpreter lock for its whole length.
+Nearly all pieces of one kind are adjacent in a slot. Copying 20,000 pieces one by one takes twice
+as long as their bytes, and one call for many pieces releases the interpreter lock throughout.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclasses.dataclass(frozen=True)
 class Aside:
-    """Copies beside the slab: what a save has to look at, but does not save."""
+    """Copies outside the slab: data that a save checks but does not store."""
 
     copies: list[Copy]
-    """With offsets from the start of `content`."""
+    """Offsets count from the start of `content`."""
     content: torch.Tensor
-    """Memory for them, flat uint8."""
+    """Memory for the copies, flat uint8."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Adjacent pieces of one element type, and the bytes of the slab where they belong."""
+    """Adjacent pieces of one element type, and their bytes in the slab."""
 
     target: torch.Tensor
     sources: list[torch.Tensor]

@@ -1,7 +1,7 @@
-"""One rank's staging memory: a memfd, handed to the agent by file descriptor.
+"""Staging memory of one rank: a memfd, handed to the agent by file descriptor.
 
-A memfd is not bounded by the size of /dev/shm, has no name that others could open or that could
-leak, and is freed when its last holder ends.
+A memfd is independent of the size of /dev/shm and is freed when its last holder ends. It has no
+name that other processes could open or that could leak.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Slab:
         self.fd = fd
         self.geometry = geometry
         self.memory = map_shared(fd, geometry.nbytes)
-        #: Whether another process may still write to slots that hold no complete checkpoint, so
-        #: that this one must not save into them.
+        #: True while another process may write to slots without a complete checkpoint; this process
+        #: must not save into the slab then.
         self.read_only = False
         forks.close_in_children(self)
 
@@ -53,15 +53,16 @@ class Slab:
     ) -> Slab:
         """Allocate a slab whose slots take `meta_nbytes` and `data_nbytes` each.
 
-        All pages are allocated here, and not when they are touched, which took five times as long:
-        a node without the memory is told now and not by SIGBUS in the middle of a save.
+        All pages are allocated here, because allocation on first touch took five times as long. If
+        the node is short of memory, this call fails; on first touch a save would be killed by
+        SIGBUS.
 
         Args:
             numa_node: preferred for the pages; None: the kernel chooses.
             held_share: bytes that this node is to hold for other nodes per byte of the slab.
 
         Raises:
-            StorageError: the memory is not there; names the bytes wanted.
+            StorageError: the memory is not available; the message names the bytes wanted.
         """
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
         held_nbytes = int(held_share * geometry.nbytes)
@@ -97,15 +98,15 @@ class Slab:
         """Return a slab with all pages allocated.
 
         Raises:
-            StorageError: the node has less memory than all slabs that are being made need.
+            StorageError: the node has too little memory for all slabs that are being made.
             OSError: the kernel refuses; the slab is closed.
         """
         with forks.held_off():
             fd = create_memory(f"flashckpt-{name}")
             try:
                 os.ftruncate(fd, geometry.nbytes)
-                # Their pages first: one that comes before the memory is read counts twice, and
-                # not never.
+                # Count other slabs' missing pages before the available memory is read: a page
+                # allocated in between then counts twice, instead of not at all.
                 _require_memory(geometry, name, held_nbytes, announced(fd))
                 slab = cls(fd, geometry)
             except OSError:
@@ -123,7 +124,7 @@ class Slab:
 
     @classmethod
     def attach(cls, fd: int) -> Slab:
-        """Map a slab received from another process; takes ownership of `fd` either way."""
+        """Map a slab received from another process; owns `fd` even if the call fails."""
         try:
             with forks.held_off():
                 return cls._mapped(fd)
@@ -136,7 +137,7 @@ class Slab:
 
     @classmethod
     def _mapped(cls, fd: int) -> Slab:
-        seal_size(fd)  # before its size is looked at
+        seal_size(fd)  # before its size is read
         nbytes = os.fstat(fd).st_size
         if nbytes < PAGE:
             raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
@@ -145,10 +146,10 @@ class Slab:
         return cls(fd, geometry)
 
     def populate(self) -> None:
-        """Map all pages into this process, so that staging meets no page fault.
+        """Map all pages into this process, so that staging causes no page fault.
 
-        At the first use of a slot the faults would come while training allocates memory too: 764 MB
-        then took 2 to 4 s to stage on two busy cores, and 0.1 to 0.2 s when mapped before.
+        Page faults at the first use of a slot compete with training's own allocations: staging 764
+        MB then took 2 to 4 s on two busy cores, and 0.1 to 0.2 s with mapped pages.
         """
         populate(self.memory)
 
@@ -169,13 +170,13 @@ class Slab:
         return [Slot(self.memory, self.geometry, i) for i in range(self.geometry.slots)]
 
     def close(self) -> None:
-        """Unmap and close; the memory lives on while another process holds it."""
+        """Unmap and close; the memory is freed when no other process holds it."""
         with forks.held_off():  # a child might keep the descriptor, or close a reused number
             if self.fd < 0:
                 return
             os.close(self.fd)
             self.fd = -1
-        # A view of the mapping may live on; then the mapping goes when that does.
+        # If a view of the mapping exists, the mapping ends with that view.
         with contextlib.suppress(BufferError):
             self.memory.release()
 
@@ -183,9 +184,9 @@ class Slab:
 def _require_memory(
     geometry: SlabGeometry, name: str, held_nbytes: int, others: dict[str, int]
 ) -> None:
-    """Raise StorageError unless this slab fits into the node, with `others` that are being made.
+    """Raise StorageError if the node lacks the memory for this slab and the `others` being made.
 
-    That is not left to the kernel: it takes page after page until it starts killing.
+    The kernel does not check this: it allocates page after page until it starts killing.
     """
     available = available_nbytes()
     if geometry.nbytes + held_nbytes + sum(others.values()) <= available:
@@ -195,7 +196,7 @@ def _require_memory(
         ranks = ", ".join(f"{shown(nbytes)} by rank {rank}" for rank, nbytes in others.items())
         reason += f", of which {ranks} is being taken"
     if held_nbytes:
-        reason += f"; with it the node is to hold {shown(held_nbytes)} for other nodes"
+        reason += f"; in addition, the node is to hold {shown(held_nbytes)} for other nodes"
     raise StorageError(errno.ENOMEM, _refusal(geometry, name, reason, errno.ENOMEM))
 
 

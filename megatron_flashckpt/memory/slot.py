@@ -1,10 +1,10 @@
-"""One checkpoint of one rank in memory, and how its bytes lie.
+"""Layout of one rank's checkpoint in memory.
 
 A slab is a memfd: one page of `SlabHeader`, then the slots. A slot is one page of `SlotHeader` and
 the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and `data_capacity`
 bytes for the pieces. All offsets are multiples of the page size.
 
-The slot header is the truth about the slot's state. Exactly one process writes it at a time: the
+The slot header decides the slot's state. Exactly one process writes the header at a time: the
 trainer up to STAGED or KEPT, the agent from then on.
 """
 
@@ -26,33 +26,34 @@ from megatron_flashckpt.layout.template import Placement, Template
 
 _T = TypeVar("_T")
 
-#: What headers and data of slots are aligned to, so that data can be written past the page cache.
+#: Alignment of slot headers and slot data, so that data can be written with O_DIRECT.
 PAGE = max(4096, mmap.PAGESIZE)
 
 _SLAB = struct.Struct("<8sIIQQ")
 _SLOT = struct.Struct("<8sIIq32sQQ")
 _SUM = struct.Struct("<Q")
-#: Of the digest of the description, in the page of the header: far from what states change.
+#: Offset of the description's digest in the header page: far from the bytes that state changes
+#: write.
 _META_SUM_AT = PAGE - _SUM.size
 _SLAB_MAGIC = b"FLASHSLB"
 _SLOT_MAGIC = b"FLASHSLT"
 
 
 class SlotState(enum.IntEnum):
-    """What a slot's bytes are worth."""
+    """State of a slot's bytes."""
 
     EMPTY = 0
-    """Nothing."""
+    """No checkpoint."""
     STAGING = 1
-    """A trainer is copying; torn if that trainer is gone."""
+    """A trainer is copying; torn if that trainer has died."""
     STAGED = 2
-    """Complete: can be restored from and persisted."""
+    """Complete: a rank can load the slot, and the agent can persist it."""
     DURABLE = 3
     """Complete, and its save is committed in storage."""
     FAILED = 4
-    """Complete, but could not be persisted; can still be restored from."""
+    """Complete and loadable, but the agent could not persist it."""
     KEPT = 5
-    """Complete, and not meant for storage; can be restored from."""
+    """Complete and loadable, but not meant for storage."""
 
 
 #: States in which the bytes are complete.
@@ -60,7 +61,7 @@ COMPLETE = (SlotState.STAGED, SlotState.DURABLE, SlotState.FAILED, SlotState.KEP
 
 
 class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
-    """All that the agent needs to persist and commit a slot, even if every trainer is dead."""
+    """Facts with which the agent persists and commits a slot, even if every trainer is dead."""
 
     root: str
     """Absolute save directory."""
@@ -77,15 +78,15 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     """Megatron's `--save-retain-interval`."""
     retention: Retention = Retention()
     metrics: dict[str, float] = {}
-    """What training code on this rank has reported of the model."""
+    """Metrics of the model that training code on this rank has reported."""
     differing: tuple[str, ...] = ()
     sums: tuple[CopySum, ...] | None = None
-    """As in `CommitRecord`. While the slot is STAGING the sums are wrong, but take their room."""
+    """As in `CommitRecord`. In a STAGING slot the sums are placeholders of the final size."""
 
 
 SlotMeta = _Meta[Template]
 EncodedMeta = _Meta[msgspec.Raw]
-"""For who encodes it: the template is nearly all of it, and the same in every save."""
+"""For the process that encodes it: the template is most of it, and the same in every save."""
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
@@ -111,10 +112,10 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, page: bytes | memoryview) -> SlotHeader:
-        """Return the header; a torn, damaged or never written one reads as EMPTY."""
-        whole = bytes(page[: _SLOT.size + _SUM.size])  # at once: it may be changing
-        body = whole[: _SLOT.size]
-        (check,) = _SUM.unpack(whole[_SLOT.size :])
+        """Return the header; a torn, damaged or unwritten one decodes as EMPTY."""
+        packed = bytes(page[: _SLOT.size + _SUM.size])  # one copy: the header may be changing
+        body = packed[: _SLOT.size]
+        (check,) = _SUM.unpack(packed[_SLOT.size :])
         magic, version, state, iteration, save_id, meta, data = _SLOT.unpack(body)
         if (magic, version) != (_SLOT_MAGIC, 1) or check != xxhash.xxh3_64_intdigest(body):
             return EMPTY_HEADER
@@ -133,7 +134,7 @@ def align(nbytes: int) -> int:
 
 
 class SlabGeometry(msgspec.Struct, frozen=True):
-    """How a slab is divided; stored in its first page."""
+    """Division of a slab into slots; stored in its first page."""
 
     slots: int
     meta_capacity: int
@@ -175,10 +176,10 @@ _META = msgspec.msgpack.Decoder(SlotMeta)
 
 
 def decoded_meta(encoded: bytes, index: int) -> SlotMeta:
-    """Return the description of slot `index`; with thousands of pieces that takes a while.
+    """Return the description of slot `index`. Decoding thousands of pieces takes a while.
 
     Raises:
-        CorruptCheckpointError: it is none.
+        CorruptCheckpointError: `encoded` is not a description.
     """
     try:
         return _META.decode(encoded)
@@ -198,15 +199,15 @@ class Slot:
 
     @property
     def header(self) -> SlotHeader:
-        """What the slot says of itself; EMPTY unless all of it can be so."""
+        """The slot's header; EMPTY if its sizes do not fit the slot."""
         start = self._geometry.slot_offset(self.index)
-        found = SlotHeader.unpack(self._memory[start : start + PAGE])
+        header = SlotHeader.unpack(self._memory[start : start + PAGE])
         geometry = self._geometry
         fits = (
-            found.meta_nbytes <= geometry.meta_capacity
-            and found.data_nbytes <= geometry.data_capacity
+            header.meta_nbytes <= geometry.meta_capacity
+            and header.data_nbytes <= geometry.data_capacity
         )
-        return found if fits else EMPTY_HEADER
+        return header if fits else EMPTY_HEADER
 
     def set_header(self, header: SlotHeader) -> None:
         start = self._geometry.slot_offset(self.index)
@@ -214,7 +215,7 @@ class Slot:
         self._memory[start : start + len(packed)] = packed
 
     def set_state(self, state: SlotState) -> None:
-        """Change the state and leave the rest as it is."""
+        """Change the state and nothing else."""
         self.set_header(msgspec.structs.replace(self.header, state=state))
 
     @property
@@ -222,15 +223,15 @@ class Slot:
         """The description.
 
         Raises:
-            CorruptCheckpointError: it is not the one that was set.
+            CorruptCheckpointError: the description is damaged.
         """
         return decoded_meta(self.encoded_meta(), self.index)
 
     def encoded_meta(self) -> bytes:
-        """Return a copy of the description as it was set, for `decoded_meta`.
+        """Return a copy of the encoded description, for `decoded_meta`.
 
         Raises:
-            CorruptCheckpointError: it has changed since.
+            CorruptCheckpointError: the bytes have changed since `set_meta`.
         """
         start = self._geometry.meta_offset(self.index)
         encoded = bytes(self._memory[start : start + self.header.meta_nbytes])
@@ -241,7 +242,7 @@ class Slot:
         return encoded
 
     def set_meta(self, encoded: bytes) -> None:
-        """Describe the slot: the training process or storage may not be there when it is read."""
+        """Describe the slot, for agents that read it when trainer or storage are gone."""
         start = self._geometry.meta_offset(self.index)
         self._memory[start : start + len(encoded)] = encoded
         self._memory[self._meta_sum] = _SUM.pack(xxhash.xxh3_64_intdigest(encoded))
@@ -253,7 +254,7 @@ class Slot:
 
     @property
     def data_offset(self) -> int:
-        """Where the data begins in the slab."""
+        """Offset of the data in the slab."""
         return self._geometry.data_offset(self.index)
 
     def data(self) -> memoryview:

@@ -1,1 +1,1 @@
-"""The training process's side of a save. Start reading at `checkpointer`."""
+"""The part of a save that runs in the training process. Start reading at `checkpointer`."""

@@ -1,4 +1,4 @@
-"""A rank's connection to its node's agent, and what each agent of the run must be told."""
+"""A rank's connection to its node's agent, and the state that a replacement agent is sent."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 def held_memory(client: AgentClient, wait_s: float) -> str:
-    """Return how much memory an agent holds, and for whom; empty: none.
+    """Return how much memory an agent holds, and for which ranks; empty if it holds none.
 
     Args:
         wait_s: longest wait until the memory of departed ranks is freed.
     """
     try:
         slabs = client.held(wait_s)
-    except AgentError:  # its memory is gone with it
+    except AgentError:  # the agent is gone, and its memory with it
         return ""
     return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
 
 
 class AgentConnection:
-    """Connects when first needed, and again after the agent was lost.
+    """Connects on first use, and again after the agent was lost.
 
-    An agent that takes the place of a lost one is told what the lost one was told: the run, its
-    ranks on this node, and the agents of other nodes. Used by one thread at a time; see `NodeLink`.
+    A replacement agent gets what the lost agent knew: the run, the run's ranks on this node, and
+    the agents of other nodes. Used by one thread at a time; see `NodeLink`.
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
@@ -47,29 +47,29 @@ class AgentConnection:
         self._key: RunKey | None = None
         self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
-        self._joined: JoinPeers | None = None
+        self._peers: JoinPeers | None = None
 
     @property
     def current(self) -> AgentClient | None:
-        """The connection, if there is one."""
+        """The open connection, or None."""
         return self._client
 
     def client(self) -> AgentClient:
-        """Return the connection, made (and the agent started) if need be.
+        """Return the connection; open it, and start the agent, if necessary.
 
         Raises:
             AgentError: there is no agent, and none can be started.
         """
         if self._client is None:
-            # Ranks notice at different moments that an agent is gone, and the first rank of a node
-            # may be waiting for this one in training: the rank that notices first starts another.
+            # The rank that first notices a lost agent starts the next one. Local rank 0 may notice
+            # later, because it waits for this rank in training.
             local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._introduce(self._client)
         return self._client
 
     def _introduce(self, client: AgentClient) -> None:
-        """Tell a new agent what the run has told its agents so far."""
+        """Send a new agent all that the run has sent its agents so far."""
         if self._key is not None:
             client.hold(self._key)
         if self._rank == 0:
@@ -81,37 +81,52 @@ class AgentConnection:
         if self._begun is not None:
             client.begin_run(self._begun)
 
+    @property
+    def run(self) -> RunKey | None:
+        """The run of this rank; None if none has claimed the save directory."""
+        return self._key
+
+    def has_living_agent(self) -> bool:
+        """Return whether this node has an agent, though this rank may not be connected to it."""
+        try:
+            return holder(agent_directory(self._root, self._config.runtime_dir)) is not None
+        except OSError:  # an AgentError is one
+            return True
+
     def hold(self, key: RunKey) -> None:
-        """Tell the agent which run this rank is of, and every agent that takes its place."""
+        """Tell the agent, and every replacement, which run this rank belongs to."""
         self._key = key
         if self._client is not None:
             self._client.hold(key)
 
     def begin_run(self, run: BeginRun) -> None:
-        """Tell the agent which ranks the run has on this node; one that starts later, too."""
+        """Tell the agent, and every later one, which ranks the run has on this node."""
         self._begun = run
         if self._client is not None:
-            with contextlib.suppress(AgentError):  # it is gone: the next one is told
+            with contextlib.suppress(AgentError):  # the replacement gets this message
                 self._client.begin_run(run)
 
     def open_peers(self, host: str) -> PeersOpened:
-        """Have the agent listen for those of other nodes on `host`.
+        """Have the agent listen on `host` for the agents of other nodes.
+
+        Returns:
+            The address, port and keys that other nodes need.
 
         Raises:
-            AgentError: the agent cannot.
+            AgentError: the agent cannot listen there.
         """
         request = OpenPeers(host, self._config.agent.peer_threads)
         self._opened = self.client().open_peers(request)
         return self._opened
 
     def join_peers(self, plan: JoinPeers) -> None:
-        """Introduce the agents of the job to this node's, and to one that takes its place."""
-        self._joined = plan
+        """Introduce the job's agents to this node's agent, and to every replacement."""
+        self._peers = plan
         self.client().join_peers(plan)
 
     def _join_again(self, client: AgentClient) -> None:
-        """Let an agent that replaces one of this run take its keys and port: others know those."""
-        opened, plan = self._opened, self._joined
+        """Give a replacement agent the lost agent's keys and port, which other nodes know."""
+        opened, plan = self._opened, self._peers
         if opened is None or plan is None:
             return
         threads = self._config.agent.peer_threads
@@ -120,25 +135,28 @@ class AgentConnection:
             client.join_peers(plan)
         except AgentError as error:
             logger.warning(
-                "rank %d: no copies on other nodes until the job restarts: %s", self._rank, error
+                "rank %d: other nodes hold no copies of this rank's saves until the job restarts: "
+                "%s",
+                self._rank,
+                error,
             )
 
     def held_memory(self, wait_s: float) -> str:
-        """Return how much memory the agent of this node holds, and for whom; empty: none.
+        """Return how much memory this node's agent holds, and for which ranks; empty if none.
 
-        Starts no agent for that. Waits until the agent has freed the memory of ranks that the run
-        does not have.
+        Never starts an agent. Waits up to `wait_s` until the agent has freed the memory of ranks
+        that the run does not have.
         """
         try:
             directory = agent_directory(self._root, self._config.runtime_dir)
             if self._client is None and holder(directory) is None:
                 return ""
             return held_memory(self.client(), wait_s)
-        except OSError:  # an AgentError is one; the refusal must reach all ranks alike
+        except OSError:  # includes AgentError; the caller must reach its next collective
             return ""
 
     def note_lost(self) -> None:
-        """Hang up on an agent that is gone; this rank may start the next one."""
+        """Close the connection to a lost agent; this rank may start the next one."""
         self._has_lost_one = True
         self.close()
 
@@ -154,7 +172,7 @@ class AgentConnection:
         return True
 
     def close(self) -> None:
-        """Hang up. Without `leave` before, the agent keeps this rank's slots for a restart."""
+        """Disconnect. Without a prior `leave`, the agent keeps this rank's slots for a restart."""
         if self._client is not None:
             self._client.close()
             self._client = None

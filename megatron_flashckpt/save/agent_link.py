@@ -1,4 +1,4 @@
-"""A rank's slab and copy thread, and the agent that has the slab, too."""
+"""A rank's slab and copy thread, and the agent that shares the slab."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
 from megatron_flashckpt.save.new_slab import FIRST_META, new_slab
 from megatron_flashckpt.save.stager import Stager
@@ -28,10 +28,9 @@ def _holds_checkpoint(slab: Slab) -> bool:
 
 
 class NodeLink:
-    """Makes a slab in the background, hands it to the agent, and to another if that one is lost.
+    """Creates a slab in the background and shares it with the agent, or with the agent's successor.
 
-    Used on the training thread; a call waits until the work that an earlier one has begun in the
-    background is over.
+    Used on the training thread. A call waits until background work of an earlier call has ended.
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
@@ -40,31 +39,32 @@ class NodeLink:
         self._config = config
         self._connection = AgentConnection(root, rank, config)
         self._slab: Slab | None = None
-        #: The agent that has the slab.
+        #: The agent that shares the slab.
         self._attached_to: AgentClient | None = None
-        #: The agent that had the slab from before a restart.
+        #: The agent that kept the slab over a restart of the job.
         self._offered_by: AgentClient | None = None
-        #: Whether the pages of a slab from before a restart are to be mapped once the load is over.
+        #: True if the slab was kept over a restart, and its pages must be mapped after the load.
         self._unmapped = False
         self._preparing: threading.Thread | None = None
-        #: Why no agent took the place of the last one that was lost; empty if one did.
+        #: The reason why no agent replaced the last lost one; empty if an agent did.
         self.refusal = ""
-        #: Saves that were staged in the slab when an agent got it, which tells their outcome.
+        #: Saves that were staged in the slab when an agent got it; that agent reports the outcomes.
         self._adopted: tuple[str, ...] = ()
         #: CUDA device of the training thread; every other thread must set it.
         self._device: int | None = None
         self.stager = Stager()
 
     def prepare(self, nbytes: int | None, plan_nbytes: int = 0) -> None:
-        """Start the agent and reserve a slab of `nbytes` (None: later), in the background.
+        """Start the agent and reserve a slab, in the background.
 
         Args:
-            plan_nbytes: about what the plan of a save takes beside the data.
+            nbytes: bytes of a save's data; None: start the agent only.
+            plan_nbytes: approximate bytes of a save's plan, in addition to the data.
         """
         try:
             self._note_device()
         except SaveFailedError as error:
-            logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
             return
         if self._unmapped and self._slab is not None:
             self._unmapped = False
@@ -73,11 +73,11 @@ class NodeLink:
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
     def make_room(self, nbytes: int, plan_nbytes: int) -> None:
-        """Have a slab that is too small for such a save replaced, in the background.
+        """Replace, in the background, a slab that is too small for a save of these sizes.
 
-        How much a rank saves is certain only when the optimizer has made its state, which may be
-        more than was expected of it. A slab with a checkpoint in it stays until the first save: a
-        crash before that goes on from there.
+        The size of a save is certain only after the optimizer has created its state, which may be
+        larger than expected. A slab that holds a checkpoint stays until the first save, because the
+        job resumes from that checkpoint after a crash.
         """
         slab = self._slab
         if slab is None or _holds_checkpoint(slab):
@@ -86,7 +86,7 @@ class NodeLink:
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
     def wait_for_device_work(self) -> None:
-        """Return when only the copy thread still calls CUDA; a new slab ends that.
+        """Wait until only the copy thread calls CUDA; this holds until a new slab is made.
 
         Jobs with CUDA graphs call this before the first step, which captures graphs.
         """
@@ -94,14 +94,14 @@ class NodeLink:
         if not self.stager.wait_pinned(_PINNING_S):
             logger.warning(
                 "rank %d: checkpoint slots are still being page-locked after %.0f s, perhaps "
-                "because another rank of this node hangs in the GPU driver; training begins, and "
-                "'pinned: false' does without",
+                "because another rank of this node hangs in the GPU driver; training begins now; "
+                "set 'pinned: false' to turn page-locking off",
                 self._rank,
                 _PINNING_S,
             )
 
     def _note_device(self) -> None:
-        """Note the training thread's CUDA device. Called on that thread only.
+        """Note the CUDA device of the training thread, which must be the caller.
 
         Raises:
             SaveFailedError: CUDA does not return the device.
@@ -119,7 +119,9 @@ class NodeLink:
             try:
                 cuda.enter_thread(self._device)
             except RuntimeError as error:
-                logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+                logger.warning(
+                    "rank %d: preparation of the first save failed: %s", self._rank, error
+                )
             else:
                 work(*args)
 
@@ -133,7 +135,7 @@ class NodeLink:
         self._pin()
 
     def _pin(self) -> None:
-        """Begin to page-lock the slab. A load after a restart does not need that."""
+        """Begin to page-lock the slab. A load after a restart reads it without page-locking."""
         client = self._connection.current
         if self._config.pinned and self._device is not None and client is not None:
             self.stager.pin(client.directory)
@@ -149,12 +151,12 @@ class NodeLink:
             else:
                 self._ensure(nbytes, plan_nbytes + FIRST_META)
         except FlashCkptError as error:
-            # The first save will meet the same trouble and report it where it can be acted on.
-            logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+            # The first save meets the same error and reports it as its result.
+            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
 
     @property
     def is_preparing(self) -> bool:
-        """Whether work in the background is under way, which the next request would wait for."""
+        """True while background work runs; the next request would wait for it."""
         return self._preparing is not None and self._preparing.is_alive()
 
     def _prepared(self) -> None:
@@ -164,29 +166,29 @@ class NodeLink:
 
     @property
     def has_slab(self) -> bool:
-        """Whether memory is reserved already: that of an earlier incarnation, after a restart."""
+        """True if a slab is reserved, for example one that the agent kept over a restart."""
         return self._slab is not None and not self._slab.read_only
 
     @property
     def agent(self) -> AgentConnection:
-        """The connection to the node's agent, when work in the background is over."""
+        """The connection to the node's agent. Waits for background work."""
         self._prepared()
         return self._connection
 
     def client(self) -> AgentClient:
-        """Return the connection to the node's agent, made (and the agent started) if need be."""
+        """Return the connection to the node's agent; start the agent if necessary."""
         return self.agent.client()
 
     def recover(self, saves: tuple[str, ...]) -> None:
-        """Let the agent get these saves of this rank back from other nodes, if they have them."""
+        """Have the agent fetch these saves of this rank from the nodes that hold copies."""
         self.client().recover(saves, huge_pages=self._config.huge_pages)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
-        """Return the attached slab; make a larger one if the present one is too small.
+        """Return the attached slab; create a larger one if the present one is too small.
 
         Raises:
-            SaveFailedError: CUDA fails, or makes no stream to copy on.
-            StorageError: there is no memory for the slab.
+            SaveFailedError: CUDA fails, or cannot create a stream for the copies.
+            StorageError: the node lacks the memory for the slab.
         """
         self._prepared()
         self._note_device()
@@ -227,10 +229,10 @@ class NodeLink:
         self._slab = None
 
     def _gives_up_only(self, slab: Slab) -> bool:
-        """Empty the only slot of a slab, as the save that needs a larger slab would, if it may."""
-        is_ours = self._is_attached and not slab.read_only
+        """Try to empty the only slot of a slab, for a save that needs a larger slab."""
+        is_writable = self._is_attached and not slab.read_only
         return (
-            is_ours
+            is_writable
             and slab.geometry.slots == 1
             and self._connection.client().acquire(-1, "", 0.0) == 0
         )
@@ -246,9 +248,9 @@ class NodeLink:
         return client is not None and self._attached_to is client
 
     def take_slab(self) -> tuple[Slab | None, tuple[Offer, ...]]:
-        """Return the slab that an earlier incarnation of this rank left at the agent, and offers.
+        """Return the slab that the agent kept of this rank's previous process, and its offers.
 
-        The slab stays in use for the saves to come.
+        Later saves use the same slab.
         """
         client = self.client()
         slab, offers = client.take()
@@ -256,7 +258,7 @@ class NodeLink:
             self._offered_by = client
             self._note_device()
             self._use(slab)
-            # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
+            # The load reads one slot, once; `prepare` maps all pages after the load.
             self._unmapped = not slab.read_only
             self._attached_to = client
         return slab, offers
@@ -266,17 +268,17 @@ class NodeLink:
         return self.client().saves_of_node()
 
     def reclaim(self) -> None:
-        """Save into the slab of an earlier process after all, if that has ended since the load.
+        """Make a read-only slab writable if the earlier process has ended since the load.
 
         Raises:
             AgentError: the agent is gone.
-            SaveFailedError: CUDA makes no stream to copy on.
+            SaveFailedError: CUDA cannot create a stream for the copies.
         """
         if self._slab is None or not self._slab.read_only:
             return
         client = self._connection.client()
         if client is not self._offered_by:
-            return  # an agent that came later has not met the earlier process
+            return  # a later agent has no slab of the earlier process
         slab, _ = client.take()
         if slab is not None and slab.read_only:
             slab.close()
@@ -284,16 +286,16 @@ class NodeLink:
             self._use(slab)
             self._unmapped = True
 
-    def adopt(self, save_id: str | None, iteration: int) -> None:
-        """Tell the agent which save training goes on from; another one, if it is gone.
+    def resume_from(self, save_id: str | None, iteration: int) -> None:
+        """Tell the agent, or its successor, which save training resumes from.
 
-        Never raises: the model is filled, and training does not need an agent to go on.
+        Never raises: the model is filled, and training continues without an agent.
         """
         for _ in range(2):
             try:
                 client = self.client()
             except AgentError as error:
-                logger.error("rank %d: no agent: %s", self._rank, error)
+                logger.error("rank %d: no agent is available: %s", self._rank, error)
                 return
             try:
                 client.adopt(save_id, iteration)
@@ -315,49 +317,61 @@ class NodeLink:
         self._slab, self._unmapped = slab, False
 
     def wait_prepared(self, wait_s: float) -> bool:
-        """Return whether no work in the background is under way; wait up to `wait_s` for that."""
+        """Wait up to `wait_s` for background work; return True if none is running."""
         if self._preparing is not None:
             self._preparing.join(wait_s)
         return not self.is_preparing
 
     @property
     def current(self) -> AgentClient | None:
-        """The connection, if there is one."""
+        """The open connection, or None."""
         return self._connection.current
 
     def replace_agent(self, lost: AgentClient) -> bool:
-        """Hang up on the agent of `lost`, which is gone, and find another in the background.
+        """Disconnect from the lost agent of `lost`, and connect to a successor in the background.
 
-        The other one gets the slab, with all that is staged in it. Returns False if that has been
-        done already.
+        The successor gets the slab with everything staged in it. Returns False if `lost` was
+        replaced already.
         """
         if lost is not self._connection.current:
             return False
         self._prepared()
         self._connection.note_lost()
+        self.seek_agent()
+        return True
+
+    def seek_agent(self) -> None:
+        """Find an agent in the background; it gets the slab, with all that is staged in it."""
+        self._prepared()
         self._preparing = threading.Thread(
             target=self._replace, name="flashckpt-replace", daemon=True
         )
         self._preparing.start()
-        return True
+
+    def withdraw(self, save_id: str) -> None:
+        """Keep later agents from writing a staged save that other ranks are told has failed."""
+        if self._slab is not None and not self._slab.read_only:
+            for slot in self._slab.slots:
+                if (slot.header.save_id, slot.header.state) == (save_id, SlotState.STAGED):
+                    slot.set_state(SlotState.FAILED)
 
     def _replace(self) -> None:
         self.refusal = ""
-        # A copy that is under way ends with a doorbell: it must find its slot with one agent.
+        # A running copy ends with a "staged" message, which must reach the agent that has the slot.
         self.stager.wait()
         try:
             self._connection.client()
             if self._slab is not None:
                 self._attach(self._slab)
         except FlashCkptError as error:
-            logger.error("rank %d: no other agent: %s", self._rank, error)
+            logger.error("rank %d: no agent replaces the lost one: %s", self._rank, error)
             self.refusal = str(error)
             self._connection.close()
 
     def settled(self) -> tuple[str, ...] | None:
-        """Return the saves that an agent was handed with the slab since the last call.
+        """Return the saves that an agent has adopted with the slab since the last call.
 
-        None while an agent is being looked for.
+        Returns None while the successor of a lost agent is being sought.
         """
         if self.is_preparing:
             return None
@@ -366,15 +380,15 @@ class NodeLink:
         return adopted
 
     def abandon(self) -> None:
-        """Hang up after a crash, without waiting for the preparing thread or a GPU that hangs."""
+        """Disconnect after a crash, without waiting for the preparing thread or a hanging GPU."""
         self.stager.abandon()
         self._connection.close()
 
     def close(self, *, leave: bool) -> bool:
-        """End the copy thread and hang up; with `leave` the agent frees this rank's memory.
+        """End the copy thread and disconnect; with `leave` the agent frees this rank's memory.
 
         Returns:
-            Whether there is an agent.
+            True if there is an agent.
         """
         self._prepared()
         self.stager.close()

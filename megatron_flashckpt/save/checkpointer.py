@@ -1,4 +1,4 @@
-"""The saves of one rank to one directory; `Checkpointer.save` reads as the steps of one save."""
+"""The saves of one rank to one directory; `Checkpointer.save` lists the steps of a save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save import claiming, run_id
 from megatron_flashckpt.save.agent_link import NodeLink
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.save.peer_setup import introduce
@@ -46,20 +46,20 @@ _BUSY = (
     "previous saves are still being written and 'busy' is 'skip'; save less often or set "
     "'busy: wait'"
 )
-_NOT_BEGUN = "a rank could not begin it, and 'busy' is 'skip'; the error of that rank says why"
+_NOT_BEGUN = "a rank could not begin this save, and 'busy' is 'skip'; that rank's error says why"
 
 
 class _Obstacle(enum.IntEnum):
-    """Why a rank has no part in a save. If several ranks have one, the greatest is reported."""
+    """Reasons why a rank takes no part in a save. Of several ranks' reasons the greatest counts."""
 
     BUSY = 1
-    """All its slots hold saves that are being written, and `busy` is `skip`."""
+    """All slots of the rank hold saves that are being written, and `busy` is `skip`."""
     FAILED = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """What a save is about to copy, and where to."""
+    """The pieces that a save copies, and the slot that receives them."""
 
     pieces: list[LocalPiece]
     """In layout order."""
@@ -69,22 +69,22 @@ class _Planned:
 
 
 class Checkpointer:
-    """Saves one rank's part of a job under `root`. No globals.
+    """Saves one rank's part of a job under `root`. Holds no global state.
 
-    Every method is called by every rank, on the training thread; none communicates, except
-    `claim`, `agree`, `start_run`, and `save` under `busy: skip`.
+    Every rank calls every method, on the training thread. Only `claim`, `agree`, `start_run`, and
+    `save` under `busy: skip` communicate with other ranks.
     """
 
     def __init__(self, root: str, config: Config) -> None:
-        """Args: `root`: a directory, shared by all nodes; need not exist.
+        """Set up saves under `root`: a directory shared by all nodes, which need not exist.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: `root` is a URL.
         """
-        if "://" in str(root):  # Megatron's own tests give paths
-            # It would become a directory of that name, on a disk of each node.
+        if "://" in str(root):  # Megatron's own tests pass `Path` objects
+            # As a path, the URL would become a directory on a local disk of each node.
             raise ConfigError(
-                f"{root}: is not a path, and there is no object store to save to yet; mount it, "
+                f"{root}: is not a path, and object stores are not supported yet; mount the store, "
                 "or save to a shared file system"
             )
         self.root = os.path.abspath(root)
@@ -95,7 +95,7 @@ class Checkpointer:
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
         self.run = run_id.Run()
-        #: Whether `claim`, and `start_run`, were called.
+        #: True once `claim`, or `start_run`, was called.
         self._has_claimed = self._has_begun = False
         copy_check = CopyCheck(self.model_state, self.rank)
         self.planner = Planner(self.rank, self.world_size, self.link, self.model_state, copy_check)
@@ -104,18 +104,19 @@ class Checkpointer:
             *(self.root, self.rank, self.world_size, config),
             *(self.link, self.model_state, self.saves),
         )
+        #: Identity of the last saved state, see `_mark`.
         self._last: tuple[int, int, bool] | None = None
-        #: The last save and the steps until then, if nothing of it goes to storage.
+        #: The last save and its number of steps, if that save does not go to storage.
         self._unwritten: tuple[SaveRequest, int] | None = None
         self._copies_hang = False
 
     # ------------------------------------------------------------------ before the first save
 
     def claim(self) -> None:
-        """Become the writer of the save directory, unless that was done. Collective.
+        """Become the writer of the save directory; later calls do nothing. Collective.
 
         Raises:
-            OtherWriterError: another run writes there.
+            OtherWriterError: another run writes to the directory.
         """
         if not self._has_claimed:
             known = self.run.id
@@ -125,20 +126,17 @@ class Checkpointer:
                 self.run.begin(run)
 
     def agree(self) -> str:
-        """Return the id of this run, on which all ranks agree in the first call. Collective.
-
-        The id tells this run's commit records from those of an earlier one.
-        """
+        """Return the id of this run; all ranks agree on it in the first call. Collective."""
         if self.run.id is None:
             self.run.begin(run_id.agreed())
         assert self.run.id is not None
         return self.run.id
 
     def start_run(self) -> None:
-        """Start the agent, and agree on the id of this run, unless that was done. Collective.
+        """Start the agent and agree on the id of this run; later calls do nothing. Collective.
 
-        With `redundancy` the agents of all nodes get to know each other, too. A load and the first
-        iteration are the occasions, so that no save has to talk.
+        With `redundancy` the agents of all nodes are also introduced to each other. This runs in a
+        load or before the first step, so that no save needs a collective.
         """
         if self._has_begun:
             return
@@ -150,21 +148,21 @@ class Checkpointer:
             introduce(self.link, self.rank, self.config)
 
     def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
-        """Enumerate and plan as a save does, so that the first save finds what this leaves.
+        """Enumerate and plan as a save does; copy nothing. The first save then finds warm caches.
 
-        It leaves the model's geometry, the plan, what Python imports on the way, and a slab with
-        enough room. It comes after the first training step, which makes the optimizer's state. If
-        the job has changed by then, the save sees that: a plan is looked up by all that it covers.
+        The caches are the model's geometry, the plan, the imported modules, and a slab of the right
+        size. Call this after the first training step, which creates the optimizer's state. A later
+        change of the job is safe, because a plan is looked up by all that it covers.
 
         Returns:
-            False if agent and memory are still being made ready; ask again.
+            False while agent and memory are being prepared; call again.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
         """
         if self.link.is_preparing:
             return False
-        # If the agent is gone, the save finds another one.
+        # If the agent is gone, the save connects to another one.
         with contextlib.suppress(AgentError):
             nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.run.id)
             self.link.make_room(nbytes, plan_nbytes)
@@ -175,11 +173,11 @@ class Checkpointer:
     def save(self, request: SaveRequest) -> SaveReport:
         """Stage this rank's part; return when training may continue. Start to read a save here.
 
-        The steps are those of `_save`: enumerate this rank's pieces, plan, acquire a slot, copy.
-        When all is copied, the copy thread hands the slot to the agent (`HandOver`), which persists
-        and commits it. What only `optimizer.step()` changes may still be copied when this returns:
-        the step waits for that. Failures from then on are outcomes (`PendingSaves.poll`), on every
-        rank of the node.
+        The steps stand in `_save`: enumerate this rank's pieces, plan, acquire a slot, copy. After
+        the last copy, the copy thread hands the slot to the agent (`HandOver`), which persists and
+        commits it. Tensors that only `optimizer.step()` changes may still be copied when this
+        returns; the step waits for them. Later failures are reported as outcomes
+        (`PendingSaves.poll`) on every rank of the node.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved; nothing was staged.
@@ -208,16 +206,16 @@ class Checkpointer:
         return SaveReport(iteration, recorder.age_s, plan.layout.nbytes, recorder)
 
     def _mark(self, request: SaveRequest) -> tuple[int, int, bool]:
-        """Return what tells the states apart that training saves."""
+        """Return the identity of the state that `request` saves."""
         return request.iteration, self.hook.steps, request.memory_only
 
     def _is_repeat(self, request: SaveRequest) -> bool:
-        """Return whether this state is saved; Megatron may do so at the interval and at the end."""
+        """Return whether this state was saved before: Megatron may save its last state twice."""
         mark = self._mark(request)
         return self._last in (mark, (*mark[:2], False))
 
     def _begin(self, request: SaveRequest) -> str:
-        """Wait for the copies of the last save, and return the id of this one."""
+        """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
         self.saves.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
@@ -229,10 +227,10 @@ class Checkpointer:
         return save_id
 
     def _planned(self, request: SaveRequest, save_id: str) -> _Planned | _Obstacle:
-        """Return what will be copied where; if this rank failed, its failure is an outcome already.
+        """Return the planned copies, or the obstacle; a failure is already recorded as an outcome.
 
         Raises:
-            UnsupportedError: as `save`; the other ranks get to know.
+            UnsupportedError: as `save`; the other ranks are informed.
         """
         try:
             pieces, comparison = self.planner.enumerated(request)
@@ -245,24 +243,24 @@ class Checkpointer:
             return _Obstacle.FAILED
 
     def _withdraw(self, request: SaveRequest, save_id: str, error: Exception) -> None:
-        """Let the other ranks end a save that this rank raises `error` of."""
+        """Let the other ranks end the save for which this rank raises `error`."""
         if self._may_skip(request):
-            reduce_int(_Obstacle.FAILED, "max")  # they wait in it
+            reduce_int(_Obstacle.FAILED, "max")  # the other ranks wait in this collective
         elif not request.memory_only:
             reason = f"rank {self.rank}: {type(error).__name__}: {error}"
             self.saves.call_off(request.iteration, save_id, reason)
 
     def _skipped_by_all(self, request: SaveRequest, plan: _Planned | _Obstacle) -> str | None:
-        """Return why all ranks skip this save; None: they do not. Collective under `busy: skip`."""
+        """Return why all ranks skip this save, or None. Collective under `busy: skip`."""
         if not self._may_skip(request):
             return None
-        # A rank that failed takes part too, or the others would wait for it.
+        # A failed rank takes part, too: the others wait for it.
         obstacle = reduce_int(plan if isinstance(plan, _Obstacle) else 0, "max")
         if not obstacle:
             return None
         if isinstance(plan, _Planned):
             plan.slot.set_header(EMPTY_HEADER)
-        # All ranks alike: if training saves this state again, it is saved.
+        # On all ranks alike: the next call for this state saves it.
         self._last, self._unwritten = None, (request, self.hook.steps)
         return _BUSY if obstacle == _Obstacle.BUSY else _NOT_BEGUN
 
@@ -279,7 +277,7 @@ class Checkpointer:
         comparison: Comparison | None,
         save_id: str,
     ) -> _Planned | _Obstacle:
-        """Plan and acquire a slot; if the agent turns out to be gone, of another agent."""
+        """Plan and acquire a slot; if the agent is gone, from its successor."""
         may_skip = self._may_skip(request)
         for client in (self.link.current, None):
             try:
@@ -289,7 +287,7 @@ class Checkpointer:
                         request, layout, comparison, save_id, may_skip=may_skip
                     )
             except AgentRefusedError:
-                raise  # another agent would not have what this one was given
+                raise  # the agent still holds earlier saves, which another agent would not have
             except AgentError as error:
                 if client is None:
                     raise
@@ -301,7 +299,7 @@ class Checkpointer:
         raise AssertionError
 
     def _stage(self, request: SaveRequest, plan: _Planned, recorder: Recorder) -> None:
-        """Begin to copy; the copy thread hands over the slot when all is copied."""
+        """Begin to copy; the copy thread hands over the slot after the last copy."""
         blocking = self._is_blocking(request)
         hand_over = HandOver(
             rank=self.rank,
@@ -317,8 +315,8 @@ class Checkpointer:
             blocking=blocking,
         )
         data_offset = plan.slot.data_offset
-        # What training waits for anyhow is copied here: no other thread has to wake up for it.
-        with held_off():
+        # Training waits for early copies, so this thread makes them: no other has to wake up.
+        with gc_paused():
             copies = [
                 Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
                 for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
@@ -331,10 +329,10 @@ class Checkpointer:
     # ------------------------------------------------------------------ after a save
 
     def write_last(self) -> SaveReport | None:
-        """Save to storage what the last save has not put there, because training ends here.
+        """Save the last state to storage at the end of training, if the last save did not.
 
-        That save was skipped, or was for memory only. Returns None if there is nothing to do, or
-        the model has changed since. Every rank calls it, without a collective.
+        The last save was skipped, or was for memory only. Returns None if there is nothing to do,
+        or the model has changed since. Every rank calls this; it is not collective.
 
         Raises:
             UnsupportedError: as `save`.
@@ -347,15 +345,15 @@ class Checkpointer:
             return None
         self._slots.ends_at = time.monotonic() + self.config.drain_timeout_s
         if not self.link.stager.wait(self.config.drain_timeout_s):
-            return None  # a GPU hangs; `wait` says so
+            return None  # a GPU hangs; `wait` reports this
         return self.save(
             dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
         )
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
-        """Return the outcomes of all saves, when none is pending any more.
+        """Wait until no save is pending; return the outcomes.
 
-        What is still pending after `timeout_s` (default: `drain_timeout_s`) becomes a failure.
+        A save that is pending after `timeout_s` (default: `drain_timeout_s`) becomes a failure.
         """
         timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
         deadline = min(time.monotonic() + timeout_s, self._slots.ends_at)
@@ -366,7 +364,7 @@ class Checkpointer:
             left = deadline - time.monotonic()
             if left <= 0:
                 reason = (
-                    f"not committed within {timeout_s:.0f} s; the agent goes on trying; raise "
+                    f"not committed within {timeout_s:.0f} s; the agent keeps trying; raise "
                     "'drain_timeout_s' to wait longer"
                 )
                 failed = (self.rank,) if self._copies_hang else ()
@@ -376,17 +374,18 @@ class Checkpointer:
 
     @property
     def pending(self) -> bool:
-        """Whether a save of this rank has no outcome yet."""
+        """True while a save of this rank has no outcome."""
         return bool(self.saves)
 
     def close(self, *, leave: bool = True) -> bool:
-        """Hang up. With `leave` the agent frees this rank's memory; else it keeps it for a restart.
+        """Disconnect. With `leave` the agent frees this rank's memory; else it serves a restart.
 
-        Call `wait` before, or pending outcomes are lost (the saves are not).
+        Call `wait` first: pending outcomes are lost here, the saves are not.
 
         Returns:
-            Whether there is an agent, which ends what is staged.
+            True if there is an agent, which finishes the staged saves.
         """
+        self.saves.close()
         if self._copies_hang:
             has_agent = self.link.current is not None
             self.abandon()
@@ -394,5 +393,5 @@ class Checkpointer:
         return self.link.close(leave=leave)
 
     def abandon(self) -> None:
-        """Hang up after a crash of training, within seconds, even if the GPU hangs."""
+        """Disconnect after a crash of training, within seconds, even if the GPU hangs."""
         self.link.abandon()

@@ -1,4 +1,4 @@
-"""A run claims its save directory as it starts, before it loads: then nobody else writes there."""
+"""The claim of a save directory at the start of a run, before its load, which excludes others."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ logger = logging.getLogger(__name__)
 
 
 def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
-    """Return the id of a run that is now the writer of `root`. Collective: one small message.
+    """Make this run the writer of `root`; return its id. Collective: one small message.
 
     Args:
-        known: the id of the run, if it has saved before; on all ranks.
+        known: the id of the run if the run has saved before; equal on all ranks.
 
     Raises:
-        OtherWriterError: another run writes there; on all ranks.
+        OtherWriterError: another run writes to `root`; on all ranks.
         StorageError: the directory cannot be written; on all ranks.
     """
 
     def claim() -> tuple[str, int]:
-        made = known or run_id.new()
-        # A moment without an answer must not end a job that has just got its nodes.
+        claimed_id = known or run_id.new()
+        # A short outage of storage must not end a job that has just started.
         storage = PatientStorage(open_storage(root))
         try:
-            key = take(storage, made, link.client, config.other_writer, config.other_writer_wait_s)
+            wait_s = config.other_writer_wait_s
+            key = take(storage, claimed_id, link.client, config.other_writer, wait_s)
         except AgentError as error:
-            # A save will find an agent, or report that there is none.
-            logger.error("%s: not claimed, so other jobs are not kept away: %s", root, error)
-            return made, 0
-        return made, key.epoch
+            # A save will connect to an agent, or report that there is none.
+            logger.error(
+                "%s: this run could not claim the directory, so another job may write to it: %s",
+                root,
+                error,
+            )
+            return claimed_id, 0
+        return claimed_id, key.epoch
 
-    made, epoch = from_first(claim)
+    claimed_id, epoch = from_first(claim)
     if epoch:
-        link.agent.hold(RunKey(epoch, made))
-    return made
+        link.agent.hold(RunKey(epoch, claimed_id))
+    return claimed_id

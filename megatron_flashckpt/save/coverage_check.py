@@ -1,4 +1,4 @@
-"""Checks before the first step that all ranks together save every element of the model once."""
+"""Check before the first step that all ranks together save every model element exactly once."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from megatron_flashckpt.megatron_lm import self_check
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
-#: Sums of as many remainders as there can be ranks stay below 2**63.
+#: The sum of one remainder per rank stays below 2**63.
 _PRIME = 2**45 - 55
 
 
 def check(
     state: ModelState, geometry: ModelGeometry, chunks: list[Any], pieces: list[Piece]
 ) -> None:
-    """Raise on all ranks unless all ranks together save every element once. Collective.
+    """Check on all ranks that the ranks together save every element once. Collective.
 
     Args:
-        pieces: what this rank saves.
+        pieces: the pieces that this rank saves.
 
     Raises:
-        UnsupportedError: lists the tensors of which too many or too few elements are saved.
+        UnsupportedError: lists the tensors of which too many or too few elements are saved; on all
+            ranks.
     """
-    _add_up(tally(_of_the_model(state, geometry, pieces), state.stands_for(chunks)))
+    _compare(tally(_model_pieces(state, geometry, pieces), state.stands_for(chunks)))
 
 
-def _of_the_model(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
-    """Return weights and buffers, masters that are saved in place of weights among the weights.
+def _model_pieces(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
+    """Return weights and buffers; a master that is saved in place of its weight counts as weight.
 
-    Layers that share a key may be saved in either way: only 16-bit weights are made of masters.
+    Layers that share a key may differ in this: only 16-bit weights are derived from masters.
     """
     weights = {(piece.key, piece.offset, piece.shape) for piece in pieces if piece.kind == WEIGHT}
     return [
@@ -49,10 +50,10 @@ def _of_the_model(state: ModelState, geometry: ModelGeometry, pieces: list[Piece
     ]
 
 
-def _add_up(own: dict[str, Tally]) -> None:
-    """Compare what all ranks hold with what is wanted.
+def _compare(own: dict[str, Tally]) -> None:
+    """Compare the elements that all ranks save with the expected numbers.
 
-    One number per rank says whether they do; only if not, all of them are compared.
+    One number per rank shows a difference; only then are the tallies of all ranks gathered.
     """
     products = (
         xxhash.xxh3_64_intdigest(name.encode()) * (count.held - count.wanted)
@@ -61,8 +62,8 @@ def _add_up(own: dict[str, Tally]) -> None:
     if reduce_int(sum(products) % _PRIME, "sum") % _PRIME == 0:
         return
     total: dict[str, Tally] = {}
-    for of_rank in gather_objects(own):
-        for name, count in of_rank.items():
+    for tallies in gather_objects(own):
+        for name, count in tallies.items():
             total[name] = total.get(name, Tally(0, 0)).plus(count)
     raise self_check.refusal(
         [

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held off while much is made that is no garbage."""
+"""A pause of Python's cyclic garbage collector while a save or a load creates many objects."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def held_off() -> Iterator[None]:
-    """Let nothing be collected inside the context.
+def gc_paused() -> Iterator[None]:
+    """Turn the cyclic collector off inside the context.
 
-    A save or a load makes several objects per tensor. With 20,000 tensors their number alone sets
-    the collector off dozens of times, now and then to go through all objects of the process: that
-    took longer than to make them. Reference counts free them, when they are let go of.
+    A save or a load creates several objects per tensor. With 20,000 tensors their number triggers
+    the collector dozens of times, sometimes for all objects of the process, which took longer than
+    to create them. Reference counts free the objects.
     """
     if not gc.isenabled():  # as with Megatron's --manual-gc
         yield

@@ -1,4 +1,4 @@
-"""Hands a slot to the agent when all its bytes are copied. Runs in the copy thread."""
+"""The hand-over of a completely copied slot to the agent. Runs in the copy thread."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from megatron_flashckpt.tracing import Recorder, phase
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a staged slot waits for the training loop, so that its record has the loop's wait.
-#: The loop continues within milliseconds, unless other ranks are late.
+#: Longest wait of a staged slot for the training loop, whose blocked time goes into the record.
+#: The loop continues within milliseconds, except if other ranks are late.
 _LOOP_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class HandOver:
-    """One save's step from "copied" to "the agent has it". Every failure becomes its outcome."""
+    """One save's step from copied to handed over. Every failure becomes the save's outcome."""
 
     rank: int
     saves: PendingSaves
     client: AgentClient
     slot: Slot
     header: SlotHeader
-    """The slot's header while copies are made."""
+    """The slot's header during the copies."""
     layout: Layout
     comparison: Comparison | None
     recorder: Recorder
@@ -48,17 +48,17 @@ class HandOver:
     blocking: bool
 
     def __call__(self, seconds: float, error: BaseException | None) -> None:
-        """Mark the slot as staged and tell the agent; the stager calls this once.
+        """Mark the slot as staged and notify the agent; the stager calls this once.
 
         Args:
             seconds: duration of the late copies.
-            error: why copies failed; None if all were made.
+            error: the error of a failed copy; None if all copies succeeded.
         """
         save_id = self.header.save_id
         try:
             self._check_copies(error)
             self._mark_staged()
-            self._tell_agent()
+            self._notify_agent()
             self.saves.handed_over(save_id)
             reach("stage.rung")
             self._log(seconds)
@@ -66,15 +66,15 @@ class HandOver:
             self.slot.set_state(SlotState.FAILED)
             self.saves.copies_failed(save_id, failure)
         except AgentError as failure:
-            # Staged all the same: the next agent adopts it.
+            # The slot is staged all the same: the next agent adopts it.
             self.saves.agent_failed(self.client, failure)
             self.saves.handed_over(save_id)
         except FlashCkptError as failure:
             self.saves.copies_failed(save_id, failure)
         except Exception as failure:
-            # No agent may adopt a save that all ranks are told has failed.
+            # No agent may adopt a save that is reported as failed to all ranks.
             self.slot.set_state(SlotState.FAILED)
-            # Whatever failed: the drain at exit would wait for a save without an outcome.
+            # Every failure needs an outcome, because the drain at exit waits for one.
             reason = f"not handed to the agent ({type(failure).__name__}: {failure})"
             self.saves.copies_failed(save_id, SaveFailedError(reason))
             raise
@@ -85,19 +85,19 @@ class HandOver:
         reach("stage.copied")
         if self.slot.header != self.header:
             raise SaveFailedError(
-                "the agent discarded the slot during the copy; this rank had hung up"
+                "the agent discarded the slot during the copy, because this rank had disconnected"
             )
 
     def _mark_staged(self) -> None:
-        """Write the header last: the agent takes its state as a promise about all other bytes."""
+        """Write the header last: its state promises the agent that all other bytes are complete."""
         if self.comparison is not None:
             self.comparison.write(self.slot, self.layout)
         state = SlotState.KEPT if self.memory_only else SlotState.STAGED
         self.slot.set_header(msgspec.structs.replace(self.header, state=state))
         reach("stage.staged")
 
-    def _tell_agent(self) -> None:
-        """Send the "staged" message, which has the timings of this rank's part."""
+    def _notify_agent(self) -> None:
+        """Send the "staged" message with the timings of this rank's part."""
         staged_s = self.recorder.age_s
         self.recorder.await_loop(_LOOP_S)
         cost = self.recorder.staged_cost(staged_s, self.plan, blocking=self.blocking)

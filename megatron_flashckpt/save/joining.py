@@ -1,4 +1,4 @@
-"""The lines in which rank 0 says which agent it has joined, and what would end that agent."""
+"""The lines that rank 0 prints about the agent that it has joined, and about what ends it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 
 from megatron_flashckpt.agent.life import AgentFacts, Life, own_life
 
-#: Pid and start of the agents that were announced. Megatron closes and joins again before its last
-#: save.
+#: Pid and start time of the announced agents. Megatron's last save joins an agent a second time.
 _announced: set[tuple[int, float]] = set()
 _COMMAND = "flashckpt agent --save {} --foreground"
 _REMEDIES = {
@@ -22,21 +21,21 @@ _REMEDIES = {
 
 
 def announce(pid: int, facts: AgentFacts | None, root: str) -> None:
-    """Print what is to be known of the agent that this rank has joined, once."""
+    """Print the age and contents of the agent that this rank has joined, once per agent."""
     if facts is None or (pid, facts.started_at) in _announced:
         return
     _announced.add((pid, facts.started_at))
     for line in lines(pid, facts, own_life(), root):
-        # One write: other threads print as well.
+        # One write per line: other threads print, too.
         sys.stdout.write(f"  flashckpt: {line}\n")
     sys.stdout.flush()
 
 
 def lines(pid: int, facts: AgentFacts, own: Life, root: str) -> list[str]:
-    """Return the lines; the second one only if what ends the ranks ends the agent, too.
+    """Return the lines; the second line only if the agent ends together with the ranks.
 
     Args:
-        own: what the rank's own process is bound to.
+        own: the container, unit or job step that ends this rank's process.
     """
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.started_at))
     plural = "s" if len(facts.iterations) > 1 else ""
@@ -49,7 +48,7 @@ def lines(pid: int, facts: AgentFacts, own: Life, root: str) -> list[str]:
     if facts.life.kind and facts.life == own:
         remedy = _REMEDIES[facts.life.kind].format(root)
         printed.append(
-            f"agent {pid} ends with the {facts.life} that this rank runs in, and its memory with "
-            f"it: {remedy}"
+            f"agent {pid} ends with the {facts.life} that this rank runs in, and its memory is "
+            f"freed then: {remedy}"
         )
     return printed

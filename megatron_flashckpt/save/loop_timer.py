@@ -1,7 +1,7 @@
-"""Measures how long the training loop waits for a save, Megatron's own work for it included.
+"""Measurement of the training loop's wait for a save, including Megatron's own work for the save.
 
 Megatron calls `save_checkpoint` from `save_checkpoint_and_time`, which stops timers before and
-after it: each synchronizes the GPU and, until core 0.19, all ranks. Training waits for these, too.
+after the call. Each stop synchronizes the GPU and, until core 0.19, all ranks; training waits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.tracing import Recorder
 
-#: Called with the seconds, and a phrase that names where they were measured.
+#: Arguments: the seconds, and a phrase that names where they were measured.
 Announce = Callable[[float, str], None]
 
 
@@ -43,7 +43,7 @@ class LoopTimer:
         """Announce a staged save when the measured call returns, or at once with `call_s`.
 
         Args:
-            call_s: seconds of `save_checkpoint` alone; used if no measured call is under way.
+            call_s: seconds of `save_checkpoint` alone; used if no measured call is running.
         """
         if self.is_running:
             self._staged = recorder, announce

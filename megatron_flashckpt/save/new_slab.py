@@ -1,4 +1,4 @@
-"""How large a slab must be, and the making of one."""
+"""Size and creation of a slab."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
 from megatron_flashckpt.save.agent_connection import held_memory
 
-#: Room for descriptions of later saves that are a little longer.
+#: Bytes reserved for the descriptions of later saves, which may be slightly longer.
 _META_RESERVE = 64 * 1024
-#: For the descriptions of saves before there was one: arguments and the like.
+#: Bytes reserved for a save's description (Megatron's arguments etc.) before the first save.
 FIRST_META = 8 * _META_RESERVE
 
 
 def slab_nbytes(slots: int, data_nbytes: int, plan_nbytes: int) -> int:
-    """Return the memory that `NodeLink.prepare` takes for such checkpoints."""
+    """Return the size of the slab that `NodeLink.prepare` reserves for saves of these sizes."""
     meta_nbytes = plan_nbytes + FIRST_META + _META_RESERVE
     return SlabGeometry(slots, align(meta_nbytes), align(data_nbytes)).nbytes
 
@@ -32,10 +32,13 @@ def new_slab(
     data_nbytes: int,
     meta_nbytes: int,
 ) -> Slab:
-    """Return a slab for saves of such sizes, near the CUDA device; None: near the thread.
+    """Create a slab for saves of these sizes.
+
+    Args:
+        device: CUDA device that the memory should be near; None: near the calling thread.
 
     Raises:
-        StorageError: there is no memory for it; says how much the agent holds, and for whom.
+        StorageError: the node lacks the memory; says how much the agent holds, and for which ranks.
     """
     try:
         return Slab.create(

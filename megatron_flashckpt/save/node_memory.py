@@ -1,8 +1,8 @@
-"""Checks before the first step that the slabs of all ranks of a node fit into its memory together.
+"""Check before the first step that the slabs of all ranks of a node fit into its memory together.
 
-Each slab may fit alone, but all ranks allocate theirs at the same time: without this check the
-kernel kills processes, or saves fail for the rest of the run. A slab must also keep within the
-limits of its own process.
+Each slab may fit alone, but all ranks of a node allocate at the same time. Without this check the
+kernel kills processes, or saves fail for the rest of the run. A slab must also respect the limits
+of its own process.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from megatron_flashckpt.collectives import gathered
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits, shown
 
-#: Upper bound of the nodes that a refusal lists.
+#: Upper bound of the lines that an error lists.
 _MOST_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory of its node that a rank uses, and the bounds on that memory."""
+    """Host memory that one rank uses on its node, and the limits on that memory."""
 
     host: str
     slab_nbytes: int
     held_nbytes: int
     """Bytes that the node holds for a rank of another node."""
     is_there: bool
-    """True after a restart: all of that memory is allocated already."""
+    """True after a restart: the agent has kept the slab, so no slab will be allocated."""
     limits: tuple[Limit, ...]
     process_limits: tuple[ProcessLimit, ...] = ()
     agent: str = ""
     """Directory of the agent of this rank; ranks of one host may have several."""
     holder: str = ""
-    """Which memory the agent holds already, and for whom, if that was asked."""
+    """Memory that the agent holds already, and for which ranks; empty if not asked for."""
     compared_nbytes: int = 0
-    """Copies of tensors that the first save only compares, and that no slot holds."""
+    """Bytes of copies that the first save compares outside of its slot."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Memory that several ranks are about to take under the same limit."""
+    """Memory that several ranks together will allocate under one limit."""
 
     host: str
     place: str
@@ -54,7 +54,7 @@ class Shared:
     slab_nbytes: int
     held_nbytes: int
     left_nbytes: int
-    """Bytes that the limit leaves; the smallest number that any of the ranks has read."""
+    """Bytes that the limit leaves: the smallest value that one of the ranks has read."""
     holders: tuple[str, ...] = ()
     compared_nbytes: int = 0
 
@@ -82,10 +82,10 @@ def gather_needs(
     Args:
         slab_nbytes: size of this rank's slab.
         held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
-        is_there: True if that memory is allocated already, since before a restart.
+        is_there: True if the agent has kept that memory over a restart.
         agent: directory of this rank's agent.
-        holder: which memory that agent holds, and for whom.
-        compared_nbytes: copies that the first save puts beside the slab.
+        holder: memory that the agent holds already, and for which ranks.
+        compared_nbytes: bytes of copies that the first save holds in addition to the slab.
     """
 
     def measure() -> tuple[None, Need]:
@@ -103,15 +103,15 @@ def neighbours(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
 
 
 def check(needs: Sequence[Need], slots: int) -> None:
-    """Raise, on all ranks alike, if the ranks of a node need more memory than it has left.
+    """Check that the ranks of every node need no more memory than the node has left.
 
     Raises:
-        StorageError: lists these nodes, each with the bytes needed and left; or the ranks whose
-            process may not have a slab of its size.
+        StorageError: lists the nodes without enough memory, with the bytes needed and left; or the
+            ranks whose process limits forbid a slab of its size. Equal on all ranks.
     """
     _check_processes(needs, slots)
     short = [shared for shared in by_limit(needs) if shared.nbytes and shared.missing_nbytes > 0]
-    # Several limits may bound the same ranks: the tightest one is shown.
+    # Several limits may bound the same ranks: show the tightest one.
     worst: dict[tuple[int, ...], Shared] = {}
     for shared in sorted(short, key=lambda shared: shared.missing_nbytes):
         worst[shared.ranks] = shared
@@ -149,7 +149,7 @@ def _slots(number: int) -> str:
 
 
 def _fewer(slots: int) -> str:
-    """Return the remedy that a job with one slot does not have."""
+    """Return a remedy for jobs with several slots."""
     return "lower 'slots', " if slots > 1 else ""
 
 
@@ -160,7 +160,7 @@ def _listed(lines: list[str]) -> str:
 
 
 def by_limit(needs: Sequence[Need]) -> list[Shared]:
-    """Return the memory that all ranks under each limit are about to take together."""
+    """Return, for each limit, the memory that all ranks under the limit will allocate together."""
     bounded: dict[str, list[tuple[int, Limit]]] = {}
     new = [not need.is_there for need in needs]
     for rank, need in enumerate(needs):
@@ -182,7 +182,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
 
 
 def around(needs: Sequence[Need], rank: int) -> Shared:
-    """Return the tightest of the limits that bound `rank`."""
+    """Return the memory under the tightest limit that bounds `rank`."""
     return max(
         (shared for shared in by_limit(needs) if rank in shared.ranks),
         key=lambda shared: shared.missing_nbytes,

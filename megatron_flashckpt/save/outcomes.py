@@ -1,8 +1,8 @@
-"""One rank's saves that are not committed or failed yet, and how they end.
+"""One rank's pending saves, and the sources of their outcomes.
 
-A save ends with an outcome from the agent; with a failure of this rank's own (no plan, no slot, a
-copy that went wrong); with the loss of the agent, if its successor finds neither the slot nor
-the checkpoint; or with a look into storage, if the agent owes no outcome of it.
+The agent reports the outcome of a save. This rank itself concludes a save if planning, the slot or
+a copy failed; if the agent is lost and its successor finds neither the slot nor the checkpoint; or,
+by reading storage, if no agent owes an outcome.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 import queue
+import time
 
 import msgspec
 
@@ -23,19 +24,22 @@ from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
 
-#: Calls to the other nodes that are remembered while there is no agent.
+#: Upper bound of the failures that are kept for the other nodes while there is no agent.
 _CALLS_OFF = 16
+#: Seconds between two attempts of rank 0 to reach an agent that runs and does not serve it.
+_SEEK_S = 30.0
 
 
 class PendingSaves:
     """One rank's saves without an outcome.
 
-    For the training thread; the copy thread calls `handed_over`, `copies_failed` and
+    Used by the training thread; the copy thread calls `handed_over`, `copies_failed` and
     `agent_failed`.
     """
 
@@ -45,45 +49,48 @@ class PendingSaves:
         self._link = link
         self._copy_check = copy_check
         self.traces = OpenTraces()
-        #: Iterations by save.
+        #: Iterations of pending saves, by save id.
         self._open: dict[str, int] = {}
-        #: Those that are meant for memory only: nobody waits for them.
+        #: Saves to memory only, of which no other node waits for this rank's part.
         self._memory_only: set[str] = set()
-        #: Those that an agent was told of.
+        #: Saves that were handed to an agent.
         self._handed_over: set[str] = set()
         self._unreported: list[Outcome] = []
-        #: Those whose agent is gone, and why: its successor may have taken them over.
+        #: Saves whose agent is gone, and the error; the successor may have adopted them.
         self._orphaned: dict[str, int] = {}
         self._loss = ""
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
+        #: Tells other nodes while there is no agent.
+        self._notes = FailureNotes(root, rank)
+        self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         self._agent_failures: queue.SimpleQueue[tuple[AgentClient, AgentError]] = (
             queue.SimpleQueue()
         )
 
     def __bool__(self) -> bool:
-        """Whether a save has no outcome yet."""
+        """Return True while a save has no outcome."""
         return bool(self._open)
 
     def expect(self, save_id: str, *, memory_only: bool) -> None:
-        """Note what kind of save has begun, before anything of it can fail."""
+        """Note the kind of a save that begins, before the save can fail."""
         self._memory_only &= self._open.keys()
         self._handed_over &= self._open.keys()
         if memory_only:
             self._memory_only.add(save_id)
 
     def begin(self, save_id: str, iteration: int, trace: Recorder) -> None:
-        """Note a save that has a slot: it will have an outcome."""
+        """Note a save that has a slot, and will therefore have an outcome."""
         self._open[save_id] = iteration
         self.traces.begin(save_id, trace)
 
     def handed_over(self, save_id: str) -> None:
-        """Note that an agent owes the outcome of a save; for the copy thread."""
+        """Note that an agent owes the outcome of a save. Called by the copy thread."""
         self._handed_over.add(save_id)
 
     def fail(self, iteration: int, save_id: str, reason: str) -> None:
-        """Conclude a save that this rank has no part in, here and for the other ranks."""
+        """Conclude a save in which this rank takes no part, here and for the other ranks."""
         self._open.pop(save_id, None)
         failed = (self._rank,)
         self._unreported.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
@@ -91,23 +98,23 @@ class PendingSaves:
             self._lost.append((iteration, save_id, reason))
 
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
-        """Let the agents fail a save of the other ranks; this rank raises an error of its own."""
+        """Have the agents fail a save of the other ranks; this rank raises its own error."""
         self._lost.append((iteration, save_id, reason))
         self.settle()
 
     def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
-        """Note that a save failed in the copy thread, which calls this."""
+        """Note that a save failed. Called by the copy thread."""
         self._failed_copies.put((save_id, failure))
 
     def agent_failed(self, client: AgentClient, error: AgentError) -> None:
-        """Note that the agent is gone; for the copy thread."""
+        """Note that the agent is gone. Called by the copy thread."""
         self._agent_failures.put((client, error))
 
     def lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
-        """Find another agent, in the background; it gets the slab and all that is staged there."""
+        """Connect to a new agent in the background; it gets the slab with all staged saves."""
         if lost is not None and self._link.replace_agent(lost):
             logger.warning(
-                "rank %d: %s; another one takes over what is in memory", self._rank, error
+                "rank %d: %s; a new agent adopts the saves in host memory", self._rank, error
             )
             self._orphaned = dict(self._open)
             self._loss = str(error)
@@ -115,8 +122,8 @@ class PendingSaves:
     def poll(self, wait_s: float = 0.0) -> list[Outcome]:
         """Return the outcomes since the last call, waiting up to `wait_s` for the first.
 
-        Never raises for a failed save. An agent that is gone is replaced in the background, and the
-        next one continues with what is staged.
+        Never raises for a failed save. A lost agent is replaced in the background, and its
+        successor continues with the staged saves.
         """
         self.settle()
         client = self._link.current
@@ -124,7 +131,7 @@ class PendingSaves:
         try:
             reply = self._ask_agent(0.0 if self._unreported else wait_s)
         except AgentRefusedError as error:
-            # It serves another process of this rank from now on.
+            # The agent serves another process of this rank from now on.
             for save_id in list(self._open):
                 self._conclude(save_id, str(error))
         except AgentError as error:
@@ -139,9 +146,9 @@ class PendingSaves:
         return outcomes
 
     def _ask_agent(self, wait_s: float) -> Outcomes | None:
-        """Return what the agent reports; None while an agent is being looked for.
+        """Return the outcomes that the agent reports; None while a new agent is being sought.
 
-        Without an agent, because none was needed or none can be had, nothing is pending.
+        Without an agent, because none was needed or none can be started, no outcome is pending.
 
         Raises:
             AgentError: the agent is gone.
@@ -157,10 +164,10 @@ class PendingSaves:
         return reply
 
     def _note(self, reply: Outcomes, handed_over: set[str]) -> None:
-        """Note what the agent has reported.
+        """Note the outcomes that the agent has reported.
 
         Args:
-            handed_over: open saves that an agent had been told of when it was asked.
+            handed_over: open saves that had been handed to an agent before the request.
         """
         if reply.finished:
             reach("save.told")
@@ -171,56 +178,56 @@ class PendingSaves:
             self._look_up(handed_over)
 
     def put_back(self, outcomes: list[Outcome]) -> None:
-        """Have the next `poll` return these again."""
+        """Have the next `poll` return these outcomes again."""
         self._unreported = outcomes + self._unreported
 
     def give_up(self, reason: str, waited_s: float, failed_ranks: tuple[int, ...]) -> list[Outcome]:
-        """Return a failure for every save that is still open; they are forgotten here."""
-        late, self._open = self._open, {}
+        """Return a failure for every open save, and forget these saves."""
+        open_saves, self._open = self._open, {}
         return [
             Outcome(iteration, save, reason, waited_s, failed_ranks=failed_ranks)
-            for save, iteration in late.items()
+            for save, iteration in open_saves.items()
         ]
 
     def settle(self) -> None:
-        """Take note of what the copy thread and the search for another agent came to."""
+        """Process the failures of the copy thread, and the result of a change of agents."""
         while not self._failed_copies.empty():
             save_id, failure = self._failed_copies.get()
-            if save_id in self._open:  # its failure was told already if a wait for it ran out
+            if save_id in self._open:  # `give_up` may have reported the failure already
                 self.fail(self._open[save_id], save_id, str(failure))
         while not self._agent_failures.empty():
             self.lose_agent(*self._agent_failures.get())
         if not self._orphaned and not self._lost:
             return
-        taken = self._link.settled()
-        if taken is not None:
-            self._conclude_orphaned(taken)
-            self._call_off(taken)
+        adopted = self._link.settled()
+        if adopted is not None:
+            self._conclude_orphaned(adopted)
+            self._call_off(adopted)
 
-    def _conclude_orphaned(self, taken: tuple[str, ...]) -> None:
-        """Conclude those of a dead agent's saves that its successor has not `taken` over."""
+    def _conclude_orphaned(self, adopted: tuple[str, ...]) -> None:
+        """Conclude the saves of a dead agent that its successor has not `adopted`."""
         orphaned, self._orphaned = self._orphaned, {}
-        for save_id in orphaned.keys() & self._open.keys() - set(taken):
-            # It may have been committed in the moment before the agent went.
+        for save_id in orphaned.keys() & self._open.keys() - set(adopted):
+            # The save may have been committed just before the agent died.
             self._conclude(save_id, self._link.refusal or self._loss)
 
     def _look_up(self, handed_over: set[str]) -> None:
-        """Conclude saves that an agent was told of, because no agent owes their outcomes.
+        """Conclude handed-over saves by reading storage, because no agent owes their outcomes.
 
-        Another connection of this rank has been told them, or the agent has forgotten this rank.
-        Without this, a job that ends would wait for them until `drain_timeout_s` runs out.
+        The agent reported them to another connection of this rank, or has forgotten this rank.
+        Without this, a job that ends would wait for them until `drain_timeout_s` has passed.
         """
         for save_id in handed_over & self._open.keys():
             place = f"{self._root}/{iteration_dir(self._open[save_id])}"
             self._conclude(
                 save_id,
                 self._link.refusal
-                or f"{place}: does not hold this save, and the agent of this node knows nothing of "
-                "it; look at that agent's log",
+                or f"{place}: does not hold this save, and the agent of this node does not know "
+                "the save; read that agent's log",
             )
 
     def _conclude(self, save_id: str, otherwise: str) -> None:
-        """Conclude an open save by what storage says of it; failing that, it failed `otherwise`."""
+        """Conclude an open save by its manifest or history; without both, by error `otherwise`."""
         iteration = self._open[save_id]
         manifest = self._committed(iteration, save_id)
         past = None if manifest is not None else self._past(save_id)
@@ -236,28 +243,58 @@ class PendingSaves:
         self._unreported.append(outcome)
 
     def _past(self, save_id: str) -> PastSave | None:
-        """Return what the history says of a save: retention may have removed it since."""
+        """Return the history's entry of a save, which retention may have removed since."""
         try:
             return told_of(open_storage(self._root), save_id)
         except (FlashCkptError, OSError):
             return None
 
-    def _call_off(self, taken: tuple[str, ...]) -> None:
-        """Let the agent tell the other nodes which saves lack this rank's part."""
+    def _call_off(self, adopted: tuple[str, ...]) -> None:
+        """Have the agent tell the other nodes which saves lack this rank's part."""
         client = self._link.current
-        while self._lost and client is not None:
+        if client is None:
+            self._leave_notes()
+            return
+        while self._lost:
             try:
-                if self._lost[0][1] not in taken:
+                if self._lost[0][1] not in adopted:
                     client.abandon(*self._lost[0])
             except AgentRefusedError as error:
-                logger.warning("rank %d: other nodes are not told: %s", self._rank, error)
+                logger.warning(
+                    "rank %d: other nodes do not learn of this rank's failed save: %s",
+                    self._rank,
+                    error,
+                )
             except AgentError as error:
                 self.lose_agent(client, error)
                 return
             self._lost.popleft()
 
+    def _leave_notes(self) -> None:
+        """Tell the other nodes through storage: this rank has no agent, and may get none again.
+
+        They take a note of rank 0 for the word of the agent that commits, and remove their parts.
+        So rank 0 leaves none while an agent of this node runs, but tries to reach that one.
+        """
+        agent = self._link.agent
+        if not self._lost or (self._rank == 0 and time.monotonic() < self._seek_at):
+            return
+        if self._rank == 0:
+            self._seek_at = time.monotonic() + _SEEK_S
+            if agent.has_living_agent():
+                self._link.seek_agent()
+                return
+        while self._lost:
+            iteration, save_id, reason = self._lost.popleft()
+            self._link.withdraw(save_id)
+            self._notes.add(iteration, save_id, reason, agent.run)
+
+    def close(self) -> None:
+        """Return when the other nodes have been told of failures, or after a bounded wait."""
+        self._notes.close()
+
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:
-        """Return the manifest of a save; None if it is not committed."""
+        """Return the manifest of a save, or None if the save is not committed."""
         storage = open_storage(self._root)
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))

@@ -1,7 +1,7 @@
-"""Introduce the agents of a job's nodes to each other, through the job's own collectives.
+"""Introduction of the agents of a job's nodes to each other, by the job's own collectives.
 
-Keys and addresses travel with `all_gather_object`, which runs over what the job's rendezvous has
-set up: whoever is not of the job neither learns nor contributes one.
+Keys and addresses travel in collectives over the process group that the job's rendezvous has set
+up. So processes outside of the job can neither read nor contribute a key.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 def introduce(link: NodeLink, rank: int, config: Config) -> None:
     """Introduce the agents of all nodes to each other. Collective; never in a save.
 
-    A node whose agent cannot take part is left out, and its ranks have no copies: logged, not
-    raised, because training and saving do not depend on it.
+    If the agent of a node cannot take part, its ranks have no copies. This is logged only, because
+    training and saving continue without copies.
 
     Raises:
-        ConfigError: pyzmq is missing on the node of a rank. Raised on all ranks.
+        ConfigError: pyzmq is missing on the node of a rank; on all ranks.
     """
     together(require_pyzmq)
     own: tuple[str, int, str] | None = None
@@ -36,67 +36,72 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
         address = config.agent.address or own_address()
         opened = link.agent.open_peers(address)
         own = (opened.host, opened.port, opened.identity.public)
-        _say_what_stays(rank, opened, address, config)
+        _warn_of_kept_settings(rank, opened, address, config)
     except FlashCkptError as error:
         logger.error(
-            "rank %d: its checkpoints are not held by other nodes: %s; training and saving go on",
+            "rank %d: other nodes hold no copies of its checkpoints: %s; training and saving "
+            "continue",
             *(rank, error),
         )
     nodes = nodes_of(gather_objects(own))
     if rank == 0 and len(nodes) < 2:
         logger.warning(
-            "'redundancy' is %s, but the job has %d node: if it is lost, the job goes on from "
-            "storage",
+            "'redundancy' is %s, but the job has %d node: if that node is lost, the job resumes "
+            "from storage",
             *(config.redundancy, len(nodes)),
         )
     try:
-        for me, node in enumerate(nodes):
+        for number, node in enumerate(nodes):
             if rank in node.ranks:
                 link.agent.join_peers(
                     JoinPeers(
                         config.redundancy,
                         config.redundancy_group,
                         config.agent.peer_timeout_s,
-                        me,
+                        number,
                         nodes,
                     )
                 )
     except FlashCkptError as error:
         logger.error("rank %d: %s", rank, error)
-    # A barrier: no agent is asked for anything before it knows who may ask.
+    # A barrier: every agent must know its peers before one of them sends a request.
     gather_objects(None)
 
 
-def _say_what_stays(rank: int, opened: PeersOpened, address: str, config: Config) -> None:
-    """Say which settings of an earlier run stay in force: what it holds depends on them."""
-    wanted = {
+def _warn_of_kept_settings(rank: int, opened: PeersOpened, address: str, config: Config) -> None:
+    """Warn of settings that the agent keeps from an earlier run, because its copies need them."""
+    settings = {
         "agent.address": (opened.host, address),
         "agent.peer_threads": (opened.threads, config.agent.peer_threads),
     }
-    kept = [f"{name} {own!r}, not {new!r}" for name, (own, new) in wanted.items() if own != new]
+    kept = [f"{name} {old!r}, not {new!r}" for name, (old, new) in settings.items() if old != new]
     if kept:
         logger.warning(
-            "rank %d: the agent of this node, which an earlier run started, keeps %s, because it "
-            "holds checkpoints for other nodes, which reach it so; to change that, end the agents "
-            "of all nodes before the job starts",
+            "rank %d: the agent of this node, which an earlier run started, keeps %s, because "
+            "other nodes reach their checkpoints on this node that way; to change that, end the "
+            "agents of all nodes before the job starts",
             *(rank, " and ".join(kept)),
         )
 
 
 def nodes_of(ranks: list[tuple[str, int, str] | None]) -> tuple[PeerNode, ...]:
-    """Return the nodes, by their first ranks, given each rank's agent: host, port, public key."""
+    """Return the nodes in order of their first ranks.
+
+    Args:
+        ranks: host, port and public key of each rank's agent; None for a rank without one.
+    """
     ranks_of: dict[tuple[str, int, str], list[int]] = {}
     for rank, agent in enumerate(ranks):
         if agent is not None:
             ranks_of.setdefault((agent[0], agent[1], agent[2]), []).append(rank)
-    return tuple(PeerNode(*agent, tuple(of_agent)) for agent, of_agent in ranks_of.items())
+    return tuple(PeerNode(*agent, tuple(members)) for agent, members in ranks_of.items())
 
 
 def own_address() -> str:
-    """Return the address of this node on the way to the job's rendezvous.
+    """Return the address by which this node reaches the job's rendezvous.
 
-    Loopback if the rendezvous is named so (one machine). Where it has no other name than this
-    very node's, which may resolve to loopback here, the address on the way to anywhere else.
+    That is a loopback address only if `MASTER_ADDR` names loopback (one machine). If another name
+    resolves to loopback, as a node's own name may, return the address of the default route.
 
     Raises:
         AgentError: this node has no such address.
@@ -106,12 +111,12 @@ def own_address() -> str:
         address = _source_address(master)
         named_loopback = master == "localhost" or _is_loopback(master)
         if _is_loopback(address) and not named_loopback:
-            # Nothing is sent: connecting a datagram socket only asks the routing table. The
-            # address is one that is reserved for documentation.
+            # Connecting a datagram socket sends nothing: it only looks up the route. The address
+            # is reserved for documentation.
             address = _source_address("192.0.2.1")
     except OSError as error:
         raise AgentError(
-            f"no address of this node on the way to {master} ({error}); set 'agent.address'"
+            f"this node has no address on the route to {master} ({error}); set 'agent.address'"
         ) from error
     return address
 

@@ -1,4 +1,4 @@
-"""Enumerates what a rank saves, and plans where each piece lies."""
+"""Enumeration of the pieces that a rank saves, and the plan of their places in a slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.save.agent_link import NodeLink
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.request import SaveRequest
 from megatron_flashckpt.save.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import phase
@@ -35,15 +35,15 @@ class Planner:
 
     @property
     def counters(self) -> PlanCounters:
-        """How often this rank's layouts were cached, shared through the agent, or computed."""
+        """Numbers of this rank's layouts that were cached, fetched from the agent, or computed."""
         return self._plans.counters
 
     def enumerated(self, request: SaveRequest) -> tuple[list[LocalPiece], Comparison | None]:
-        """Return all pieces that this rank saves, in layout order, and what it sums up.
+        """Return all pieces that this rank saves, in layout order, and the copies to compare.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
-            SaveFailedError: CUDA has no memory for a temporary copy, or fails.
+            SaveFailedError: CUDA lacks memory for a temporary copy, or fails.
         """
         try:
             with phase("enumerate"):
@@ -51,19 +51,19 @@ class Planner:
                 if request.has_rerun_machine:
                     rerun = side_state.rerun_state(request.data_iterator)
                 pieces = self._pieces(request.chunks, request.optimizer, request.args, rerun)
-                with held_off():
+                with gc_paused():
                     comparison = self._copy_check.begin(request.chunks, request.optimizer, pieces)
                 return pieces, comparison
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             raise SaveFailedError(f"rank {self._rank}: not staged: {error}") from error
 
     def layout(self, pieces: list[LocalPiece]) -> Layout:
-        """Return where each piece lies.
+        """Return the place of each piece in the slot.
 
         Raises:
             AgentError: the agent, which shares templates, is gone.
         """
-        with phase("plan"), held_off():
+        with phase("plan"), gc_paused():
             return self._plans.layout([local.piece for local in pieces])
 
     def dry_run(
@@ -72,28 +72,28 @@ class Planner:
         """Enumerate and plan as a save does; share the template with other nodes.
 
         Returns:
-            Bytes of the data, and of the plan.
+            The bytes of the data, and of the plan.
 
         Raises:
             AgentError: as `layout`.
             UnsupportedError: as `enumerated`.
         """
         pieces = self._pieces(chunks, optimizer, args, rerun=None)
-        with held_off(), self._templates.over_nodes(run_id):
+        with gc_paused(), self._templates.over_nodes(run_id):
             layout = self._plans.layout([local.piece for local in pieces])
         return layout.nbytes, len(layout.encoded_template)
 
     def take_origin(self) -> PlanOrigin:
-        """Return how layouts came about since the last call: by the most expensive way taken."""
+        """Return the most expensive origin of the layouts since the last call."""
         return self._plans.take_origin()
 
     def _pieces(self, chunks: list[Any], optimizer: Any, args: Any, rerun: Any) -> list[LocalPiece]:
         """Return all that this rank saves, in layout order.
 
         Args:
-            rerun: what `side_state.rerun_state` returned.
+            rerun: the result of `side_state.rerun_state`, or None.
         """
-        with held_off():
+        with gc_paused():
             geometry = self._state.geometry(chunks)
             pieces = self._state.owned(geometry, chunks, optimizer)
             save_rng = not getattr(args, "no_save_rng", False)

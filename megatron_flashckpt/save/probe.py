@@ -1,8 +1,8 @@
-"""Checks before the first step that the save directory can hold checkpoints, and is shared.
+"""Check before the first step that the save directory can hold checkpoints and is shared.
 
-Every node does with a small file what a save does with shards. Then the node of rank 0, which
-commits, waits until it sees the files of all nodes. Without this check such faults show in the
-first save, hours later, and a directory local to each node only after the commit timeout.
+Every node writes, renames, lists and reads a small file, as a save does with shards. Then the node
+of rank 0, which commits, waits until it sees the files of all nodes. Without this check, such
+faults appear in the first save, hours later; a node-local directory even after the commit timeout.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Longest wait for one operation of storage.
+#: Longest wait for one storage operation, in seconds.
 _ANSWER_S = 60.0
+#: First and longest pause between two listings.
 _POLL_S = (0.02, 1.0)
-#: Visibility delays of less than this are not reported.
+#: Shorter visibility delays are not reported.
 _SLOW_S = 1.0
 _SHOWN = 8
 _HALF = 4096
@@ -38,31 +39,32 @@ _NEEDS = (
 
 
 def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
-    """Raise on all ranks unless all nodes can save to `storage`. Collective: two small messages.
+    """Check on all ranks that all nodes can save to `storage`. Collective: two small messages.
 
     Args:
-        is_first_of_node: this rank probes for its node.
-        wait_s: longest wait of rank 0 for the files of the other nodes. None: this node tries
-            nothing out; where that is rank 0's, nobody waits. Nodes may differ in that.
+        is_first_of_node: True on the rank that probes for its node.
+        wait_s: longest wait of rank 0 for the files of the other nodes. None: this node writes no
+            file; None on rank 0: rank 0 does not wait. Nodes may pass different values.
 
     Raises:
-        StorageError: names the operation that failed, or the ranks whose nodes are not seen.
+        StorageError: names the operation that failed, or the ranks whose nodes are not seen; on all
+            ranks.
     """
     name = probe_name(rank) if is_first_of_node and wait_s is not None else None
-    # A moment without an answer must not end a job that has just got its nodes.
+    # A short outage of storage must not end a job that has just started.
     patient = PatientStorage(storage)
 
-    def try_out() -> tuple[None, str | None]:
+    def probe_storage() -> tuple[None, str | None]:
         if name is not None:
             _within(_ANSWER_S, lambda: patient.patiently(lambda: _write(storage, name)), storage)
         return None, name
 
     try:
-        _, of_ranks = gathered(try_out)
-        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(patient, of_ranks, wait_s))
+        _, names = gathered(probe_storage)
+        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(patient, names, wait_s))
     finally:
         if name is not None:
-            # In the background: storage that hangs must not keep training.
+            # In the background: hanging storage must not delay training.
             threading.Thread(target=_remove, args=(patient, name), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
@@ -73,7 +75,7 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float 
 
 
 def _write(storage: Storage, name: str) -> None:
-    """Do with a file of two pages what a save does: data first, header last, fsync, rename."""
+    """Write a file of two pages as a save does: data first, header last, fsync, rename; read it."""
     draft = probe_name(0)
     data, header = os.urandom(_HALF), os.urandom(_HALF)
     action = "write at any position of a file"
@@ -108,13 +110,16 @@ def _write(storage: Storage, name: str) -> None:
         ) from error
 
 
-def _await(storage: Storage, of_ranks: Sequence[str | None], wait_s: float) -> float:
-    """Return the seconds until the files of all nodes were seen.
+def _await(storage: Storage, names: Sequence[str | None], wait_s: float) -> float:
+    """Wait until the files of all nodes are visible; return the seconds waited.
+
+    Args:
+        names: the probe file of each rank; None for a rank that does not probe.
 
     Raises:
         StorageError: names the ranks whose files were not seen within `wait_s`.
     """
-    expected = {name: rank for rank, name in enumerate(of_ranks) if name is not None}
+    expected = {name: rank for rank, name in enumerate(names) if name is not None}
     began = time.monotonic()
     pause_s, longest_s = _POLL_S
     while True:
@@ -130,7 +135,7 @@ def _await(storage: Storage, of_ranks: Sequence[str | None], wait_s: float) -> f
                 errno.ENOENT,
                 f"{storage.place}: the node of rank 0 does not see the files of {len(missing)} of "
                 f"{len(expected)} nodes (those of ranks {shown}{more}) {wait_s:.0f} s after they "
-                "were written: each node has a directory of its own there, or names of other nodes "
+                "were written: each node has a directory of its own there, or files of other nodes "
                 f"become visible late; {_NEEDS}; save elsewhere, mount it with a shorter attribute "
                 "cache (NFS: acdirmax), or raise 'probe_wait_s'",
             )
@@ -142,14 +147,14 @@ def _remove(storage: PatientStorage, name: str) -> None:
     try:
         storage.patiently(lambda: storage.delete(name))
     except (FlashCkptError, OSError) as error:
-        logger.warning("left behind: %s", error)
+        logger.warning("%s: a probe file was not removed: %s", storage.place, error)
 
 
 def _within(seconds: float, work: Callable[[], _T], storage: Storage) -> _T:
-    """Return `work()`, done in a thread of its own.
+    """Run `work` in a thread of its own and return its result.
 
     Raises:
-        StorageError: storage did not answer in time; the thread stays behind.
+        StorageError: storage did not answer in time; the thread keeps waiting.
     """
     results: list[_T] = []
     errors: list[BaseException] = []
@@ -168,7 +173,7 @@ def _within(seconds: float, work: Callable[[], _T], storage: Storage) -> _T:
     if not results:
         raise StorageError(
             errno.ETIMEDOUT,
-            f"{storage.place}: does not answer within {seconds:.0f} s; look at the file system's "
-            "servers and at this node's mount",
+            f"{storage.place}: does not answer within {seconds:.0f} s; check the file system's "
+            "servers and this node's mount",
         )
     return results[0]

@@ -1,7 +1,7 @@
-"""What a rank says of the saves to one directory, and whether the last one is durable.
+"""Reports of a rank on the saves to one directory, and the verdict on the last save.
 
-Rank 0 speaks for the job, and a rank whose part has failed names the failure. All others are silent
-unless debug messages are shown: a job of 1,024 ranks would fill its log with copies of one line.
+Rank 0 reports for the job, and the first rank whose part failed reports the failure. Other ranks
+log at debug level, because a job of 1,024 ranks would fill its log with copies of one line.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _MOST_SHOWN = 8
 
 
 def level_on(rank: int, level: int) -> int:
-    """Return `level` on rank 0, and on other ranks the level of debug messages."""
+    """Return `level` on rank 0 and the debug level on other ranks."""
     return level if rank == 0 else logging.DEBUG
 
 
 class SaveReports:
-    """The saves of this process to `root`, in the order of their calls. Outlives checkpointers."""
+    """Reports on the saves of this process to `root`, over all its checkpointers."""
 
     def __init__(self, root: str, rank: int) -> None:
         self._root = root
         self.rank = rank
         self.has_agent = True
-        """Whether an agent was there when the checkpointer was closed."""
-        #: Newest iteration that is durable in `root`, as far as this rank knows.
+        """True if there was an agent when the checkpointer was closed."""
+        #: Newest durable iteration in `root` that this rank knows of.
         self._durable: int | None = None
         self.has_committed = False
-        """A save of this process is durable."""
-        #: Iteration of the last save to storage; None: it is durable, or there was none.
+        """True once a save of this process is durable."""
+        #: Iteration of the last save to storage; None if that save is durable, or there was none.
         self._open: int | None = None
-        #: Why that save has failed; None: its outcome was not reported yet.
+        #: The reason why that save failed; None while its outcome is unknown.
         self._reason: str | None = None
 
-    def found(self, iteration: int | None) -> None:
-        """Note the newest durable checkpoint that earlier processes have left in `root`."""
+    def note_durable(self, iteration: int | None) -> None:
+        """Note the newest durable checkpoint that earlier processes left in `root`."""
         self._durable = iteration
 
-    def wanted(self, iteration: int) -> None:
-        """Note that training has called for a save to storage."""
+    def requested(self, iteration: int) -> None:
+        """Note that training requested a save to storage."""
         self._open, self._reason = iteration, None
 
     def committed(self, outcome: Outcome) -> None:
@@ -59,7 +59,7 @@ class SaveReports:
             )
 
     def kept(self, outcome: Outcome) -> None:
-        """Report a checkpoint that is in host memory and was not meant for storage."""
+        """Report a checkpoint that was saved to host memory only."""
         if self.rank == 0:
             print(
                 f"  flashckpt: iteration {outcome.iteration} kept in host memory, not in storage, "
@@ -68,37 +68,37 @@ class SaveReports:
             )
 
     def failed(self, outcome: Outcome) -> None:
-        """Report a save that failed, on rank 0 and on the rank that failed."""
+        """Report a failed save, on rank 0 and on the first rank whose part failed."""
         assert outcome.error is not None
         if self._open == outcome.iteration:
             self._reason = outcome.error
-        speaks = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
+        is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
         logger.log(
-            logging.ERROR if speaks else logging.DEBUG,
+            logging.ERROR if is_reporter else logging.DEBUG,
             "rank %d: iteration %d was not saved: %s%s%s",
             self.rank,
             outcome.iteration,
             outcome.error,
             _and_others(outcome.failed_ranks, self.rank),
-            f"; {self._remains()}" if self.rank == 0 else "",
+            f"; {self._newest_durable()}" if self.rank == 0 else "",
         )
 
     def skipped(self, iteration: int, refusal: str) -> None:
-        """Report a save that all ranks have skipped (`busy: skip`)."""
+        """Report a save that all ranks skipped (`busy: skip`)."""
         if self._open == iteration:
             self._reason = f"it was skipped: {refusal}"
         level = level_on(self.rank, logging.WARNING)
         logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
 
     def verdict(self) -> str | None:
-        """Return how the last save has failed; None: it has not."""
+        """Return how the last save failed, or None if it did not fail."""
         if self._open is None or self._reason is None:
             return None
         return f"the last save, iteration {self._open}, is not durable: {self._reason}; " + (
-            self._remains()
+            self._newest_durable()
         )
 
-    def _remains(self) -> str:
+    def _newest_durable(self) -> str:
         if self._durable is None:
             return f"there is no durable checkpoint in {self._root}"
         return f"the newest durable checkpoint in {self._root} is iteration {self._durable}"

@@ -1,4 +1,4 @@
-"""What a save is told of the training job, and what it reports of itself."""
+"""Input and result of `Checkpointer.save`."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from megatron_flashckpt.tracing import Recorder
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What a save needs to know of the training job. All ranks pass the same iteration."""
+    """The state of the training job that a save needs. All ranks pass the same iteration."""
 
     iteration: int
     chunks: list[Any]
     """Unwrapped model chunks of this rank."""
     optimizer: Any
-    """None: weights only."""
+    """Megatron's optimizer; None to save weights only."""
     args: Any
-    """Megatron's own."""
+    """Megatron's arguments."""
     scheduler: Any = None
     """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
     floating_point_operations: Any = 0
     """Counted by the training loop since the start of training."""
     data_iterator: Any = None
-    """The training loop's; a step that is being rerun saves its position."""
+    """The training loop's data iterator; a step that is being rerun saves its position."""
     has_rerun_machine: bool = False
-    """True if Megatron's training makes the call: its rerun machine may have state to save."""
+    """True if Megatron's training loop calls: its rerun machine may have state to save."""
     memory_only: bool = False
-    """Stage it and leave it there: it is not written."""
+    """Keep the save in host memory; do not write it to storage."""
     blocking: bool = False
-    """Copy everything before `save` returns, whatever `staging` says."""
+    """Copy everything before `save` returns, independent of `staging`."""
     must_wait: bool = False
-    """Wait for a free slot, whatever `busy` says. Equal on all ranks."""
+    """Wait for a free slot, even with `busy: skip`. Equal on all ranks."""
     in_loop: bool = False
     """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveReport:
-    """What a save cost the training thread."""
+    """Result of a `save` call, with the time that the training thread was blocked."""
 
     iteration: int
     blocked_s: float
-    """Seconds that this call took."""
+    """Duration of the call."""
     nbytes: int
     recorder: Recorder
     skipped: bool = False
-    """Nothing was staged."""
+    """True if nothing was staged."""
     refusal: str | None = None
-    """Why all ranks skipped it (`busy: skip`)."""
+    """The reason why all ranks skipped the save (`busy: skip`)."""
     is_repeat: bool = False
-    """Skipped because the same state was saved before."""
+    """True if the save was skipped because the same state was saved before."""

@@ -1,4 +1,4 @@
-"""Checks before the first step that the nodes have the memory, and the storage can be saved to."""
+"""Check before the first step that nodes have the memory for saves, and storage accepts them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from megatron_flashckpt.storage.opening import open_storage
 
-#: Seconds that agents have to write and free memory of an earlier run, if the node lacks it.
+#: Longest wait until agents have written and freed the memory of an earlier run, in seconds.
 _RELEASE_S = 60.0
 
 
 def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
-    """Return the need of each rank, in rank order, if all nodes have the memory. Collective.
+    """Check that all nodes have the memory; return each rank's need, in rank order. Collective.
 
-    Ranks of an earlier run that this one does not have may still hold some: the agents, which learn
-    of the run here, get time to free it.
+    An agent may still hold memory for ranks of an earlier run that this run does not have. The
+    agents learn here which ranks this run has, and get time to free the rest.
 
     Raises:
-        StorageError: on all ranks alike, as `node_memory.check`.
+        StorageError: as `node_memory.check`, on all ranks.
     """
     run_id, slots = checkpointer.agree(), checkpointer.config.slots
     needs = _needs(checkpointer, expected)
@@ -44,7 +44,7 @@ def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
 def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> list[Need]:
     """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
-    with contextlib.suppress(FlashCkptError):  # the first save will meet the same trouble
+    with contextlib.suppress(FlashCkptError):  # the first save reports the same error
         checkpointer.link.reclaim()
     agent = str(agent_directory(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
@@ -61,13 +61,13 @@ def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> 
 
 
 def check_storage(margs: Any, checkpointer: Checkpointer) -> None:
-    """Raise on all ranks if the save directory cannot hold checkpoints. Collective.
+    """Check on all ranks that the save directory can hold checkpoints. Collective.
 
     Raises:
-        StorageError: on all ranks alike, as `probe.check`.
+        StorageError: as `probe.check`, on all ranks.
     """
     wait_s = checkpointer.config.probe_wait_s
-    if getattr(margs, "skip_train", False):  # such a job may only read there
+    if getattr(margs, "skip_train", False):  # the job may lack permission to write
         return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     storage = open_storage(checkpointer.root)

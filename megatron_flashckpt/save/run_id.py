@@ -1,6 +1,6 @@
 """The id of a run: 8 hexadecimal digits, equal on all ranks and new in every start of the job.
 
-It tells this run's commit records from those of an earlier one.
+The id distinguishes this run's commit records from those of an earlier run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_flashckpt.collectives import broadcast_object
 
 
 class Run:
-    """Names the saves of this process to one directory. Outlives checkpointers."""
+    """Names the saves of this process to one directory, over all its checkpointers."""
 
     def __init__(self) -> None:
         self.id: str | None = None
-        """None: the ranks have not agreed yet."""
+        """Id of the run; None until the ranks have agreed."""
         self._saves = itertools.count()
 
     def begin(self, agreed_id: str) -> None:
@@ -31,15 +31,15 @@ class Run:
 
 
 def agreed() -> str:
-    """Return the id that rank 0 makes. Collective; never in a save."""
-    made: str = broadcast_object(new())
-    return made
+    """Return a new id, chosen by rank 0. Collective; never in a save."""
+    run_id: str = broadcast_object(new())
+    return run_id
 
 
 def from_store(root: str) -> str:
-    """Return the id, for jobs that save to `root` before they could agree.
+    """Return the run id without a collective, for jobs that save before `agreed` was called.
 
-    The first rank to reach the job's rendezvous store decides; no collective, no barrier.
+    The first rank that reaches the job's rendezvous store chooses the id for saves to `root`.
     """
     own = new()
     if not dist.is_initialized():
@@ -50,5 +50,5 @@ def from_store(root: str) -> str:
 
 
 def new() -> str:
-    """Return an id that no other run has."""
+    """Return a random id, unique to one run."""
     return uuid.uuid4().hex[:8]

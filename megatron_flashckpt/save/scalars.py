@@ -1,4 +1,4 @@
-"""What a save took, as named numbers for the curves of a job. Torch-free."""
+"""Named scalars of a save for TensorBoard and similar writers. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from megatron_flashckpt.tracing import Recorder
 
 
 def save_scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[str, float]:
-    """Return what is known of a save whose outcome is.
+    """Return the scalars of a save that has an outcome.
 
-    What all ranks took is in the outcome of a committed save: the slowest counts.
+    The outcome of a committed save holds the timings of all ranks, of which the slowest counts.
 
     Args:
-        own: what this rank has recorded of it.
-        failures: saves that have failed in a row, this one included.
+        own: this rank's recorder of the save, if known.
+        failures: number of consecutive failed saves, including this one.
     """
     blocked_s = 0.0 if own is None else own.blocked_s
     if outcome.kept:

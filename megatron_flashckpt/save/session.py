@@ -1,7 +1,7 @@
-"""What the shims share within a process: the checkpointers, by save directory.
+"""Checkpointers of this process by save directory, shared by the replaced Megatron functions.
 
-Stock Megatron's functions have no object to hang state on, so there is exactly one module-level
-holder, here.
+Megatron's functions belong to no object that could hold state. So this module holds the package's
+only global object, `session`.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ class _Open:
     startup: Startup
     announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
     unwritten: announcements.AnnouncedSave | None = None
-    """The last save, if it was skipped or is for memory only."""
+    """The last save if it was skipped or is for memory only; else None."""
     failures_in_a_row: int = 0
 
     def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
-        """Return why training must stop after a failed save; None: it continues.
+        """Return why training must stop after a failed save, or None if training continues.
 
         Args:
-            last: training has ended.
+            last: True if training has ended.
         """
         if config.on_failure == "raise":
             return failed.error
         is_first = config.stop_on_failed_first_save and not self.reports.has_committed
         if is_first and failed.lasts and not last:
             return (
-                f"training stops, as no save of this start has succeeded yet and iteration "
-                f"{failed.iteration} has failed for a reason that stays until somebody acts "
-                f"('stop_on_failed_first_save: false' lets it continue): {failed.error}"
+                f"training stops, because no save has succeeded since this start and iteration "
+                f"{failed.iteration} has failed for a reason that persists until someone acts "
+                f"('stop_on_failed_first_save: false' lets training continue): {failed.error}"
             )
         allowed = config.failures_in_a_row
         if allowed is None or self.failures_in_a_row < allowed:
             return None
-        many = self.failures_in_a_row > 1
+        is_plural = self.failures_in_a_row > 1
         return (
-            f"{self.failures_in_a_row} save{'s in a row have' if many else ' has'} failed, and "
-            f"'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
+            f"{self.failures_in_a_row} save{'s in a row have' if is_plural else ' has'} failed, "
+            f"and 'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
             f"{failed.error}"
         )
 
@@ -80,38 +80,38 @@ class Session:
         self.config = config
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
-        #: Save directories, as given, of which all phases of the start are over. Looked up in every
-        #: iteration.
+        #: Save directories, as given, whose startup is complete. Looked up in every iteration.
         self._ready: set[str] = set()
-        #: What the ranks had told each other of the model, by save directory that was closed.
+        #: Keys that the ranks had gathered about the model, by closed save directory.
         self._agreed: dict[str, _Agreed] = {}
-        #: By directory; Megatron may open a checkpointer again after it has ended training.
+        #: By save directory. Kept because Megatron may reopen a checkpointer after training.
         self._reports: dict[str, SaveReports] = {}
         self._runs: dict[str, Run] = {}
         self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
-        """Return the checkpointer for save directory `root`, made on first use."""
+        """Return the checkpointer for save directory `root`; create it on first use."""
         given, root = root, os.path.abspath(root)
         self._forget_inherited()
         if root not in self._open:
             announcements.ask_for_memory_saves(
                 checkpointing().get_args(), self.config.memory_interval
             )
-            made = Checkpointer(given, self.config)
+            checkpointer = Checkpointer(given, self.config)
             if root in self._agreed:
-                # Megatron ends asynchronous saves before it saves for the last time.
-                state = made.model_state
+                # Megatron closes the checkpointer before its last save.
+                state = checkpointer.model_state
                 agreed = self._agreed.pop(root)
                 state.quantized_keys, state.copied_keys, state.differing_keys = agreed
-            # Or the last save would ask the job's store for an id, which may be gone by then.
-            made.run = self._runs.setdefault(root, made.run)
-            startup = Startup(made, self.note_nodes)
-            self._open[root] = _Open(made, self._reports_of(root, made.rank), startup)
+            # The run's id is kept for the last save: the job's store may be gone by then.
+            checkpointer.run = self._runs.setdefault(root, checkpointer.run)
+            startup = Startup(checkpointer, self.note_nodes)
+            reports = self._reports_of(root, checkpointer.rank)
+            self._open[root] = _Open(checkpointer, reports, startup)
             exit_status.watch()
             if self._nodes is not None:
-                made.model_state.note_nodes(self._nodes)
+                checkpointer.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
 
     def startup(self, root: str) -> Startup:
@@ -120,26 +120,26 @@ class Session:
         return self._open[os.path.abspath(root)].startup
 
     def is_ready(self, root: str) -> bool:
-        """Return whether all phases of the start of saves to `root` are over."""
+        """Return whether the startup phases of saves to `root` are complete."""
         return root in self._ready
 
     def note_ready(self, root: str) -> None:
         self._ready.add(root)
 
     def _forget_inherited(self) -> None:
-        """In a forked child, forget the checkpointers of the parent, which still trains."""
+        """Forget the parent's checkpointers in a forked child; the parent still trains."""
         if forks.depth() != self._fork_depth:
             self._fork_depth = forks.depth()
             self._forget_open()
             self._reports.clear()
 
     def _forget_open(self) -> None:
-        """Forget the checkpointers; a job that saves later in this process starts from phase 1."""
+        """Forget the checkpointers; a later save in this process starts from phase 1."""
         self._open.clear()
         self._ready.clear()
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
-        """Note the node of every rank, for the checkpointers of this process, later ones too."""
+        """Note the node of every rank, for all present and later checkpointers of this process."""
         self._nodes = nodes
         for opened in self._open.values():
             opened.checkpointer.model_state.note_nodes(nodes)
@@ -148,24 +148,24 @@ class Session:
         if root not in self._reports:
             self._reports[root] = SaveReports(root, rank)
             if rank == 0:
-                # Now, while storage is known to answer: a failed save may have found that it hangs.
+                # Read now, while storage answers: storage may hang when a save fails.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].found(tracked_iteration(open_storage(root)))
+                    self._reports[root].note_durable(tracked_iteration(open_storage(root)))
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:
-        """Note that training continues from a checkpoint in storage, perhaps an older one."""
-        self._open[os.path.abspath(root)].reports.found(iteration)
+        """Note that training resumes from a checkpoint in storage, perhaps not the newest."""
+        self._open[os.path.abspath(root)].reports.note_durable(iteration)
 
     def saved(
         self, root: str, save: announcements.AnnouncedSave, report: SaveReport, *, memory_only: bool
     ) -> None:
-        """Remember what to say when `save` is committed, or report why it was skipped."""
+        """Keep `save` for the announcement of its commit, or report why the save was skipped."""
         if report.is_repeat:
             return
         opened = self._open[os.path.abspath(root)]
         if not memory_only:
-            opened.reports.wanted(save.iteration)
+            opened.reports.requested(save.iteration)
         if report.refusal is not None:
             opened.reports.skipped(save.iteration, report.refusal)
         opened.unwritten = save if memory_only or report.refusal is not None else None
@@ -173,21 +173,22 @@ class Session:
             opened.announced[save.iteration] = save
 
     def wait_copied(self) -> None:
-        """Return when nothing is being copied: the state of the model may change."""
+        """Wait until no copy is running: then the state of the model may change."""
         self._forget_inherited()
         for opened in self._open.values():
             opened.checkpointer.link.stager.wait_copied()
 
     def finalize(self, *, blocking: bool, last: bool = False, announces: bool = True) -> None:
-        """Report what became of the saves; with `blocking`, of all of them.
+        """Report the outcomes of saves; with `blocking`, wait for all pending saves.
 
         Args:
-            last: training ends here, so what it called for last must be in storage.
-            announces: say so, in Megatron's words, if there is something to wait for.
+            last: True at the end of training: the last save must go to storage.
+            announces: print Megatron's own line if there are saves to wait for.
 
         Raises:
-            SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did,
-                or the first one did (`stop_on_failed_first_save`).
+            SaveFailedError: a save failed and `on_failure` is `raise`, or as many saves in a row
+                failed as `failures_in_a_row` says, or the first save failed
+                (`stop_on_failed_first_save`).
         """
         self._forget_inherited()
         failures = []
@@ -197,18 +198,18 @@ class Session:
             if blocking and announces and opened.checkpointer.pending:
                 announcements.announce_drain(checkpointing().get_args())
             outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
-            # Whoever follows the log or the latest artifact must end up with the newest.
+            # In order of iterations, so that the newest is the last in the log and the artifacts.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(opened, outcome):
                     opened.failures_in_a_row += 1
                     failures.append(opened.why_stop(outcome, self.config, last=last))
-                elif not outcome.kept:  # what went to memory says nothing of storage
+                elif not outcome.kept:  # a memory-only save does not show that storage works
                     opened.failures_in_a_row = 0
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
     def _write_last(self, opened: _Open) -> None:
-        """Save to storage what was called for last, if it was skipped or is in memory only."""
+        """Save the last state to storage, if its save was skipped or went to memory only."""
         save, opened.unwritten = opened.unwritten, None
         if save is None or announcements.saves_after_training(
             checkpointing().get_args(), save.iteration
@@ -218,10 +219,10 @@ class Session:
             if opened.checkpointer.write_last() is None:
                 return
         except UnsupportedError as error:
-            opened.reports.wanted(save.iteration)
+            opened.reports.requested(save.iteration)
             opened.reports.skipped(save.iteration, str(error))
             return
-        opened.reports.wanted(save.iteration)
+        opened.reports.requested(save.iteration)
         opened.announced[save.iteration] = save
         if opened.checkpointer.rank == 0:
             print(
@@ -231,7 +232,7 @@ class Session:
             )
 
     def _report(self, opened: _Open, outcome: Outcome) -> bool:
-        """Log one outcome; return whether it is a success."""
+        """Log one outcome; return True for a success."""
         own = opened.checkpointer.saves.traces.end(outcome.save_id)
         failures = opened.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
@@ -248,26 +249,26 @@ class Session:
         return True
 
     def close(self, *, leave: bool) -> None:
-        """Hang up; with `leave`, give the host memory back (no restart is expected)."""
+        """Close all checkpointers; with `leave`, free the host memory (no restart is expected)."""
         for root, opened in self._open.items():
             state = opened.checkpointer.model_state
-            agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
-            self._agreed[root] = agreed
+            keys = (state.quantized_keys, state.copied_keys, state.differing_keys)
+            self._agreed[root] = keys
             opened.reports.has_agent = opened.checkpointer.close(leave=leave)
         self._forget_open()
 
     def end(self) -> bool:
         """Wait for pending saves, so that a job that ends right after its last save commits it.
 
-        After an unhandled exception wait for no save: other ranks may be dead, this rank's GPU may
+        After an unhandled exception, do not wait: other ranks may be dead, this rank's GPU may
         hang, and a restart waits for this process to end. The agent finishes alone and keeps the
         slots.
 
-        Do nothing in a forked child, which may come here by `sys.exit`: its parent still trains,
-        and the outcomes are the parent's.
+        In a forked child, which may call this through `sys.exit`, do nothing: the parent still
+        trains and gets the outcomes.
 
         Returns:
-            False if the process must exit with a status that says that the last save has failed.
+            False if the exit status of the process must show that the last save failed.
         """
         crashed = getattr(sys, "last_value", None) is not None
         try:
@@ -278,13 +279,13 @@ class Session:
             self.abandon()
             return True
         self.close(leave=True)
-        return self._ended_well()
+        return self._report_last_saves()
 
-    def _ended_well(self) -> bool:
-        """Report on rank 0 which last saves are not durable; return whether all is well.
+    def _report_last_saves(self) -> bool:
+        """Report on rank 0 the last saves that are not durable; return False to exit with 1.
 
-        Rank 0 decides alone: nothing is committed without it. If other ranks exited with their
-        own status, the launcher might end rank 0 before it has said why.
+        Rank 0 decides alone, because no save is committed without rank 0. If other ranks exited
+        with their own status, the launcher might end rank 0 before its report.
         """
         reports = [report for report in self._reports.values() if report.rank == 0]
         self._reports.clear()
@@ -309,7 +310,7 @@ class Session:
 
     def at_exit(self) -> None:
         """End the session, and the process with status 1 if the last save is not durable."""
-        # Before the end: a handler of SIGTERM that calls `sys.exit` cannot set the status any more.
+        # Read before `end`: a SIGTERM handler that calls `sys.exit` later cannot set the status.
         succeeds = exit_status.is_success()
         try:
             ended_well = self.end()
@@ -320,17 +321,17 @@ class Session:
             exit_status.fail()
 
     def abandon(self) -> None:
-        """Hang up after a crash; the agent keeps the slots for a restart."""
+        """Disconnect after a crash; the agent keeps the slots for a restart."""
         for opened in self._open.values():
             opened.checkpointer.abandon()
         self._forget_open()
 
 
-def _make() -> Session:
-    # Settings are read when training starts: a wrong one must not show up at iteration 1,000.
-    made = Session(load_config())
-    atexit.register(made.at_exit)
-    return made
+def _make_session() -> Session:
+    # Read the settings when training starts: a wrong setting must not fail at iteration 1,000.
+    new_session = Session(load_config())
+    atexit.register(new_session.at_exit)
+    return new_session
 
 
-session: Session = _make()
+session: Session = _make_session()

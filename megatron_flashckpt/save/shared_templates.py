@@ -1,7 +1,7 @@
-"""Templates that ranks share: on a node through its agent, between nodes through the job's store.
+"""Templates shared between ranks: on a node by its agent, between nodes by the job's store.
 
-Nothing here is collective. The store is the one that the job's rendezvous has set up; it is asked
-outside of saves only, so no save depends on another node.
+Nothing here is collective. The store is that of the job's rendezvous. It is used outside of saves
+only, so no save depends on another node.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-#: Seconds for which the ranks of a node wait for another node's rank that computes their template.
+#: Longest wait for a template that a rank of another node computes, in seconds.
 _COMPUTING_S = 30.0
-#: Seconds beyond that for one answer: PyTorch's client waits for a store that hangs without end.
+#: Additional seconds for one reply: PyTorch's client waits without end for a store that hangs.
 _ANSWER_S = 15.0
 #: A larger value ends the connection to PyTorch's TCPStore (8 MiB at most).
 _MOST_NBYTES = 4 * 2**20
@@ -41,10 +41,10 @@ class SharedTemplates:
 
     @contextlib.contextmanager
     def over_nodes(self, run_id: str | None) -> Iterator[None]:
-        """Inside, share templates with other nodes, if the job has any. Never called in a save.
+        """Share templates with other nodes inside the context. Never used in a save.
 
         Args:
-            run_id: equal on all ranks; None: not agreed yet, so nothing is shared over nodes.
+            run_id: equal on all ranks; None before the ranks have agreed: nodes share nothing.
         """
         if run_id is not None and _has_several_nodes():
             self._store = _JobStore(f"megatron_flashckpt/template/{run_id}")
@@ -54,7 +54,7 @@ class SharedTemplates:
             self._store = None
 
     def fetch(self, fingerprint: str) -> bytes | None:
-        """Return a template; None: this rank is to compute it.
+        """Return a template, or None if this rank must compute it.
 
         Raises:
             AgentError: the agent is gone.
@@ -78,7 +78,7 @@ class SharedTemplates:
 
 
 class _JobStore:
-    """Templates in the job's store. An error of the store costs only the sharing."""
+    """Templates in the job's store. After an error of the store, ranks compute templates alone."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -87,7 +87,7 @@ class _JobStore:
         self._hangs = False
 
     def fetch(self, fingerprint: str) -> bytes | None:
-        """Return a template; None: this rank is to compute it."""
+        """Return a template, or None if this rank must compute it."""
         key = f"{self._prefix}/{fingerprint}"
 
         def ask() -> bytes | None:
@@ -99,14 +99,14 @@ class _JobStore:
         try:
             return self._within(_COMPUTING_S + _ANSWER_S, ask)
         except (RuntimeError, zlib.error) as error:
-            logger.warning("a plan is computed, not taken over from another node: %s", error)
+            logger.warning("this rank computes a plan without other nodes: %s", error)
             return None
 
     def publish(self, fingerprint: str, encoded: bytes) -> None:
         """Share a template that this rank has computed."""
         packed = zlib.compress(encoded, 1)
         if len(packed) > _MOST_NBYTES:
-            packed = zlib.compress(b"")  # tells the others to compute it
+            packed = zlib.compress(b"")  # makes the others compute the template
         try:
             self._within(
                 _ANSWER_S, lambda: self._store.set(f"{self._prefix}/{fingerprint}", packed)
@@ -115,10 +115,10 @@ class _JobStore:
             logger.warning("a plan is not shared with other nodes: %s", error)
 
     def _within(self, seconds: float, ask: Callable[[], _Answer]) -> _Answer:
-        """Return `ask()`, done in a thread of its own.
+        """Run `ask` in a thread of its own and return its result.
 
         Raises:
-            RuntimeError: the store fails, or has not answered in time; the thread stays behind.
+            RuntimeError: the store failed, or did not answer in time; the thread keeps waiting.
         """
         if self._hangs:
             raise RuntimeError("the job's store does not answer")

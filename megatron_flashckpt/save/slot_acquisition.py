@@ -1,4 +1,4 @@
-"""Gets a free slot from the agent and writes into it what it will hold."""
+"""Acquisition of a free slot from the agent, and the description of its contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_flashckpt.save.request import SaveRequest
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait of one message to the agent; a wait for longer is made of several.
+#: Longest wait of one request to the agent, in seconds; a longer wait consists of several requests.
 WAIT_SLICE_S = 5.0
 
 
@@ -49,7 +49,7 @@ class SlotAcquisition:
         self._link = link
         self._state = state
         self._saves = saves
-        #: When the job's end stops waiting for saves, in `time.monotonic()`. Infinite: it goes on.
+        #: `time.monotonic()` at which the end of the job stops waiting; infinite while it trains.
         self.ends_at = math.inf
 
     def acquire(
@@ -61,7 +61,7 @@ class SlotAcquisition:
         *,
         may_skip: bool,
     ) -> Slot | None:
-        """Return a slot in state STAGING with its description; the bytes are still to be copied.
+        """Return a slot in state STAGING with its description, before any data is copied.
 
         Args:
             may_skip: return None at once if all slots hold saves that are being written.
@@ -69,7 +69,7 @@ class SlotAcquisition:
         Raises:
             AgentError: the agent is gone.
             SaveFailedError: no slot became free before the job's end.
-            StorageError: there is no memory for a slab that is large enough.
+            StorageError: the node lacks the memory for a slab that is large enough.
             UnsupportedError: a load could not restore some of the side state.
         """
         meta = self._encoded_meta(request, layout, comparison)
@@ -88,7 +88,7 @@ class SlotAcquisition:
         return slot
 
     def _granted(self, iteration: int, save_id: str, *, may_skip: bool) -> int | None:
-        """Return the index of a free slot; None if all are busy and the save may be skipped."""
+        """Return the index of a free slot, or None if all are busy and the save may be skipped."""
         client = self._link.client()
         index = client.acquire(iteration, save_id, 0.0)
         while index < 0:
@@ -96,7 +96,7 @@ class SlotAcquisition:
                 return None
             level = level_on(self._rank, logging.INFO)
             logger.log(level, "iteration %d: waiting for a free slot", iteration)
-            self._saves.put_back(self._saves.poll())  # for what it logs
+            self._saves.put_back(self._saves.poll())  # polled only for its log lines
             left_s = self.ends_at - time.monotonic()
             if left_s <= 0:
                 raise SaveFailedError(
@@ -109,7 +109,7 @@ class SlotAcquisition:
     def _encoded_meta(
         self, request: SaveRequest, layout: Layout, comparison: Comparison | None
     ) -> bytes:
-        """Return the description of what the slot will hold."""
+        """Return the encoded description of the slot's contents."""
         return msgspec.msgpack.encode(
             EncodedMeta(
                 root=self._root,
@@ -131,7 +131,7 @@ class SlotAcquisition:
 
 
 def _common_state(request: SaveRequest) -> bytes:
-    """Return what is equal on all ranks, encoded; rank 0 saves it."""
+    """Return the encoded state that is equal on all ranks; rank 0 saves it."""
     state = side_state.common_state(
         request.args,
         request.iteration,

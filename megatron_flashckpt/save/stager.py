@@ -1,14 +1,14 @@
-"""Copies pieces from the device into a slot while training continues.
+"""Copies of pieces from the device into a slot while training continues.
 
-On a GPU the copies run on a side stream into page-locked memory; on a CPU a thread makes them. In
-both cases `wait_copied` returns when the source tensors may change again, and `wait` when the slot
-has been handed over, too. Before an optimizer's step, `before_change` makes the GPU wait if it can,
-and the training thread continues. Tensors that the next forward may change are copied before
-`stage` returns (`Copy.early`).
+On a GPU the copies run on a side stream into page-locked memory; on a CPU the copy thread makes
+them. `wait_copied` returns when the source tensors may change again; `wait` returns when the slot
+has been handed over, too. Before an optimizer's step, `before_change` makes the GPU wait where
+possible, and the training thread continues. Tensors that the next forward may change are copied
+before `stage` returns (`Copy.early`).
 
-Late copies are enqueued in parts, and at most two parts are enqueued and unfinished. So training
-waits for less than two parts, not for gigabytes, when it synchronizes the GPU (Megatron's timers
-do after every save) or copies a loss to the host.
+Late copies are enqueued in parts, at most two of them unfinished. So training waits for less than
+two parts, not for gigabytes, when it synchronizes the GPU or copies a loss to the host. Megatron's
+timers synchronize the GPU after every save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PART_NBYTES = 64 * 2**20
 #: Upper bound of parts that are enqueued and unfinished, until the optimizer's step waits.
 PARTS_IN_FLIGHT = 2
 _NOTHING = Aside([], torch.empty(0, dtype=torch.uint8))
-#: Seconds that `abandon` waits for copies that are under way.
+#: Longest wait of `abandon` for running copies, in seconds.
 ABANDON_S = 1.0
 
 
@@ -51,9 +51,9 @@ class _Job:
     aside: Aside
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
-    """Records the save that this job is part of."""
+    """Recorder of the job's save."""
     all_copied: torch.cuda.Event | None = None
-    """On a GPU, once `begun`: complete when the last copy is made."""
+    """On a GPU, once `begun` is set: event that completes with the last copy."""
     error: BaseException | None = None
     """Failure of an early copy."""
     awaited: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -67,7 +67,7 @@ class _Job:
 
 
 class Stager:
-    """Owns a rank's copy thread and side stream. One job at a time; used by the training thread."""
+    """A rank's copy thread and side stream. Runs one job at a time; used by the training thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -82,22 +82,21 @@ class Stager:
 
     @property
     def device(self) -> int | None:
-        """CUDA device whose tensors are copied; None if only host tensors are."""
+        """CUDA device whose tensors are copied; None if all tensors are on the host."""
         return self._device
 
     def use(self, slab: Slab, *, device: int | None) -> None:
         """Stage into `slab` from now on, from tensors on the host and on CUDA device `device`.
 
-        Called by any thread that `cuda.enter_thread` has prepared. Waits for copies that are under
-        way.
+        Called by any thread that `cuda.enter_thread` has prepared. Waits for running copies.
 
         Raises:
-            SaveFailedError: CUDA makes no stream on that device; the former slab is not used.
+            SaveFailedError: CUDA cannot create a stream on that device; the former slab is dropped.
         """
         self.drop_slab()
         self._slab = slab
-        # Through a memoryview: it keeps the mapping from being closed under the tensor, which a
-        # tensor made from the mapping itself does not.
+        # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
+        # itself does not.
         self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
         if device != self._device or (self._stream is None and device is not None):
             self._stream = self._device = None
@@ -108,34 +107,34 @@ class Stager:
         if device is None:
             return None
         try:
-            # All of torch shares the pool of 32 default streams, so another user may get the same
-            # stream. The pool of high priority has hardly any other user.
+            # PyTorch hands its 32 default-priority streams to several users. The pool of
+            # high-priority streams has hardly any other user.
             return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise SaveFailedError(
-                f"cuda:{device} makes no stream for copies to host memory ({error}); restart the "
-                "job on another GPU"
+                f"cuda:{device} cannot create a stream for copies to host memory ({error}); "
+                "restart the job on another GPU"
             ) from error
 
     def pin(self, turns: Path | None) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
-            turns: directory whose lock the ranks of a node take in turn; None: there is one rank.
+            turns: directory of the lock that the ranks of a node share; None for a single rank.
         """
         if self._device is not None and self._slab is not None and self._pinned is None:
             self._pinned = PinnedSlab(self._slab, self._device, turns)
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
-        """Return when page-locking has ended: afterwards only the copy thread calls CUDA.
+        """Wait until page-locking has ended: afterwards only the copy thread calls CUDA.
 
         Returns:
-            False after `timeout_s`, if that came first.
+            False if `timeout_s` passed first.
         """
         return self._pinned is None or self._pinned.wait(timeout_s)
 
     def drop_slab(self) -> None:
-        """Unlock the slab and drop its mapping. Waits for copies that are under way."""
+        """Unlock the slab and drop its mapping. Waits for running copies."""
         self.wait()
         if self._pinned is not None:
             self._pinned.unpin()
@@ -151,10 +150,10 @@ class Stager:
     ) -> None:
         """Start copying; return when all early copies are made or, on a GPU, enqueued.
 
-        Copies of `aside` are made under the same rules, into its own memory.
+        The copies of `aside` follow the same rules and go into its own memory.
 
         The copy thread calls `finish(seconds, error)` once, when all pieces are in the slot or a
-        copy has failed. `stage` raises nothing: `finish` gets errors of CUDA, too.
+        copy has failed. `stage` never raises: `finish` gets all errors, including those of CUDA.
         """
         self.wait()
         late = [copy for copy in copies if not copy.early]
@@ -176,27 +175,27 @@ class Stager:
         self._jobs.put(job)
 
     def _check_devices(self, copies: list[Copy]) -> None:
-        """Refuse tensors of other devices: nothing would wait for the streams of their copies."""
+        """Refuse tensors on other devices, because no stream would wait for their copies."""
         devices = {copy.source.device.index for copy in copies if copy.source.is_cuda}
         if others := sorted(devices - {self._device}):
-            ours = "no GPU" if self._device is None else f"cuda:{self._device}"
+            device = "no GPU" if self._device is None else f"cuda:{self._device}"
             raise SaveFailedError(
                 f"tensors of this rank are on cuda:{others[0]}, but the training thread's current "
-                f"device is {ours}; call torch.cuda.set_device({others[0]}) before the first save"
+                f"device is {device}; call torch.cuda.set_device({others[0]}) before the first save"
             )
 
     def wait_copied(self) -> None:
-        """Return when no copy is under way: the sources may change."""
+        """Wait until no copy is running: then the sources may change."""
         self._wait(lambda job: job.copied)
 
     def before_change(self) -> None:
-        """Return when work that is enqueued next on the current stream may change the sources.
+        """Wait until the next work on the current stream may change the sources.
 
-        On a GPU all copies are enqueued by then, and the current stream waits for them: the thread
-        continues and enqueues the step. Other streams on which Megatron steps or gathers
-        parameters wait for the current one themselves (seen in core 0.17.1). The thread itself
-        waits for sources in host memory, where an offloaded optimizer steps, and during a graph
-        capture, because a graph can wait for nothing outside of it.
+        On a GPU all copies are enqueued by then, and the current stream waits for them, so the
+        thread continues and enqueues the step. Other streams on which Megatron steps or gathers
+        parameters wait for the current stream themselves (seen in core 0.17.1). The thread itself
+        waits for sources in host memory, where an offloaded optimizer steps. It also waits during a
+        graph capture, because a graph cannot wait for an event outside of the graph.
         """
         if (job := self._current) is None:
             return
@@ -205,11 +204,11 @@ class Stager:
             self.wait_copied()
 
     def _wait_on_device(self, job: _Job) -> bool:
-        """Make the current stream wait for the copies; return False if it cannot."""
+        """Make the current stream wait for the copies; return False if CUDA cannot do so."""
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            self._wait(lambda job: job.begun)  # by then, copies of host tensors are made
+            self._wait(lambda job: job.begun)  # copies of host tensors are complete by then
             if job.all_copied is not None:
                 torch.cuda.current_stream().wait_event(job.all_copied)
         except RuntimeError as error:
@@ -222,17 +221,17 @@ class Stager:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return when no copy is under way and the slot has been handed over.
+        """Wait until no copy is running and the slot has been handed over.
 
         Returns:
-            False after `timeout_s`, if that came first.
+            False if `timeout_s` passed first.
         """
         return self._wait(lambda job: job.handed_over, timeout_s)
 
     def _wait(
         self, event: Callable[[_Job], threading.Event], timeout_s: float | None = None
     ) -> bool:
-        # Also called by the thread that looks for another agent, hence the local name.
+        # The local name is needed: the thread that replaces a lost agent calls this, too.
         if (job := self._current) is None:
             return True
         if not event(job).is_set():
@@ -243,22 +242,22 @@ class Stager:
         return event(job).is_set()
 
     def close(self) -> None:
-        """End the copy thread. Waits for copies that are under way."""
+        """End the copy thread. Waits for running copies."""
         self.wait()
         self._jobs.put(None)
         self._thread.join()
-        self._let_go()
+        self._release_slab()
 
     def abandon(self) -> None:
         """Let this process end soon, even if the GPU hangs; called after a crash of training.
 
-        Waits `ABANDON_S` for copies under way, which is enough for a healthy GPU. A slot that is
-        incomplete by then stays STAGING, and the agent discards it.
+        Waits `ABANDON_S` for running copies, which is enough for a healthy GPU. A slot that is
+        still incomplete stays STAGING, and the agent discards it.
         """
         if self.wait(ABANDON_S):
             self.close()
 
-    def _let_go(self) -> None:
+    def _release_slab(self) -> None:
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -272,7 +271,7 @@ class Stager:
             self._perform(job)
 
     def _perform(self, job: _Job) -> None:
-        """Copy and hand over. All events of the job are set in the end, also after a failure."""
+        """Copy and hand over. Sets all events of the job, even after a failure."""
         started = time.perf_counter()
         error = job.error
         try:
@@ -284,20 +283,20 @@ class Stager:
             error = failure
         job.begun.set()
         if error is not None and self._stream is not None:
-            # Some copies may be enqueued: neither sources nor slot may change under them.
+            # Some copies may be enqueued: sources and slot must not change until they end.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
         job.aside.copies.clear()
-        job.copies.clear()  # else their sources could not be freed until the next save
+        job.copies.clear()  # frees the sources before the next save
         job.copied.set()
         try:
             with job.recorder.recording():
                 job.finish(time.perf_counter() - started, error)
         except Exception:
-            # Without this thread every later save would wait for ever.
+            # Keep the thread running: every later save would wait for it.
             logger.exception("a staged slot was not handed to the agent; later saves continue")
         finally:
-            # Only now: the next save must find this slot handed over, or it could be given it.
+            # Set last: the agent must own this slot before the next save asks for a free slot.
             job.handed_over.set()
 
     def _copy_late(self, job: _Job) -> None:
@@ -328,17 +327,17 @@ class Stager:
         yield from runs(aside.copies, aside.content, lambda end: False, most_nbytes)
 
     def _record(self) -> torch.cuda.Event:
-        """Record an event behind the enqueued copies; a thread that waits for it sleeps."""
+        """Record an event after the enqueued copies; a thread that waits for the event sleeps."""
         assert self._stream is not None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def _copy_early(self, copies: list[Copy], aside: Aside) -> None:
-        """Copy behind all work that training has enqueued; its next work waits for the copies.
+        """Copy after all work that training has enqueued; its next work waits for the copies.
 
-        On a GPU this orders late copies, too. The copy thread would be too late for that: by then
-        the next forward may have begun on the current stream.
+        On a GPU this also orders late copies. The copy thread would be too late, because the next
+        forward may have begun on the current stream by then.
         """
         if self._stream is None:
             for run in self._runs(copies, aside, sys.maxsize):

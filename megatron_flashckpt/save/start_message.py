@@ -1,4 +1,4 @@
-"""The lines in which rank 0 says, before the first step, where and how the job will save."""
+"""The lines that rank 0 prints before the first step: where and how the job will save."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def print_start(
     node = node_memory.around(needs, checkpointer.rank)
     largest = max(need.slab_nbytes for need in needs)
     needed = sum(needs[rank].nbytes for rank in node.ranks)
-    took = time.perf_counter() - started
-    every = getattr(margs, "save_interval", None)
+    check_s = time.perf_counter() - started
+    interval = getattr(margs, "save_interval", None)
     lines = [
         f"{megatron_flashckpt.__version__}, {stock.door()}; megatron-core "
         f"{package_info.__version__}, torch {torch.__version__}",
-        f"saves to {checkpointer.root}{f' every {every} iterations' if every else ''}"
-        f"{_memory_saves(margs)}; {_kept(config.retention, margs)}; "
+        f"saves to {checkpointer.root}{f' every {interval} iterations' if interval else ''}"
+        f"{_memory_saves(margs)}; {_retention(config.retention, margs)}; "
         f"redundancy: {config.redundancy}",
         f"host memory: {config.slots} slots of {shown(expected.nbytes)} on rank 0, at most "
         f"{shown(largest)} per rank; {shown(needed)} on this node ({len(node.ranks)} ranks) "
         f"of {shown(node.left_nbytes)} available",
-        f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * took:.0f} ms; "
+        f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * check_s:.0f} ms; "
         + (
-            "memory of the run before is used again"
+            "the memory of the previous run is reused"
             if checkpointer.link.has_slab
             else "agent and memory are made ready in the background, so that the first save costs "
             "no more than later ones"
@@ -52,7 +52,7 @@ def print_start(
     ]
     if config.slots == 1:
         lines.append(
-            "slots: 1: a save begins when the one before is committed or has failed"
+            "slots: 1: a save begins when the previous one is committed or has failed"
             f"{', or is skipped' if config.busy == 'skip' else ''}; a crash during its copies into "
             "host memory resumes from storage"
         )
@@ -70,7 +70,7 @@ def _memory_saves(margs: Any) -> str:
     return f", to host memory only every {interval}" if interval else ""
 
 
-def _kept(rules: Retention, margs: Any) -> str:
+def _retention(rules: Retention, margs: Any) -> str:
     given = {
         "latest": rules.latest,
         "every": rules.every,

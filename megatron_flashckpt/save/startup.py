@@ -1,4 +1,4 @@
-"""Gets a rank ready for the first save to a directory: check, reserve, agree, dry run."""
+"""Preparation of a rank for its first save to a directory: check, reserve, agree, dry run."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from megatron_flashckpt.save.start_message import print_start
 
 
 class Startup:
-    """The phases that come before the first save to one directory.
+    """Runs the phases that precede the first save to one directory.
 
-    1. `check`: this job can be saved whole, and this run becomes the writer of the directory.
-    2. reserve: the nodes have the memory, the storage can be saved to; slabs are made from then on.
-    3. agree: all ranks know the run's id, the agents of all nodes, and which tensors have copies.
-    4. `dry_run`: after the first step, a save without copies, so that the first save waits for
+    1. `check`: the job's state can be saved completely; this run becomes the directory's writer.
+    2. reserve: the nodes have the memory, and storage accepts saves; slabs are made from then on.
+    3. agree: all ranks know the run's id, the agents of all nodes, and the tensors with copies.
+    4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
 
-    A load calls `check` before it reads and `prepare` (phases 1 to 3) after it; a job without one
-    calls `prepare` before its first step. A save that comes before any of them calls `check_alone`.
-    Each phase runs once for a model and its optimizer. All but `check_alone` are collective.
+    A load calls `check` before it reads, and `prepare` (phases 1 to 3) afterwards. A job without a
+    load calls `prepare` before its first step. A save before both calls `check_alone`. Each phase
+    runs once for a model and its optimizer. All phases but `check_alone` are collective.
     """
 
     def __init__(
         self, checkpointer: Checkpointer, note_nodes: Callable[[Sequence[Hashable]], None]
     ) -> None:
-        """Args: `note_nodes` is given the node of every rank, once all ranks have told theirs."""
+        """Set up the phases for `checkpointer`; `note_nodes` receives the node of every rank."""
         self.checkpointer = checkpointer
         self._note_nodes = note_nodes
-        #: Model chunks and optimizer for which phases 1 to 3 are over.
+        #: Model chunks and optimizer for which phases 1 to 3 are complete.
         self._prepared: tuple[Any, ...] = ()
-        #: Those of which this rank has checked its own part, in `check_alone`.
+        #: Model chunks and optimizer that this rank has checked in `check_alone`.
         self._checked_alone: tuple[Any, ...] = ()
 
-    # ------------------------------------------------------------------ where training enters
+    # ------------------------------------------------------------------ entry points
 
     def check(self, model: list[Any], optimizer: Any) -> None:
-        """Raise on all ranks if a rank has what would not be saved, or another run writes here.
+        """Check on all ranks that the job's state can be saved, and claim the directory.
 
         Raises:
-            UnsupportedError: names all that differs from what we expect.
-            AgentError: this node has no place for an agent.
+            UnsupportedError: names every unsupported item of every rank.
+            AgentError: this node has no place for an agent's directory.
             OtherWriterError: another run writes to the directory; nothing was changed.
         """
         job = _Job.of(model, optimizer)
@@ -61,10 +61,10 @@ class Startup:
         self._claim(job.args)
 
     def prepare(self, model: list[Any], optimizer: Any) -> None:
-        """Go through the phases up to `agree`, and print on rank 0 how the job will save.
+        """Run phases 1 to 3, and print on rank 0 how the job will save.
 
         Raises:
-            UnsupportedError: as `check`; or some element would be saved not at all, or twice.
+            UnsupportedError: as `check`; or an element would be missing in a save, or saved twice.
             OtherWriterError: as `check`.
             StorageError: the slabs of a node's ranks do not fit into its memory together, or the
                 save directory cannot hold checkpoints.
@@ -73,7 +73,7 @@ class Startup:
         if self._is_prepared(job):
             return
         started = time.perf_counter()
-        # Again after a load, which has changed the optimizer's groups and the modules' own state.
+        # Check again after a load, which changed the optimizer's groups and the modules' own state.
         self._check_ranks(job)
         self._claim(job.args)
         expected = self._check_coverage(job)
@@ -84,8 +84,8 @@ class Startup:
     def dry_run(self, model: list[Any], optimizer: Any) -> bool:
         """Enumerate and plan as a save does; called after each step until it returns True.
 
-        The first step makes the optimizer's state. State that cannot be saved is reported now: not
-        by the first save, hours later.
+        The first step creates the optimizer's state. State that cannot be saved is reported here,
+        hours before the first save.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
@@ -99,7 +99,7 @@ class Startup:
         """Check this rank alone, without a collective, for a save before a load or a step.
 
         Raises:
-            UnsupportedError: as `check`; or the ranks have not agreed on what they must agree on.
+            UnsupportedError: as `check`; or the ranks must first agree on FP8 or FP4 weights.
             AgentError: as `check`.
         """
         job = _Job.of(model, optimizer)
@@ -118,43 +118,43 @@ class Startup:
     # ------------------------------------------------------------------ 1. check
 
     def _check_ranks(self, job: _Job) -> None:
-        """Check every rank's own part, and what ranks must know of each other for that."""
+        """Check every rank's own part; gather quantized keys and nodes if a rank needs them."""
         keys = together(lambda: self._check_own(job))
-        # One number first: nearly always no rank has FP8 or FP4 weights, or lacks the nodes.
-        wants = reduce_int(bool(keys) or self._state.lacks_nodes, "max")
-        of_ranks = gather_objects((keys, self._node())) if wants else []
-        quantized = frozenset[str]().union(*(keys for keys, _ in of_ranks))
+        # One number first: gathering is rarely needed.
+        must_gather = reduce_int(bool(keys) or self._state.lacks_nodes, "max")
+        gathered = gather_objects((keys, self._node())) if must_gather else []
+        quantized = frozenset[str]().union(*(keys for keys, _ in gathered))
         self._state.note_quantized(quantized)
-        if of_ranks:
-            self._note_nodes([node for _, node in of_ranks])
+        if gathered:
+            self._note_nodes([node for _, node in gathered])
         if quantized:
             together(lambda: self._check_derived(job))
 
     def _check_own(self, job: _Job) -> frozenset[str]:
-        """Check this rank; return the keys under which it has FP8 or FP4 weights."""
+        """Check this rank; return the keys of its FP8 and FP4 weights."""
         self_check.check(job.args, self._state, job.chunks, job.optimizer)
         ensure(job.args.save)
-        # If no agent can be there, no save would ever be committed.
+        # Without a directory for the agent, no save could be committed.
         agent_directory(job.args.save, self.checkpointer.config.runtime_dir)
         return self._state.geometry(job.chunks).quantized_keys
 
     def _check_derived(self, job: _Job) -> None:
-        """Check plain weights that share keys with FP8 or FP4 weights of any rank."""
+        """Check plain weights that share a key with FP8 or FP4 weights of any rank."""
         if lines := self_check.of_derived(self._state, job.chunks, job.optimizer):
             raise self_check.refusal(lines)
 
     def _node(self) -> tuple[str, str]:
-        """Return what tells nodes apart: the host, and the directory of its agent."""
+        """Return the identity of this node: its host name and its agent's directory."""
         checkpointer = self.checkpointer
         directory = agent_directory(checkpointer.root, checkpointer.config.runtime_dir)
         return platform.node(), str(directory)
 
     def _claim(self, args: Any) -> None:
-        if not getattr(args, "skip_train", False):  # such a job may only read there
+        if not getattr(args, "skip_train", False):  # the job may lack permission to write
             self.checkpointer.claim()
 
     def _check_coverage(self, job: _Job) -> Expected:
-        """Check that all ranks together save everything; return what this rank will save."""
+        """Check that all ranks together save every element; return this rank's expected save."""
         expected = together(lambda: expect(self._state, job.chunks, job.optimizer))
         geometry = self._state.geometry(job.chunks)
         coverage_check.check(self._state, geometry, job.chunks, expected.pieces)
@@ -163,7 +163,7 @@ class Startup:
     # ------------------------------------------------------------------ 2. reserve
 
     def _reserve(self, job: _Job, expected: Expected, started: float) -> None:
-        """Check memory and storage, then make the slab in the background."""
+        """Check memory and storage, then create the slab in the background."""
         needs = reservation.check_memory(self.checkpointer, expected)
         reservation.check_storage(job.args, self.checkpointer)
         print_start(job.args, self.checkpointer, expected, needs, started)
@@ -172,11 +172,11 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Agree on the run's id, introduce the agents, and share the keys that have copies."""
+        """Agree on the run's id, introduce the agents, and gather the keys that have copies."""
         self.checkpointer.start_run()
         own = self._state.geometry(job.chunks).copied_keys
-        of_replica = gather_objects(own, parallel.model_parallel_group())
-        self._state.copied_keys = own.union(*of_replica)
+        copied_keys = gather_objects(own, parallel.model_parallel_group())
+        self._state.copied_keys = own.union(*copied_keys)
 
     # ------------------------------------------------------------------
 
@@ -189,13 +189,13 @@ class Startup:
 
 
 class _Job:
-    """What a save of the job takes, and Megatron's arguments."""
+    """Megatron's arguments, and the model and optimizer that a save takes."""
 
     def __init__(self, args: Any, chunks: list[Any], optimizer: Any) -> None:
         self.args = args
         self.chunks = chunks
         self.optimizer = optimizer
-        """None if it is not to be saved."""
+        """The optimizer, or None if its state is not saved."""
 
     @classmethod
     def of(cls, model: list[Any], optimizer: Any) -> _Job:
@@ -209,5 +209,5 @@ class _Job:
 
 
 def _is_same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Return whether both are the very same objects."""
+    """Return whether both hold identical objects."""
     return len(parts) == len(others) and all(map(operator.is_, parts, others))

@@ -1,4 +1,4 @@
-"""Make `optimizer.step()` wait for copies that are still being made of what it will change."""
+"""A hook that makes `optimizer.step()` wait for running copies of the tensors that it changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_flashckpt import forks
 
 
 class StepHook:
-    """Installs itself once per optimizer; also counts the steps.
+    """Waits before each step, and counts the steps. Installs itself once per optimizer.
 
-    Both the inner torch optimizers (through their own pre-hook) and the instance that training
-    calls are covered: the latter changes masters before the inner step where gradients are
-    scaled. A sub-optimizer's `step` is never wrapped: chained optimizers do not call it.
+    The hook covers the inner torch optimizers, by their own pre-hooks. It also covers the optimizer
+    that training calls, which changes masters before the inner step if gradients are scaled. It
+    never wraps a sub-optimizer's `step`, because chained optimizers do not call that method.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -27,12 +27,12 @@ class StepHook:
         self.steps = 0
 
     def _wait(self) -> None:
-        # The copy thread does not exist in a forked child, which has copies of the tensors anyway.
+        # A forked child has no copy thread, and its tensors are copies of the parent's.
         if forks.depth() == self._fork_depth:
             self._wait_in_parent()
 
     def install(self, top: Any, inner: Iterable[torch.optim.Optimizer]) -> None:
-        """Hook `top.step` and the pre-hooks of `inner`; does nothing for those already hooked."""
+        """Wrap `top.step`, and register pre-hooks with `inner`; skip optimizers already hooked."""
         for optimizer in inner:
             if optimizer not in self._hooked:
                 self._hooked.add(optimizer)

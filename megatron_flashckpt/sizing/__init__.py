@@ -1,1 +1,1 @@
-"""Sizes and times of a job that is planned: `flashckpt plan`. Start reading at `cluster_model`."""
+"""Sizes and times of a planned job, for `flashckpt plan`; `cluster_model` is the entry point."""

@@ -1,8 +1,8 @@
-"""A model of checkpoints on a real cluster: bytes, times, how often to save, what failures cost.
+"""Model of checkpoints on a cluster: sizes, times, save interval and the cost of failures.
 
-It knows what a save of ours does (every rank copies its own part, every node writes what its ranks
-have staged) and what a synchronous save that gathers does, and fills in the numbers of a cluster.
-The formulas for the interval are those of
+The model compares two kinds of saves with the figures of a cluster. In ours every rank copies its
+own part, and every node writes the parts of its ranks. In the other each data parallel group
+gathers its state to one rank, which writes it while training waits. Formulas of the interval:
 
 - J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
   the ACM 17(9), 1974: sqrt(2 C M);
@@ -20,59 +20,59 @@ import msgspec
 
 from megatron_flashckpt.config import Config, Redundancy
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.sizing.gpt_size import Part
+from megatron_flashckpt.sizing.gpt_size import RankPart
 
 DAY_S = 86400.0
 GB = 1e9
-#: Part of an iteration in front of the optimizer's step, in which copies may be under way.
+#: Share of an iteration before the optimizer's step; copies overlap with it.
 _BEFORE_STEP = 0.9
-#: Elements to which Megatron's DDP aligns a parameter in its buffer, and a replica's part of it.
+#: Elements to which Megatron's DDP aligns a parameter in its buffer, and a replica's share.
 _ALIGN, _ALIGN_BUFFER = 64, 128
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, over all ranks."""
+    """Sizes of a checkpoint and of its parts."""
 
     parameters: int
     ranks: int
     writers_of_a_gather: int
     """Ranks that write when each data parallel group gathers to its first rank."""
     rank_nbytes: float
-    """Of the rank that holds most, on average over its data parallel group."""
+    """Bytes of the rank that stores most, on average over its data parallel group."""
     largest_nbytes: int
-    """No rank writes more: Megatron divides padded buffers, not parameters."""
+    """Upper bound of a rank's bytes: Megatron divides padded buffers, not parameters."""
     total_nbytes: int
     gathered_nbytes: int
-    """What a save that gathers stores: 16-bit weights too, under `weights: derive`."""
+    """Bytes of a save that gathers, which stores 16-bit weights also with `weights: derive`."""
     group_nbytes: float
-    """Of the data parallel group that holds most: what its first rank writes after a gather."""
+    """Bytes that the first rank of the largest data parallel group writes after a gather."""
 
 
 class PerParameter(NamedTuple):
-    """Bytes that are stored of each parameter."""
+    """Stored bytes per parameter."""
 
     ours: int
     gathered: int
 
 
 def sizes(
-    stages: Sequence[Part], *, world: int, tp: int, ep: int, etp: int, stored: PerParameter
+    stages: Sequence[RankPart], *, world: int, tp: int, ep: int, etp: int, stored: PerParameter
 ) -> Sizes:
     """Return the sizes of a job's checkpoints.
 
     Args:
-        stages: what a tensor rank holds on every pipeline stage.
-        world: ranks in all.
+        stages: a tensor rank's part of the model, by pipeline stage.
+        world: number of ranks.
     """
     replicas = world // (tp * len(stages))
     expert_replicas = world // (etp * ep * len(stages))
     heaviest = max(stages, key=lambda part: part.numel)
-    dense = heaviest.cut + heaviest.alike
+    dense = heaviest.sharded + heaviest.replicated
     rank = dense / replicas + heaviest.experts / expert_replicas
-    # A bucket per data type and stage at least; with overlap, one per 40 million parameters.
+    # At least one bucket per data type and stage; with overlap one per 40 million parameters.
     buckets = 1 + heaviest.numel // max(40_000_000, 1_000_000 * replicas)
     padding = _ALIGN * heaviest.tensors + buckets * math.lcm(_ALIGN_BUFFER, replicas)
-    total = sum(tp * part.cut + part.alike + part.experts * (etp * ep) for part in stages)
+    total = sum(tp * part.sharded + part.replicated + part.experts * (etp * ep) for part in stages)
     return Sizes(
         parameters=total,
         ranks=world,
@@ -86,7 +86,7 @@ def sizes(
 
 
 def even_sizes(parameters: int, world: int, model_parts: int, stored: PerParameter) -> Sizes:
-    """Return the sizes if all that is known is how many parameters there are."""
+    """Return the sizes of a model of which only the number of parameters is known."""
     total, gathered = parameters * stored.ours, parameters * stored.gathered
     return Sizes(
         parameters=parameters,
@@ -100,50 +100,56 @@ def even_sizes(parameters: int, world: int, model_parts: int, stored: PerParamet
     )
 
 
-def _said(text: str) -> msgspec.Meta:
+def _help(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model of a cluster is told. Speeds in GB/s (1e9 bytes).
+    """Figures of a cluster and a job. Speeds are in GB/s (1e9 bytes per second).
 
     Interruptions: Llama 3 on 16,384 H100s had 419 in 54 days ("The Llama 3 Herd of Models", 2024,
     section 3.3.4), one per 50,000 GPU hours.
     """
 
-    gpus_per_node: Annotated[int, _said("GPUs of a node")] = 8
-    host_memory_gb: Annotated[float, _said("host memory of a node, GB")] = 1024.0
+    gpus_per_node: Annotated[int, _help("GPUs per node")] = 8
+    host_memory_gb: Annotated[float, _help("host memory per node, GB")] = 1024.0
     pcie_gb_s: Annotated[
-        float, _said("device to pinned host memory, per GPU (PCIe 4.0 x16 measures 20 to 25)")
+        float,
+        _help(
+            "copy speed from device to pinned host memory, GB/s per GPU (PCIe 4.0 x16: 20 to 25)"
+        ),
     ] = 20.0
-    node_storage_gb_s: Annotated[float, _said("writes of one node to storage")] = 2.0
-    storage_gb_s: Annotated[float, _said("writes of all nodes together")] = 100.0
-    network_gb_s: Annotated[float, _said("into one GPU from others (200 Gb/s: 25)")] = 25.0
-    writer_gb_s: Annotated[float, _said("what one process writes with torch.save")] = 1.0
+    node_storage_gb_s: Annotated[float, _help("write speed of one node to storage, GB/s")] = 2.0
+    storage_gb_s: Annotated[float, _help("write speed of all nodes together, GB/s")] = 100.0
+    network_gb_s: Annotated[
+        float, _help("network speed into one GPU, GB/s (a link of 200 Gb/s: 25)")
+    ] = 25.0
+    writer_gb_s: Annotated[float, _help("write speed of one process with torch.save, GB/s")] = 1.0
     gpu_mtbf_h: Annotated[
-        float, _said("mean hours between interruptions of the job, per GPU, of all causes")
+        float, _help("mean GPU hours between interruptions of the job, of all causes")
     ] = 50_000.0
-    iteration_s: Annotated[float, _said("an iteration of training, seconds")] = 10.0
+    iteration_s: Annotated[float, _help("duration of a training iteration, seconds")] = 10.0
     restart_s: Annotated[
-        float, _said("from an interruption to the next iteration, without the load, seconds")
+        float, _help("time from an interruption to the next iteration, without the load, seconds")
     ] = 300.0
     memory_share: Annotated[
         float,
-        _said(
-            "part of the interruptions that no node is lost by, so that memory serves the restart; "
-            "nearly 1 with 'redundancy'"
+        _help(
+            "share of interruptions after which the job resumes from memory, because no node was "
+            "lost; nearly 1 with 'redundancy'"
         ),
     ] = 0.2
-    slots: Annotated[int, _said("setting 'slots'")] = 2
+    slots: Annotated[int, _help("setting 'slots'")] = 2
     blocked_s: Annotated[
         float,
-        _said(
-            "what a save blocks training for, beside copies that it must wait for, seconds; "
-            "measured on CPU ranks"
+        _help(
+            "time that a save blocks training, in addition to copies that training waits for, "
+            "seconds; measured on CPU ranks"
         ),
     ] = 0.02
     commit_s_per_rank: Annotated[
-        float, _said("merging a rank's commit record, seconds; measured by scripts/bench scale")
+        float,
+        _help("time to merge a rank's commit record, seconds; measured by scripts/bench scale"),
     ] = 0.0003
 
     def __post_init__(self) -> None:
@@ -154,47 +160,55 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if wrong or self.memory_share > 1:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong or ["memory_share"])
-            raise ConfigError(f"{named}: give a number that can be")
+            raise ConfigError(f"{named}: out of range; give {_allowed_range(wrong)}")
 
 
 _MAY_BE_0 = ("restart_s", "memory_share", "commit_s_per_rank")
 
 
+def _allowed_range(wrong: list[str]) -> str:
+    """Return the range of the fields `wrong`; of `memory_share` if none is listed."""
+    if not wrong:
+        return "a number from 0 to 1"
+    least = "at least 0" if all(name in _MAY_BE_0 for name in wrong) else "above 0"
+    return f"a finite number {least}"
+
+
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to save, at its best interval. Seconds."""
+    """Costs of a kind of save at its best interval, in seconds."""
 
     blocked_s: float
-    """Lost to training per save."""
+    """Training time lost per save."""
     durable_s: float
-    """From the call until the checkpoint can be loaded: what was trained meanwhile is at risk."""
+    """Time from the call until the checkpoint can be loaded; a failure in it loses that work."""
     young_s: float
     daly_s: float
     interval_s: float
-    """Daly's, but not more often than saves can be made durable; whole iterations."""
+    """Daly's interval, but at least `durable_s`; rounded up to whole iterations."""
     interval_iterations: int
     lost_s_per_day: float
-    """Blocked time, work done twice, and restarts."""
+    """Blocked time, repeated work and restarts."""
     nbytes_per_day: float
-    """Written to storage."""
+    """Bytes written to storage."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What checkpoints of a job will take."""
+    """Estimates for the checkpoints of a job."""
 
     sizes: Sizes
     nodes: int
     node_nbytes: float
     host_memory_nbytes: float
-    """Per node: all slots of its ranks, what it holds for other nodes (`redundancy`), and 64 MB per
-    rank beside them."""
+    """Host memory per node: all slots of its ranks, redundancy for other nodes, and 64 MB per rank
+    in addition."""
     fits: bool
     stage_s: float
     persist_s: float
     mtbf_s: float
-    """Of the whole job."""
+    """Mean time between interruptions of the whole job."""
     ours: Strategy
     memory_interval_iterations: int
-    """Between saves that stay in memory (`memory_interval`); as often as storage's: not needed."""
+    """Best setting `memory_interval`; not needed if it equals the interval of saves to storage."""
     lost_s_per_day_with_memory: float
     gather: Strategy
     """All optimizer state of a data parallel group gathered to its first rank, and written by it
@@ -207,7 +221,7 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval, compute time between the end of a save and the next one's begin."""
+    """Return Daly's interval: compute time from the end of a save to the begin of the next."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     x = cost_s / (2 * mtbf_s)
@@ -215,7 +229,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one choice of settings takes on a node of a job with so many GPUs."""
+    """Host memory per node for one choice of settings and number of GPUs."""
 
     gpus: int
     slots: int
@@ -227,10 +241,10 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 def host_memory(
     sizes: Sizes, cluster: Cluster, slots: int, redundancy: Redundancy, group: int
 ) -> HostMemory:
-    """Return what slots, and what other nodes' redundancy, take on each node.
+    """Return the host memory that a node needs for slots and for other nodes' redundancy.
 
     Args:
-        group: nodes of a parity group, at least; the setting `redundancy_group`.
+        group: least number of nodes in a parity group; the setting `redundancy_group`.
     """
     ranks = min(cluster.gpus_per_node, sizes.ranks)
     config = Config(redundancy=redundancy, redundancy_group=group)
@@ -252,10 +266,10 @@ def plan(
     redundancy: Redundancy = "none",
     group: int = Config().redundancy_group,
 ) -> Plan:
-    """Return what the checkpoints of a job of these sizes will take on a cluster.
+    """Return the estimates for the checkpoints of a job on a cluster.
 
     Args:
-        blocking: saves return when all is copied, as with the setting `staging: blocking`.
+        blocking: saves return when everything is copied, as with `staging: blocking`.
         redundancy: the setting of this name.
         group: the setting `redundancy_group`.
     """
@@ -298,8 +312,7 @@ def _strategy(
     best = daly(blocked_s, mtbf_s)
     iterations = max(1, math.ceil(max(best, durable_s) / cluster.iteration_s))
     interval_s = iterations * cluster.iteration_s
-    # A failure costs half an interval on average, and what was trained while the last save was on
-    # its way to storage.
+    # On average a failure loses half an interval, and the training during the last save's writes.
     per_failure = interval_s / 2 + durable_s + cluster.restart_s
     return Strategy(
         blocked_s=blocked_s,
@@ -316,7 +329,7 @@ def _strategy(
 def _memory_interval(
     blocked_s: float, stage_s: float, mtbf_s: float, ours: Strategy, cluster: Cluster
 ) -> int:
-    """Return the iterations between saves to memory; they need no storage, only the copy."""
+    """Return the iterations between saves to memory, which need the copy but no storage."""
     if not cluster.memory_share:
         return ours.interval_iterations
     best = daly(blocked_s, mtbf_s / cluster.memory_share)
@@ -345,6 +358,6 @@ def _gather(sizes: Sizes, cluster: Cluster, mtbf_s: float) -> Strategy:
         sizes.gathered_nbytes / (writing_nodes * cluster.node_storage_gb_s * GB),
         sizes.gathered_nbytes / (cluster.storage_gb_s * GB),
     )
-    # Training waits for all of it, so nothing that was trained meanwhile is at risk.
+    # Training waits for the whole save, so a failure loses no training during it.
     blocked_s = gather_s + copy_s + write_s
     return _strategy(blocked_s, 0.0, sizes.gathered_nbytes, mtbf_s, cluster)

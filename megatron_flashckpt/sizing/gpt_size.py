@@ -1,7 +1,7 @@
-"""How many parameters every rank of a Megatron GPT writes, from Megatron's own arguments.
+"""Parameters that every rank of a Megatron GPT writes, computed from Megatron's own arguments.
 
-The rules are those of Megatron-LM core 0.17 (`transformer_config.py`, `arguments.py`): what is cut
-over the tensor parallel group, what its ranks hold alike, and what lies on which pipeline stage.
+The rules are those of Megatron-LM core 0.17 (`transformer_config.py`, `arguments.py`): tensors that
+are sharded over the tensor parallel group, tensors that are replicated in it, and pipeline stages.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megatron_flashckpt.errors import ConfigError
 
-#: Of a pattern that is written as a product, which could else fill the memory.
+#: Longest layer pattern. `[1]*10**12` would fill the memory.
 _MOST_LAYERS = 100_000
-#: Arguments that make another model of it; their sizes are not known here.
+#: Arguments of models that are not GPTs, whose sizes this module cannot compute.
 _FOREIGN = (
     "--spec --multi-latent-attention --mtp-num-layers --hybrid-layer-pattern "
     "--hybrid-override-pattern --heterogeneous-layers-config-path "
@@ -23,28 +23,28 @@ _FOREIGN = (
 ).split()
 
 
-class Part(NamedTuple):
-    """Parameters in one rank's part of the model."""
+class RankPart(NamedTuple):
+    """Numbers of parameters in one rank's part of the model."""
 
-    cut: int
-    """Of tensors that are cut over the tensor parallel group."""
-    alike: int
-    """That all tensor ranks hold alike: the first one writes them."""
+    sharded: int
+    """Parameters of tensors that are sharded over the tensor parallel group."""
+    replicated: int
+    """Parameters of tensors that all tensor ranks replicate; tensor rank 0 writes them."""
     experts: int
-    """Of routed experts, which have data parallel groups of their own."""
+    """Parameters of routed experts, which have data parallel groups of their own."""
     tensors: int
 
     @property
     def numel(self) -> int:
-        return self.cut + self.alike + self.experts
+        return self.sharded + self.replicated + self.experts
 
     def written(self, tp: int) -> int:
-        """Return how many tensor rank `tp` and its replicas write together."""
-        return self.numel - (self.alike if tp else 0)
+        """Return the parameters that tensor rank `tp` and its replicas write together."""
+        return self.numel - (self.replicated if tp else 0)
 
 
-def _add(parts: Sequence[Part]) -> Part:
-    return Part(*(sum(numbers) for numbers in zip(*parts, strict=True)))
+def _add(parts: Sequence[RankPart]) -> RankPart:
+    return RankPart(*(sum(numbers) for numbers in zip(*parts, strict=True)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         *("group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "bf16", "fp16"),
         *("disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-save-optim"),
         *("use-precision-aware-optimizer", "use-distributed-optimizer"),
-        # What these change is not sizes: see `served`.
+        # These do not change sizes; `served` refuses some of them.
         *("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2", "use-legacy-models"),
         *("fp8-param-gather", "fp4-param-gather", "no-load-optim", "finetune"),
         *("optimizer-cpu-offload", "moe-use-legacy-grouped-gemm", "vision-pretraining"),
@@ -87,18 +87,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namespace:
-    """Return those of Megatron's arguments that sizes follow from; others are passed over.
+    """Return those of Megatron's arguments that determine sizes; others are ignored.
 
     Args:
-        model_known: only parallel sizes and precision are needed.
+        model_known: the number of parameters is given, so the model's arguments may be missing.
 
     Raises:
-        ConfigError: one that is needed is missing, or one makes a model that is not known here.
+        ConfigError: a required argument is missing, or an argument makes a model of unknown size.
     """
     foreign = [name for name in _FOREIGN if name in {word.partition("=")[0] for word in words}]
     if foreign and not model_known:
         raise ConfigError(
-            f"sizes under {', '.join(foreign)} are not known: give --parameters N instead"
+            f"sizes of a model with {', '.join(foreign)} cannot be computed; give --parameters N"
         )
     try:
         args, _ = _parser().parse_known_args(list(words))
@@ -110,7 +110,8 @@ def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namesp
         missing.append("--padded-vocab-size (or --vocab-size)")
     if missing and not model_known:
         raise ConfigError(
-            f"give {', '.join(missing)} after '--', as in the job's command line, or --parameters N"
+            f"the model's size is unknown: give {', '.join(missing)} after '--', as in the job's "
+            "command line, or --parameters N"
         )
     return args
 
@@ -142,99 +143,101 @@ def _layers(args: argparse.Namespace) -> list[range]:
 
 
 def _is_moe(args: argparse.Namespace) -> list[bool]:
-    """Return which layers have experts (`moe_layer_freq`: every n-th, or a pattern)."""
+    """Return for each layer whether it has experts (`moe_layer_freq`: every n-th, or a pattern)."""
     if not args.num_experts:
         return [False] * args.num_layers
-    # Users write patterns as Python: ([0]*3+[1]*58).
-    said = args.moe_layer_freq
-    pattern = [int(n) for n in _pattern(said)] if "[" in said else None
+    # Megatron takes patterns as Python expressions: ([0]*3+[1]*58).
+    frequency = args.moe_layer_freq
+    pattern = [int(n) for n in _pattern(frequency)] if "[" in frequency else None
     if pattern is not None and len(pattern) != args.num_layers:
-        raise ConfigError(f"--moe-layer-freq {said}: is not a list of {args.num_layers} layers")
+        raise ConfigError(
+            f"--moe-layer-freq {frequency}: is not a list of {args.num_layers} layers"
+        )
     if pattern is not None:
         return [bool(flag) for flag in pattern]
-    return [layer % int(said) == 0 for layer in range(args.num_layers)]
+    return [layer % int(frequency) == 0 for layer in range(args.num_layers)]
 
 
 def _pattern(text: str) -> list[int]:
-    """Return the value of an expression of lists, `+` and `*`; evaluated, not executed."""
+    """Return the value of an expression of lists, `+` and `*`, without executing it."""
 
     def value(node: ast.expr) -> list[int] | int:
         match node:
             case ast.Constant(value=int(number)):
                 return number
             case ast.List(elts=elements):
-                return [found for it in elements if isinstance(found := value(it), int)]
+                return [layers for element in elements if isinstance(layers := value(element), int)]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                one, other = value(left), value(right)
-                if isinstance(one, list) and isinstance(other, list):
-                    return one + other
-                if isinstance(one, int) and isinstance(other, int):
-                    return one + other
+                left_value, right_value = value(left), value(right)
+                if isinstance(left_value, list) and isinstance(right_value, list):
+                    return left_value + right_value
+                if isinstance(left_value, int) and isinstance(right_value, int):
+                    return left_value + right_value
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                one, other = value(left), value(right)
-                if isinstance(one, int):
-                    one, other = other, one
-                if isinstance(one, int) and isinstance(other, int):
-                    return one * other
-                if isinstance(one, list) and isinstance(other, int):
-                    if len(one) * other > _MOST_LAYERS:
+                left_value, right_value = value(left), value(right)
+                if isinstance(left_value, int):
+                    left_value, right_value = right_value, left_value
+                if isinstance(left_value, int) and isinstance(right_value, int):
+                    return left_value * right_value
+                if isinstance(left_value, list) and isinstance(right_value, int):
+                    if len(left_value) * right_value > _MOST_LAYERS:
                         raise ConfigError(
                             f"--moe-layer-freq {text}: has more than {_MOST_LAYERS} layers"
                         )
-                    return one * other
+                    return left_value * right_value
         raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
 
     try:
-        found = value(ast.parse(text.strip(), mode="eval").body)
+        layers = value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError):
-        found = 0
-    if isinstance(found, int):
+        layers = 0
+    if isinstance(layers, int):
         raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
-    return found
+    return layers
 
 
-def stages(args: argparse.Namespace) -> list[Part]:
-    """Return what a tensor rank holds on every pipeline stage."""
+def stages(args: argparse.Namespace) -> list[RankPart]:
+    """Return a tensor rank's part of the model, by pipeline stage."""
     tp, hidden = args.tensor_model_parallel_size, args.hidden_size
     norm = 2 * hidden if args.normalization == "LayerNorm" else hidden
     norm_tensors = norm // hidden
     table = padded_vocabulary(args) * hidden // tp
     moe = _is_moe(args)
-    found = []
+    stage_parts = []
     for stage, layers in enumerate(_layers(args)):
         parts = [_attention(args) for _ in layers]
         parts += [_experts(args) if moe[layer] else _mlp(args) for layer in layers]
-        parts += [Part(0, 2 * norm, 0, 2 * norm_tensors) for _ in layers]
+        parts += [RankPart(0, 2 * norm, 0, 2 * norm_tensors) for _ in layers]
         if stage == 0:
-            parts.append(Part(table, 0, 0, 1))
+            parts.append(RankPart(table, 0, 0, 1))
             if args.position_embedding_type == "learned_absolute":
-                parts.append(Part(0, (args.max_position_embeddings or 0) * hidden, 0, 1))
+                parts.append(RankPart(0, (args.max_position_embeddings or 0) * hidden, 0, 1))
         if stage == args.pipeline_model_parallel_size - 1:
-            parts.append(Part(0, norm, 0, norm_tensors))
+            parts.append(RankPart(0, norm, 0, norm_tensors))
             if args.untie_embeddings_and_output_weights:
-                parts.append(Part(table, 0, 0, 1))
-        found.append(_add(parts))
-    return found
+                parts.append(RankPart(table, 0, 0, 1))
+        stage_parts.append(_add(parts))
+    return stage_parts
 
 
-def _attention(args: argparse.Namespace) -> Part:
+def _attention(args: argparse.Namespace) -> RankPart:
     tp, hidden, heads = args.tensor_model_parallel_size, args.hidden_size, args.num_attention_heads
     channels = args.kv_channels or hidden // heads
     groups = (args.num_query_groups or 1) if args.group_query_attention else heads
     rows = (heads + 2 * groups) * channels
     bias = not args.disable_bias_linear
     qkv_bias = rows if bias or args.add_qkv_bias else 0
-    cut = rows * hidden + qkv_bias + heads * channels * hidden
-    alike = hidden if bias else 0
+    sharded = rows * hidden + qkv_bias + heads * channels * hidden
+    replicated = hidden if bias else 0
     tensors = 2 + bool(qkv_bias) + bias
     if args.qk_layernorm:
         per_norm = 2 if args.normalization == "LayerNorm" else 1
-        alike += 2 * per_norm * channels
+        replicated += 2 * per_norm * channels
         tensors += 2 * per_norm
-    return Part(cut // tp, alike, 0, tensors)
+    return RankPart(sharded // tp, replicated, 0, tensors)
 
 
-def _mlp(args: argparse.Namespace) -> Part:
+def _mlp(args: argparse.Namespace) -> RankPart:
     return _linears(args, _ffn(args), args.tensor_model_parallel_size)
 
 
@@ -244,22 +247,22 @@ def _ffn(args: argparse.Namespace) -> int:
     return int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
 
 
-def _linears(args: argparse.Namespace, width: int, ways: int) -> Part:
-    """Return two linear layers with `width` in between, cut `ways` times."""
+def _linears(args: argparse.Namespace, width: int, ways: int) -> RankPart:
+    """Return two linear layers with `width` in between, sharded `ways` times."""
     rows = (2 if args.swiglu else 1) * width
     bias = not args.disable_bias_linear
-    cut = rows * args.hidden_size + args.hidden_size * width + (rows if bias else 0)
-    return Part(cut // ways, args.hidden_size if bias else 0, 0, 4 if bias else 2)
+    sharded = rows * args.hidden_size + args.hidden_size * width + (rows if bias else 0)
+    return RankPart(sharded // ways, args.hidden_size if bias else 0, 0, 4 if bias else 2)
 
 
-def _experts(args: argparse.Namespace) -> Part:
-    """Return a layer's router, shared expert, and a rank's routed experts."""
+def _experts(args: argparse.Namespace) -> RankPart:
+    """Return a layer's router and shared expert, and a rank's routed experts."""
     ways = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    one = _linears(args, args.moe_ffn_hidden_size or _ffn(args), ways)
+    expert = _linears(args, args.moe_ffn_hidden_size or _ffn(args), ways)
     local = args.num_experts // args.expert_model_parallel_size
     parts = [
-        Part(0, args.num_experts * args.hidden_size, 0, 1),
-        Part(0, 0, local * one.numel, local * one.tensors),
+        RankPart(0, args.num_experts * args.hidden_size, 0, 1),
+        RankPart(0, 0, local * expert.numel, local * expert.tensors),
     ]
     if args.moe_shared_expert_intermediate_size:
         shared = args.moe_shared_expert_intermediate_size
@@ -271,7 +274,7 @@ _WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def parameter_nbytes(args: argparse.Namespace) -> int:
-    """Return the bytes that are stored per parameter: weight, master, and the optimizer's state."""
+    """Return the stored bytes per parameter: weight, fp32 master and optimizer state."""
     low = args.bf16 or args.fp16
     weight = 2 if low else 4
     if args.no_save_optim:
@@ -287,15 +290,15 @@ def parameter_nbytes(args: argparse.Namespace) -> int:
 
 
 def derived_nbytes(args: argparse.Namespace) -> int:
-    """Return how many of these bytes per parameter `weights: derive` leaves out.
+    """Return the bytes per parameter that `weights: derive` does not store.
 
     Raises:
-        ConfigError: such a job is refused, because its masters do not say all.
+        ConfigError: the job keeps no full fp32 masters, so `weights: derive` is refused.
     """
     if not (args.bf16 or args.fp16) or args.no_save_optim:
         return 0
     if not args.use_distributed_optimizer:
         raise ConfigError("--weights derive needs --use-distributed-optimizer after '--'")
     if args.use_precision_aware_optimizer and args.main_params_dtype != "fp32":
-        raise ConfigError("--weights derive needs masters that are fp32 (--main-params-dtype)")
+        raise ConfigError("--weights derive needs fp32 masters (--main-params-dtype fp32)")
     return 2

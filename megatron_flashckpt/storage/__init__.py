@@ -1,1 +1,1 @@
-"""Where bytes end up. Knows no checkpoints and no ranks."""
+"""Storage of named byte strings. Does not know checkpoints or ranks."""

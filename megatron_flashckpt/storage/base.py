@@ -1,4 +1,4 @@
-"""What a storage must do. Names are relative, `/`-separated, and never leave the root.
+"""The contract of a storage. Names are relative, `/`-separated, and never leave the root.
 
 Every method may be called from several threads. Failures are `StorageError` (with errno) or
 `FileNotFoundError`; the message names the file and what to do.
@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple, Protocol
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
-#: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
+#: Type of an entry. `other`: a symbolic link (whatever its target), a pipe, or a device.
 Kind = Literal["file", "directory", "other"]
 
-#: `name`: the bytes, under that name. `contents`: the bytes, and the name with the next one in the
-#: same directory. `nothing`: whoever looks finds all of it, but power that is lost may take it.
+#: Durability of a write. `name`: data and directory entry are fsynced. `contents`: data is fsynced;
+#: the directory entry becomes durable with the directory's next fsync. `nothing`: no fsync; the
+#: file survives a killed process, but not a power loss.
 Durable = Literal["name", "contents", "nothing"]
 
 _PROBE = "flashckpt-probe-"
@@ -26,28 +27,28 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
 def temporary_name(name: str) -> str:
-    """Return a name, unlike all others, for what is to become file `name` once it is complete."""
+    """Return a unique name under which file `name` is written until it is complete."""
     return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
 
 
 def parse_temporary_name(name: str) -> str | None:
-    """Return what a file would have been called, had a crash not cut it short; None: not one."""
+    """Return the final name of a temporary file; None if `temporary_name` did not make `name`."""
     match = _TEMPORARY.fullmatch(name)
     return match and match[1]
 
 
 def probe_name(rank: int) -> str:
-    """Return the name of a file with which the node of `rank` tries out the save directory."""
+    """Return the name of a file with which the node of `rank` tests the save directory."""
     return temporary_name(f"{_PROBE}{rank:05d}")
 
 
 def is_probe(name: str) -> bool:
-    """Return whether a file is one that `probe_name` named."""
+    """Return whether `probe_name` made `name`."""
     return (parse_temporary_name(name) or "").startswith(_PROBE)
 
 
 class Stamp(NamedTuple):
-    """What tells a file from one that has replaced it, or from itself before it was changed."""
+    """Identity of a file's contents: differs if the file was replaced or changed."""
 
     nbytes: int
     mtime_ns: int
@@ -55,10 +56,10 @@ class Stamp(NamedTuple):
 
 
 class Writer(Protocol):
-    """One file being written; nothing of it counts before `finish` has returned."""
+    """One file being written; its contents do not count before `finish` has returned."""
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
-        """Write `chunk` at `offset`; may be called from several threads for parts of their own."""
+        """Write `chunk` at `offset`. Threads may write disjoint parts at the same time."""
 
     def finish(self) -> None:
         """Return when every byte written is durable."""
@@ -81,24 +82,24 @@ class Storage(Protocol):
         durable: Durable = "name",
         guard: Callable[[], None] | None = None,
     ) -> None:
-        """Make `name` hold `data`: atomically, replacing what was there.
+        """Replace the contents of `name` with `data` atomically.
 
         Args:
-            durable: what no loss of power takes away when this returns. A process that is killed
-                takes nothing.
+            durable: how much survives a power loss when this returns. A killed process loses
+                nothing.
             guard: called right before `name` is replaced; if it raises, nothing has changed.
         """
 
     def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
-        """Overwrite `expected`, all that file `name` holds, with `data`, which is as long.
+        """Overwrite file `name`, if it holds exactly `expected`, with `data` of the same length.
 
-        A file that another process puts in its place meanwhile stays as it is. Returns False if
-        `name` holds something else, or is not there. Readers may see a mixture of both for a
-        moment; a loss of power may take `data` away.
+        A file that another process renames to `name` meanwhile is not changed. Returns False if
+        `name` is missing or holds other bytes. Readers may see a mixture of both for a moment, and
+        a power loss may undo the write.
         """
 
     def create(self, name: str, nbytes: int) -> Writer:
-        """Start writing a file of `nbytes`; whatever had that name is replaced."""
+        """Start writing a file of `nbytes`; an existing file of that name is replaced."""
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the file."""
@@ -114,47 +115,47 @@ class Storage(Protocol):
         """Fill `parts`, end to end, from `offset`; see `storage.scatter_read.read_parts`.
 
         Args:
-            kept: where the file may stay open; it is not to be replaced meanwhile.
+            kept: keeps the file open for the next read; the file must not be replaced meanwhile.
         """
 
     def size(self, name: str) -> int:
-        """Return the bytes of `name`."""
+        """Return the size of `name` in bytes."""
 
     def stamp(self, name: str) -> Stamp:
-        """Return the stamp of the file `name` as it is now; a link is not followed."""
+        """Return the current stamp of the file `name`, without following a link."""
 
     def list(self, directory: str) -> list[str]:
         """Return the names directly in `directory`; empty if it does not exist."""
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        """Return which of `names` are in `directory` ("": the root) now, as other nodes left it.
+        """Return those of `names` that are in `directory` ("": the root), as other nodes see it.
 
-        Without a look at what else is there: of thousands of files, by thousands of nodes.
+        Does not list the directory: thousands of nodes ask for thousands of files each.
         """
 
     def delete(self, name: str) -> None:
-        """Remove a file; not an error if it is not there."""
+        """Remove a file; a missing file is not an error."""
 
     def kind(self, name: str) -> Kind | None:
-        """Return what `name` is, links not followed; None if it is not there."""
+        """Return the type of `name` without following links; None if it is missing."""
 
     def move(self, name: str, to: str) -> None:
-        """Let the file `name` be called `to`, durably; at no moment is it under neither name."""
+        """Rename file `name` to `to`, durably; one of the two names exists at every moment."""
 
     def delete_directory(self, name: str) -> None:
-        """Remove an empty directory; not an error if it is not there or not empty."""
+        """Remove an empty directory; a missing or non-empty directory is not an error."""
 
 
 def read_whole(storage: Storage, name: str, limit: int) -> bytes:
     """Return the contents of a file that never has more than `limit` bytes.
 
     Raises:
-        CorruptCheckpointError: it claims to have more (a sparse file may claim anything).
+        CorruptCheckpointError: the file is larger (a sparse file can claim any size).
     """
     nbytes = storage.size(name)
     if nbytes > limit:
         raise CorruptCheckpointError(
-            f"{storage.place}/{name}: {nbytes} bytes long, which no such file is (at most "
-            f"{limit}); it was not written by this package"
+            f"{storage.place}/{name}: {nbytes} bytes long, but such a file has at most {limit}; "
+            "this package did not write it"
         )
     return storage.read(name)

@@ -1,12 +1,12 @@
-"""Whether large writes go past the page cache (O_DIRECT): learnt per file system, not assumed.
+"""The choice between O_DIRECT and the page cache for large writes, measured per file system.
 
-On a local disk it is the faster way and the cheaper one: 265 MB per rank, two ranks, ext4 on a
-virtual disk, cores shared with other jobs: 0.17 CPU seconds per GB, digests included, where the
-page cache took 1.0 at a third of the speed (`scripts/bench persist --direct-io always never`). Some
-file systems refuse it (tmpfs before Linux 6.6, some network and stacked ones); on others each such
-write waits for a server. So the first large chunks are written in turn with it and without it, each
-made durable and timed, and the better way is kept. These are chunks that have to be written anyhow:
-a probe costs no file and no byte of its own.
+On a local disk, O_DIRECT is faster and takes less CPU time: 0.17 CPU seconds per GB, digests
+included, instead of 1.0 through the page cache (`scripts/bench persist --direct-io always never`).
+Some file systems refuse O_DIRECT (tmpfs before Linux 6.6, some network and stacked ones); on others
+every such write waits for a server. So the first large chunks are written alternately with O_DIRECT
+and through the page cache. Each of these writes is made durable and timed, and the faster way is
+kept. The trial writes no extra file and no extra byte, because these chunks have to be written
+anyway.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from megatron_flashckpt.error_classes import is_unsupported
 
 logger = logging.getLogger(__name__)
 
-#: What offset, address and size of a direct write must be multiples of. Devices want 512 or 4096,
-#: Lustre the page of the machine, which is 64 KiB on some aarch64 hosts (Grace). Nor must a page of
-#: the cache hold bytes that are written directly as well.
+#: Offset, address and size of a direct write are multiples of this. Devices require 512 or 4096,
+#: Lustre the page size of the machine, which is 64 KiB on some aarch64 hosts (Grace). One page of
+#: the cache must not mix bytes written directly with bytes written through the cache.
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-#: Smaller writes say nothing of bandwidth.
+#: Smaller writes do not measure bandwidth.
 _TRIAL_NBYTES = 1024 * 1024
-#: Chunks that are written either way before one of the ways is chosen.
+#: Chunks written each way before one way is chosen.
 _TRIALS = 6
-#: How much longer a direct write may take: it spares a copy, and the cache of the data loader.
+#: Direct writes are chosen if they take at most this multiple of the other time. They save a copy
+#: and leave the page cache to the data loader.
 _MARGIN = 1.5
 
 DirectMode = Literal["auto", "always", "never"]
 
 
 def is_aligned(offset: int, view: memoryview) -> bool:
-    """Return whether `view`, but for its end, can be written directly at `offset`.
+    """Return whether the whole pages of `view` can be written directly at `offset`.
 
-    Memory that is read-only, as that of `bytes`, counts as not aligned.
+    Read-only memory, such as that of `bytes`, counts as unaligned.
     """
     if offset % ALIGNMENT or view.nbytes < ALIGNMENT or view.readonly:
         return False
@@ -52,17 +53,17 @@ def is_aligned(offset: int, view: memoryview) -> bool:
 
 
 class FileSystem:
-    """What is known of one file system. May be used from several threads."""
+    """Measurements and choice for one file system. May be used from several threads."""
 
     def __init__(self, name: str, mode: DirectMode) -> None:
         self._name = name
-        #: None: not decided.
+        #: None until the trial has ended.
         self._direct: bool | None = {"auto": None, "always": True, "never": False}[mode]
         self._trying = threading.Lock()
         self._took_s: dict[bool, list[float]] = {True: [], False: []}
 
     def open(self, path: Path) -> int:
-        """Return a descriptor for direct writes to the file at `path`; -1: write as ever."""
+        """Return a descriptor for direct writes to the file at `path`; -1: use the page cache."""
         if self._direct is False:
             return -1
         try:
@@ -74,21 +75,21 @@ class FileSystem:
             return -1
 
     def refused(self) -> None:
-        """Write nothing directly any more."""
+        """Use the page cache for all further writes."""
         self._direct = False
-        logger.info("%s: refuses O_DIRECT, so writes go through the page cache", self._name)
+        logger.info("%s: refuses O_DIRECT, so all writes go through the page cache", self._name)
 
     @contextlib.contextmanager
     def turn(self, fd: int, nbytes: int) -> Iterator[bool]:
-        """Yield whether to write `nbytes` directly; while that is not decided, time the write.
+        """Yield whether to write `nbytes` directly; during the trial, time the write.
 
         Args:
-            fd: any descriptor of the file, to make durable what is timed.
+            fd: any descriptor of the file, for the fdatasync that belongs to a timed write.
         """
         if self._direct is not None or nbytes < _TRIAL_NBYTES:
             yield self._direct is not False
         elif not self._trying.acquire(blocking=False):
-            yield True  # one at a time is timed; the others keep storage as busy as it will be
+            yield True  # one write at a time is timed, under the load of all the others
         else:
             try:
                 direct = len(self._took_s[True]) <= len(self._took_s[False])
@@ -106,15 +107,16 @@ class FileSystem:
         direct, buffered = (statistics.median(self._took_s[way]) for way in (True, False))
         self._direct = direct <= _MARGIN * buffered
         logger.info(
-            "%s: %.0f MiB/s with O_DIRECT, %.0f MiB/s through the page cache; writing %s it",
+            "%s: %.0f MiB/s with O_DIRECT, %.0f MiB/s through the page cache; further writes use "
+            "%s",
             self._name,
             *(1 / took / 2**20 for took in (direct, buffered)),
-            "past" if self._direct else "through",
+            "O_DIRECT" if self._direct else "the page cache",
         )
 
 
 class DirectIo:
-    """What is known of the file systems that one process writes to."""
+    """The file systems that one process writes to, by device number."""
 
     def __init__(self, mode: DirectMode) -> None:
         self._mode = mode
@@ -122,7 +124,7 @@ class DirectIo:
         self._known: dict[int, FileSystem] = {}
 
     def of(self, fd: int, path: Path) -> FileSystem:
-        """Return what is known of the file system of the file `fd`, which is at `path`."""
+        """Return the `FileSystem` of the file `fd`, which is at `path`."""
         device = os.fstat(fd).st_dev
         with self._lock:
             if device not in self._known:
@@ -131,5 +133,5 @@ class DirectIo:
             return self._known[device]
 
 
-#: For whoever does not write checkpoints: everything goes through the page cache.
+#: For processes that write no checkpoints: all writes go through the page cache.
 NEVER = DirectIo("never")

@@ -1,4 +1,4 @@
-"""Opens the storage of a directory: the only place that knows which kind of storage it is."""
+"""Opens the storage of a directory: the only module that chooses the kind of storage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_flashckpt.storage.posix import PosixStorage
 
 
 def open_storage(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Storage:
-    """Return the storage at `root`, which need not exist yet: the first write creates it.
+    """Return the storage at `root`. If `root` does not exist, the first write creates it.
 
     Args:
-        direct_io: whether files written by `Storage.create` bypass the page cache.
+        direct_io: decides whether files written by `Storage.create` bypass the page cache.
     """
     return PosixStorage(root, direct_io)

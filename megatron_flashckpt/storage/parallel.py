@@ -1,4 +1,4 @@
-"""One call for each of many files: one after the other, or several at a time on slow storage."""
+"""Calls one function for many files: one after the other, or in threads on slow storage."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 _THREADS = 16
-#: Storage that takes longer for a call, on the average, is asked for several at a time. Where it
-#: answers at once that made it slower, since every call hands the interpreter lock around: on a
-#: local disk one thread read 16,384 records in 0.8 s, sixteen of them in 3.2 s.
+#: Storage whose calls take longer than this on average is called from several threads. On fast
+#: storage, threads are slower because every call hands over the interpreter lock: on a local disk
+#: one thread read 16,384 records in 0.8 s, sixteen threads in 3.2 s.
 _AT_ONCE_S = 3e-4
-#: What the first ones may take beyond that.
+#: Additional time allowed for the first calls.
 _START_S = 0.01
-#: So few are not worth threads.
+#: Up to this number of remaining calls, no threads are started.
 _FEW = 8
 
 _Item = TypeVar("_Item")
@@ -22,9 +22,9 @@ _Result = TypeVar("_Result")
 
 
 def for_all(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Return what `function` returns for all items, in order; on slow storage with many threads.
+    """Return the results of `function` for all items, in order; slow storage gets threads.
 
-    The first error is raised when all calls that had begun have ended.
+    The first error is raised after all calls that had begun have ended.
     """
     results: list[_Result] = []
     started = time.monotonic()

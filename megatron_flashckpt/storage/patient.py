@@ -1,9 +1,9 @@
-"""Storage whose reads wait out errors that pass: what starts and loads read through.
+"""Storage that retries reads after transient errors: used by startup and by loads.
 
-A server that is away for a moment must not send a job back to an older checkpoint. Each attempt
-opens the file by its name again: a handle that went stale (ESTALE) stays stale. The other ranks
-wait in a collective meanwhile, so all retries of one load together take a bounded time. A soft
-mount of NFS may take minutes to report an error: attempts that fail count as well as pauses.
+A server that is unreachable for a moment must not make a job load an older checkpoint. Each attempt
+opens the file by its name again, because a stale handle (ESTALE) stays stale. The other ranks wait
+in a collective meanwhile, so all retries of one load together take a bounded time. Failed attempts
+count in addition to pauses, because a soft NFS mount may take minutes to report an error.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _T = TypeVar("_T")
 
 #: Seconds before each further attempt.
 RETRIES_S = (2.0, 8.0, 20.0)
-#: Each pause is longer or shorter by up to this share: not all ranks ask again at once.
+#: Random share by which each pause is longer or shorter, so that ranks do not retry in step.
 _JITTER = 0.1
-#: Seconds that failed attempts and pauses of one load take in all, at most. Megatron's collectives
-#: time out after 600 s by default.
+#: Upper bound of the seconds that failed attempts and pauses of one load take together. Megatron's
+#: collectives time out after 600 s by default.
 PATIENCE_S = 120.0
-#: Part of a shorter time-out of collectives that a load waits.
+#: Share of the collectives' time-out that a load may wait, if that is less than `PATIENCE_S`.
 _SHARE = 0.2
-#: Not the generator that is part of a checkpoint.
+#: The generators of Python and torch belong to a checkpoint and must not be advanced here.
 _random = random.SystemRandom()
 
 
 class PatientStorage:
-    """See `storage.base.Storage`. One for each load; of writes only `put` is retried.
+    """See `storage.base.Storage`. One instance per load; among the writes only `put` is retried.
 
     Args:
-        collectives_s: when the collectives in which other ranks wait time out; None: by default.
+        collectives_s: time-out of the collectives in which other ranks wait; None: the default.
     """
 
     def __init__(self, storage: Storage, collectives_s: float | None = None) -> None:
@@ -51,7 +51,8 @@ class PatientStorage:
             self._patience_s = min(PATIENCE_S, _SHARE * collectives_s)
         self._lock = threading.Lock()
         self._waited_s = 0.0
-        #: When the last pause of any thread ends: until then all is counted; `time.monotonic`.
+        #: End of the latest pause of any thread, in `time.monotonic`; the time before it is
+        #: counted.
         self._pauses_end = 0.0
 
     @property
@@ -78,7 +79,7 @@ class PatientStorage:
                 seen(block)
 
         def read() -> int:
-            # A digest has seen the first bytes already, and must not see them again.
+            # Continue behind the bytes that were read, because `seen` has digested them already.
             before = done
             rest = cut(parts, before) if before else parts
             return before + self._storage.read_into(name, offset + before, rest, note, kept)
@@ -108,16 +109,16 @@ class PatientStorage:
         durable: Durable = "name",
         guard: Callable[[], None] | None = None,
     ) -> None:
-        # One that has reported an error may have been done, and may be done once more.
+        # A `put` that failed may have happened; to repeat it does no harm.
         self.patiently(lambda: self._storage.put(name, data, durable, guard))
 
     def patiently(
         self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
     ) -> _T:
-        """Return `attempt()`, tried again after errors that may pass.
+        """Return `attempt()`, repeated after errors that may pass.
 
         Args:
-            before: called before every further attempt.
+            before: called before every repeated attempt.
         """
         for number, pause_s in enumerate(RETRIES_S, 1):
             started = time.monotonic()
@@ -139,9 +140,9 @@ class PatientStorage:
         return attempt()
 
     def _may_wait(self, started: float, pause_s: float) -> bool:
-        """Return whether a failed attempt and a pause after it fit into the patience.
+        """Return whether a failed attempt and the pause after it fit into the bound.
 
-        The time that several threads spend at once counts once.
+        Time that several threads spend at once counts once.
 
         Args:
             started: when the attempt began.
@@ -155,7 +156,7 @@ class PatientStorage:
             self._pauses_end = max(self._pauses_end, end)
             return True
 
-    # ------------------------------------------------------------------ other writes, as they are
+    # ------------------------------------------------------------------ writes that are not retried
 
     def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
         return self._storage.rewrite(name, expected, data)

@@ -21,23 +21,23 @@ from megatron_flashckpt.storage.scatter_read import KeptFiles, OpenFile, Seen, r
 
 logger = logging.getLogger(__name__)
 
-#: The remedy where something that was just made is gone.
+#: Remedy where a file or directory is missing right after it was made.
 _REMOVED = (
-    "another process removed the directory meanwhile: find out which, and let nobody clean up a "
-    "save directory while its job runs; the next save makes it anew"
+    "another process removed the directory: find that process, and do not clean up a save "
+    "directory while its job runs; the next save makes the directory again"
 )
 
-
-#: How much of a file being written may be in the page cache before it is sent to storage.
+#: Bytes of a file that may collect in the page cache before they are sent to storage.
 _CACHED_NBYTES = 64 * 1024 * 1024
 
 
 @contextlib.contextmanager
 def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
-    """Turn an OSError into one with fact, place and remedy.
+    """Turn an OSError into a StorageError with fact, place and remedy.
 
     Args:
-        makes: what is missing was there a moment before. Else FileNotFoundError passes.
+        makes: the caller makes the path, so a missing file or directory was removed meanwhile.
+            Without it, FileNotFoundError passes.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None
         raise StorageError(
             error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
         ) from error
-    except StorageError:  # what a guard has raised
+    except StorageError:  # raised by a guard
         raise
     except OSError as error:
         raise StorageError(
@@ -58,9 +58,9 @@ def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None
 class PosixWriter:
     """See `storage.base.Writer`.
 
-    Whole pages of aligned memory go past the page cache where that pays; the rest, and everything
-    where it does not, through it, and is dropped from it once it is durable: checkpoints must not
-    evict what the data loader has cached.
+    Whole pages of aligned memory bypass the page cache where that is faster. All other bytes go
+    through the page cache and are dropped from it once they are durable. Checkpoints must not evict
+    the files that the data loader has cached.
     """
 
     def __init__(self, path: Path, nbytes: int, direct_io: DirectIo) -> None:
@@ -72,9 +72,9 @@ class PosixWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISFIFO(os.lstat(path).st_mode):
-                    raise OSError(errno.ESPIPE, "is not a file")  # opening it waits for a reader
-            # O_NOFOLLOW: a planted symbolic link must not redirect the write. Modes are up to the
-            # umask, as those of all other files.
+                    raise OSError(errno.ESPIPE, "is not a file")  # open(2) waits for a reader
+            # O_NOFOLLOW: a planted symbolic link must not redirect the write. The umask decides
+            # the mode, as for all other files.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o666)
         try:
@@ -88,11 +88,11 @@ class PosixWriter:
             raise
 
     def _reserve(self, nbytes: int) -> None:
-        """Reserve the space, so that a full disk is found out before the first byte is written."""
+        """Reserve the space, so that a full disk is reported before the first byte is written."""
         try:
             fallocate(self._fd, nbytes)
         except OSError as error:
-            # Not every network file system can reserve; the writes will tell.
+            # Some network file systems cannot reserve space; there, a write reports a full disk.
             if not is_unsupported(error):
                 raise
 
@@ -117,7 +117,7 @@ class PosixWriter:
                 self._file_system.refused()
                 break
             view, offset = view[written:], offset + written
-        # Nothing is left, unless it was refused or cut short in the middle of a page.
+        # Bytes are left only if O_DIRECT was refused or a write ended in the middle of a page.
         self._write_through_cache(offset, view)
 
     def _write_through_cache(self, offset: int, view: memoryview) -> None:
@@ -133,8 +133,8 @@ class PosixWriter:
             self._drop_cached()
 
     def _drop_cached(self) -> None:
-        """Drop from the page cache what is durable, and send the rest on its way to storage."""
-        with contextlib.suppress(OSError):  # advice, which nothing depends on
+        """Drop durable bytes from the page cache, and start writing the others back."""
+        with contextlib.suppress(OSError):  # a hint to the kernel
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
@@ -148,8 +148,8 @@ class PosixWriter:
     def _close(self) -> None:
         """Close both descriptors, then raise the first error.
 
-        NFS reports a full quota or disk when a file is closed. A descriptor that stayed open would
-        keep the removed file, and with it the quota.
+        NFS reports a full quota or disk when a file is closed. A descriptor left open would keep
+        the space of a removed file, which still counts toward the quota.
         """
         fds = [fd for fd in (self._direct_fd, self._fd) if fd >= 0]
         self._direct_fd = self._fd = -1
@@ -187,16 +187,16 @@ class PosixStorage:
         return self._root / name
 
     def _own(self, name: str) -> Path:
-        """Return the path of something to be changed: a link on the way would lead elsewhere."""
+        """Return the path of a file to be changed; raise StorageError if a parent is a link."""
         path = self._path(name)
         directory, _, _ = name.rpartition("/")
         while directory:
-            # Not by `Path`: a commit deletes the records of all ranks.
+            # `os.path` instead of `Path`, for speed: a commit deletes the records of all ranks.
             if os.path.islink(f"{self._root}/{directory}"):
                 raise StorageError(
                     errno.ELOOP,
-                    f"{self._root / directory}: is a symbolic link, through which nothing is "
-                    "written or deleted; remove it",
+                    f"{self._root / directory}: is a symbolic link; files are not written or "
+                    "deleted through links: remove it",
                 )
             directory, _, _ = directory.rpartition("/")
         return path
@@ -212,7 +212,7 @@ class PosixStorage:
         temporary = path.with_name(temporary_name(path.name))
         with _explained(path, "write", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(temporary, "xb")  # noqa: SIM115, what is not made here is not removed here
+            file = open(temporary, "xb")  # noqa: SIM115, only a file made here is removed below
             try:
                 with file:
                     file.write(data)
@@ -234,7 +234,7 @@ class PosixStorage:
         path = self._own(name)
         with _explained(path, "write"):
             try:
-                # The descriptor stays with this file, whatever gets its name.
+                # The descriptor keeps this file open, even if another file is renamed to its name.
                 fd = _open_nofollow(str(path), os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
                 return False
@@ -291,8 +291,8 @@ class PosixStorage:
         names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
         with _explained(path, "look at"):
             try:
-                # Opening it has NFS ask its server whether the directory has changed; what was not
-                # there a moment ago would be taken to be missing for up to a minute otherwise.
+                # Opening the directory makes NFS ask its server for changes. Otherwise a file that
+                # was missing a moment ago would count as missing for up to a minute.
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return set()
@@ -335,8 +335,8 @@ class PosixStorage:
 
 
 def _open_nofollow(path: str, flags: int) -> int:
-    """An opener, so that `open` closes the descriptor too if it turns out to be a directory."""
-    # O_NONBLOCK: opening a FIFO in a file's place must not wait for a writer. Files ignore it.
+    """Return a descriptor of a file or directory; raise OSError for a link, FIFO or device."""
+    # O_NONBLOCK: opening a FIFO must not wait for a writer. Regular files ignore the flag.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -346,15 +346,15 @@ def _open_nofollow(path: str, flags: int) -> int:
 
 
 def _read_at(fd: int, offset: int, nbytes: int | None) -> bytes:
-    """Return `nbytes` of a file from `offset` (None: all); fewer only at its end."""
-    # Not by a file object: its `read` takes EAGAIN for the end of the file.
-    left = max(os.fstat(fd).st_size - offset, 0)
-    left = left if nbytes is None else min(left, nbytes)
+    """Return `nbytes` of a file from `offset` (None: to the end); fewer only at its end."""
+    # `os.pread` instead of a file object, whose `read` takes EAGAIN for the end of the file.
+    remaining_nbytes = max(os.fstat(fd).st_size - offset, 0)
+    remaining_nbytes = remaining_nbytes if nbytes is None else min(remaining_nbytes, nbytes)
     chunks = []
-    # A directory has a size, too, and says at the first read what it is.
-    while (chunk := os.pread(fd, left, offset)) and left:
+    # A directory has a size, too; its first read raises EISDIR.
+    while (chunk := os.pread(fd, remaining_nbytes, offset)) and remaining_nbytes:
         chunks.append(chunk)
-        left, offset = left - len(chunk), offset + len(chunk)
+        remaining_nbytes, offset = remaining_nbytes - len(chunk), offset + len(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
@@ -367,15 +367,15 @@ def _is_in(directory_fd: int, name: str) -> bool:
 
 
 def _sync_directory(path: Path) -> None:
-    """Make a new directory entry durable, where the file system can synchronize a directory."""
+    """Make a new directory entry durable, where the file system can fsync a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems cannot do that (PostgreSQL ignores EINVAL and EBADF here): a new name
-        # becomes durable there when the file system chooses.
+        # Some file systems cannot (PostgreSQL ignores EINVAL and EBADF here); there, the file
+        # system decides when a new name becomes durable.
         if error.errno != errno.EBADF and not is_unsupported(error):
             raise
-        logger.debug("%s: directories cannot be synchronized here (%s)", path, error.strerror)
+        logger.debug("%s: this file system cannot fsync a directory (%s)", path, error.strerror)
     finally:
         os.close(fd)

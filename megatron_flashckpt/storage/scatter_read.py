@@ -1,4 +1,4 @@
-"""Bytes of a file into pieces of memory, without a copy in between."""
+"""Reads bytes of a file into several pieces of memory, without an intermediate copy."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-#: What is read at a time. A digest that comes next finds it in the processor's cache: 1 MiB read
-#: from memory and digested took what a plain copy takes, 4 MiB half as long again. 512 KiB
-#: took an AMD processor a tenth longer than 1 MiB, for the steps in between; an Intel one a
-#: fifteenth less.
+#: Bytes per read. A digest that follows finds them in the processor's cache: reading and digesting
+#: takes as long as a plain copy, with 4 MiB half as long again.
 BLOCK_NBYTES = 2**20
-#: Pieces of memory that one call fills; Linux takes 1024.
+#: Pieces of memory that one call fills; Linux accepts 1024.
 _MAX_PARTS = 1000
 
 Seen = Callable[[memoryview], object]
 
 
 class OpenFile:
-    """A file descriptor that is closed when nobody holds this any more."""
+    """A file descriptor that is closed with the last reference to this object."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -29,15 +27,15 @@ class OpenFile:
 
 
 class KeptFiles:
-    """The files that were read last, open for the next read of them. Used by several threads.
+    """The files that were read last, kept open for the next read. Used by several threads.
 
-    A kernel reads ahead for as long as it sees one stream. With a new descriptor for every 4 MiB it
-    has to find that out again each time: 256 MiB that were in no cache took a tenth longer and a
-    quarter more CPU time. To ask for the first 64 MiB (POSIX_FADV_WILLNEED) while the load was
-    planned made it slower: what that brings lies in small pages.
+    The kernel reads ahead only within one stream. With a new descriptor per 4 MiB it has to detect
+    the stream again each time: reading 256 MiB that were in no cache took a tenth longer.
+    POSIX_FADV_WILLNEED for the first 64 MiB made loads slower, because it fills the cache with
+    small pages.
     """
 
-    #: A load reads file after file, with a few threads.
+    #: Kept files; a load reads one file after the other, with a few threads.
     _MOST = 4
 
     def __init__(self) -> None:
@@ -45,7 +43,7 @@ class KeptFiles:
         self._lock = threading.Lock()
 
     def get(self, name: str, opened: Callable[[], int]) -> OpenFile:
-        """Return the file `name`; if it is not kept, with the descriptor that `opened` returns."""
+        """Return the file `name`; if it is not kept, open it by calling `opened`."""
         with self._lock:
             if name not in self._files:
                 self._files[name] = OpenFile(opened())
@@ -55,7 +53,7 @@ class KeptFiles:
             return self._files[name]
 
     def drop(self, name: str) -> None:
-        """Have the next read open the file `name` again, by its name."""
+        """Forget the file `name`, so that the next read opens it again."""
         with self._lock:
             self._files.pop(name, None)
 
@@ -63,14 +61,14 @@ class KeptFiles:
 def read_parts(fd: int, offset: int, parts: Sequence[memoryview], seen: Seen | None = None) -> int:
     """Fill `parts`, end to end, from byte `offset` of the file `fd`; return the bytes read.
 
-    They are fewer only at the end of the file.
+    The number is smaller than that of `parts` only at the end of the file.
 
     Args:
         parts: writable, of bytes.
-        seen: called with all that is read, in order, while it is in the processor's cache.
+        seen: called with all bytes read, in order, while they are in the processor's cache.
     """
     filled = 0
-    # A processor whose cache has just been filled with data runs this slowly: every step counts.
+    # With a cache full of data, the processor runs this loop slowly: every step counts.
     for block, wanted in _blocks(parts):
         got = os.preadv(fd, block, offset + filled)
         if got == wanted:
@@ -91,7 +89,7 @@ def read_parts(fd: int, offset: int, parts: Sequence[memoryview], seen: Seen | N
 
 
 def _blocks(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield `parts` cut into blocks, and the length of each."""
+    """Yield `parts`, cut into blocks, with the length of each block in bytes."""
     block: list[memoryview] = []
     room = BLOCK_NBYTES
     for part in parts:
@@ -110,11 +108,11 @@ def _blocks(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int
 
 def cut(block: Sequence[memoryview], low: int, high: int | None = None) -> list[memoryview]:
     """Return bytes `[low, high)` of a block."""
-    found = []
+    pieces = []
     for part in block:
         piece = part[max(low, 0) : None if high is None else max(high, 0)]
         if piece.nbytes:
-            found.append(piece)
+            pieces.append(piece)
         low -= part.nbytes
         high = None if high is None else high - part.nbytes
-    return found
+    return pieces

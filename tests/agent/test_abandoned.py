@@ -121,7 +121,7 @@ def test_a_commit_under_way_ends_before_its_manifest(root: Path) -> None:
     save = persisted(storage, SAVE)
     storage.tell = lambda: setattr(save, "outlived", True)
     finished, error = outcome_of(save, 60.0)
-    assert (finished, "went on from an older" in (error or "")) == (True, True)
+    assert (finished, "resumed from an older" in (error or "")) == (True, True)
     forget(save)
     assert not list(root.glob(f"{file_names.iteration_dir(5)}/[mcr]*[!d]"))
 

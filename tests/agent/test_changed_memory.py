@@ -189,4 +189,4 @@ def test_a_slot_that_was_not_digested_in_time_is_restored_with_a_warning(
     (said,) = caplog.messages
     assert said.startswith("slot ")
     assert "iter_0000007: is restored unverified" in said
-    assert "'restore_from_memory: false' loads from storage" in said
+    assert "set 'restore_from_memory: false' to load from storage" in said

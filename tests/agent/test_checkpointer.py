@@ -185,7 +185,7 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
         outcomes[2].error or ""
     )
     assert checkpointer.link.current is client
-    assert "takes over" not in caplog.text
+    assert "a new agent adopts" not in caplog.text
     assert job.save(3) is None
     job.assert_stored(root, 3)
 
@@ -248,7 +248,7 @@ def test_a_late_write_is_promised_only_if_there_is_an_agent(
         assert job.save(1) is None
     session = Session(config)
     reports = SaveReports(job.checkpointer.root, 0)
-    reports.wanted(2)
+    reports.requested(2)
     reports.skipped(2, "no reason")
     startup = Startup(job.checkpointer, session.note_nodes)
     session._open[job.checkpointer.root] = _Open(job.checkpointer, reports, startup)

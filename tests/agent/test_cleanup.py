@@ -12,12 +12,15 @@ import pytest
 
 from megatron_flashckpt.agent import cleanup
 from megatron_flashckpt.agent.cleanup import Sweeper
+from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted
 from tests.support.trainer import PATIENCE_S, eventually, is_alive, new_save_id, remove_tree
 
 
@@ -130,6 +133,22 @@ def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
     for iteration in (30, 40):
         assert trainer.save(iteration).error is None
     eventually("the end of half a save", lambda: listing(manifest.parent) == before)
+
+
+def test_a_record_that_becomes_visible_late_goes_when_a_job_resumes(root: Path) -> None:
+    """An agent that was killed on another node had put it; the commit did not see it."""
+    storage = PosixStorage(root)
+    commit(persisted(storage, "a" * 12))
+    sweeper = Sweeper(storage)
+    for _ in range(2):
+        sweeper.look_soon(lambda iteration: False)
+        sweeper.sweep()
+        assert not list(root.rglob("*.commit"))
+        plant(root, 5, file_names.record_name(0, "a" * 12, 2))
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert not list(root.rglob("*.commit"))
+    assert stored(root, 5)
 
 
 def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
         job.save(request(1))
         (outcome,) = job.wait()
         assert (outcome.iteration, job.pending) == (1, False)
-        assert "not committed within 0 s; the agent goes on trying; raise 'drain_timeout_s'" in (
+        assert "not committed within 0 s; the agent keeps trying; raise 'drain_timeout_s'" in (
             outcome.error or ""
         )
         (agent,) = node.agents()
@@ -131,6 +131,6 @@ def test_a_save_directory_that_is_none_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"s3://bucket/job: .*mount it"):
+    with pytest.raises(ConfigError, match=r"s3://bucket/job: .*mount the store"):
         Checkpointer("s3://bucket/job", Config())
     assert list(tmp_path.iterdir()) == []

@@ -143,13 +143,13 @@ def test_an_agent_that_has_lost_rank_0_commits_nothing(storage: PosixStorage) ->
     claims.put(storage, claim_of(NEW))
     fence.hold(NEW, has_rank_0=False)
     fence.check(storage)
-    with pytest.raises(OvertakenError, match="rank 0 is on another node"):
+    with pytest.raises(OvertakenError, match="rank 0 has moved to another node"):
         fence.check_commits(storage)
 
 
 def test_an_agent_without_rank_0_waits_to_be_told_whose_claim_it_is(storage: PosixStorage) -> None:
     """Rank 0 of its own job has put it: the other ranks tell their agents a moment later."""
-    fence = Fence(told_s=60.0)
+    fence = Fence(report_s=60.0)
     fence.hold(OLD, has_rank_0=False)
     claims.put(storage, claim_of(NEW))
     telling = threading.Timer(0.1, lambda: fence.hold(NEW, has_rank_0=False))
@@ -159,7 +159,7 @@ def test_an_agent_without_rank_0_waits_to_be_told_whose_claim_it_is(storage: Pos
 
 
 def test_an_agent_without_rank_0_is_overtaken_if_nobody_tells(storage: PosixStorage) -> None:
-    fence = Fence(told_s=0.1)
+    fence = Fence(report_s=0.1)
     fence.hold(OLD, has_rank_0=False)
     claims.put(storage, claim_of(NEW))
     assert is_refused(fence, storage)

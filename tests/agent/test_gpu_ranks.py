@@ -344,7 +344,7 @@ def test_a_stream_that_was_refused_is_asked_for_again_by_the_next_save(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     gpus.refusals["Stream"] = refuse
-    assert "cuda:5 makes no stream" in (job.save(1) or "")
+    assert "cuda:5 cannot create a stream" in (job.save(1) or "")
     gpus.refusals.clear()
     side, released = torch.cuda.Stream(), threading.Event()
     with torch.cuda.stream(side):

@@ -22,8 +22,8 @@ from tests.agent.conftest import Node
 from tests.support.persisting import persisted
 from tests.support.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
 
-REMOVED = "another process removed the directory meanwhile"
-MEMORY = "dmesg tells; lower 'slots' or give the job more memory"
+REMOVED = "another process removed the directory: find that process"
+MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
 
 def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, root: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_limit_on_the_size_of_files_in_mid_run(node: Node, root: Path) -> None
     resource.prlimit(trainer.client.agent_pid, resource.RLIMIT_FSIZE, (2**20, 2**20))
     error = trainer.save(1).error or ""
     assert "File too large" in error
-    assert "raise the file size limit (ulimit -f) of whoever starts the job" in error
+    assert "raise the file size limit (ulimit -f) of the user that starts the job" in error
     assert str(root / file_names.iteration_dir(1)) in error
 
 

@@ -243,7 +243,7 @@ def test_a_new_slab_is_made_only_if_the_node_has_memory_for_what_it_will_hold_fo
             error = job.save(2 + enough)
             assert (error is None) is enough
             if share and error is not None:
-                assert re.search("; with it the node is to hold .* MiB for other nodes", error)
+                assert re.search("; in addition, the node is to hold .* MiB for other nodes", error)
     finally:
         job.checkpointer.close(leave=False)
 

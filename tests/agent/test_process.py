@@ -288,5 +288,5 @@ def test_a_list_of_cpus_may_have_steps() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "0-9:0", "1,,2", "-1", "0-99999999999"])
 def test_what_is_no_list_of_cpus_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no list of CPUs"):
+    with pytest.raises(ValueError, match="not a list of CPUs"):
         cpu_list.parse(text)

@@ -151,7 +151,7 @@ def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
     for number in range(100):
         assert crowd.is_hung_up(number), "the oldest go first"
     log = (node.directory(root) / "agent.log").read_text()
-    assert f"more than {MOST_SILENT} connections say nothing" in log
+    assert f"more than {MOST_SILENT} connections send no greeting" in log
     eventually("few threads", lambda: thread_count(agent) <= threads + MOST_SILENT)
     eventually("few sockets", lambda: agent_connections(agent) <= connections + MOST_SILENT)
     other = node.trainer(root, 1, 2)

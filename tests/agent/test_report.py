@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Retention
+from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
 from tests.support.trainer import eventually, new_save_id
@@ -111,9 +113,9 @@ def test_an_iteration_that_was_saved_again_is_replaced(
 
 
 def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert "nothing is known of any save" in report(capsys, tmp_path)
+    assert "no saves recorded" in report(capsys, tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "give what --save names" in capsys.readouterr().err
+    assert "give Megatron's --save directory" in capsys.readouterr().err
 
 
 def test_a_drawing_without_matplotlib_says_what_to_install(
@@ -132,8 +134,34 @@ def test_a_drawing_replaces_no_file_that_is_none(
     manifest = saves / "iter_0000004" / "manifest.json"
     before = manifest.read_bytes()
     assert main(["report", str(saves), "--png", str(manifest)]) == 1
-    assert f"{manifest}: exists and is no PNG; nothing was changed" in capsys.readouterr().err
+    assert f"{manifest}: exists and is not a PNG, so it was not replaced" in capsys.readouterr().err
     assert manifest.read_bytes() == before
+
+
+def test_a_narrow_terminal_gets_one_line_per_save(
+    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saves / "iter_0000003").unlink()
+    (saves / HISTORY).unlink()
+    for width, has_details in ((80, False), (200, True)):
+        monkeypatch.setattr(commands, "_PIPE_COLUMNS", width)
+        lines = report(capsys, saves).splitlines()
+        assert len(lines) == 4, "a header, a line per save, the sum"
+        assert ("slowest rank" in lines[0]) is has_details
+        assert all(len(line.rstrip()) <= width for line in lines)
+
+
+def test_no_phase_is_drawn_in_the_color_of_failures(
+    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    report(capsys, saves, "--png", tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    colors = {bar.get_facecolor() for bar in axes.patches}
+    assert len(colors) == 4
+    assert not any(red > max(green, blue) + 0.6 for red, green, blue, _ in colors)
 
 
 def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

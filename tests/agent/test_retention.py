@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import report_metric
-from megatron_flashckpt.catalog.retention import committed, retire, superfluous, why_kept
+from megatron_flashckpt.catalog.retention import committed, removable, retire, why_kept
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
@@ -287,7 +287,10 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     assert not (root / file_names.iteration_dir(30)).exists()
     assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
     assert_intact(root, 40, [trainer])
-    assert f"{root}/iter_0000020: stays without a checkpoint" in log.read_text()
+    assert (
+        f"{root}/iter_0000020: the checkpoint was removed, but the directory stays"
+        in log.read_text()
+    )
     assert "notes.txt" in log.read_text()
 
 
@@ -439,7 +442,7 @@ def test_a_clock_that_is_set_forward_makes_no_checkpoint_old(
     storage, rules = PosixStorage(root), Retention(max_age_hours=1)
 
     def gone() -> list[int]:
-        found = superfluous(storage, rules, retain_interval=None, tracked=3, previous=2)
+        found = removable(storage, rules, retain_interval=None, tracked=3, previous=2)
         return [commit.iteration for commit in found]
 
     now, steady = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -134,7 +134,7 @@ def test_a_file_of_second_starts_that_is_none_is_passed_over(
 ) -> None:
     (tmp_path / SECOND_STARTS).write_bytes(content)
     assert SecondStarts(lambda: tmp_path).read() == {}
-    assert "former processes of ranks are not known" in caplog.text
+    assert "cannot read the former processes of ranks" in caplog.text
 
 
 def test_a_link_saves_into_memory_of_its_own_while_the_former_process_lives(

@@ -241,10 +241,10 @@ def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
 
 def test_settings_that_stay_are_named(caplog: pytest.LogCaptureFixture) -> None:
     opened = p.PeersOpened(p.Identity("public", "secret"), "10.0.0.1", 7, threads=2)
-    peer_setup._say_what_stays(3, opened, "10.0.0.1", Config())
+    peer_setup._warn_of_kept_settings(3, opened, "10.0.0.1", Config())
     assert caplog.text == ""
     config = Config(agent=AgentConfig(peer_threads=4))
-    peer_setup._say_what_stays(3, opened, "10.0.0.2", config)
+    peer_setup._warn_of_kept_settings(3, opened, "10.0.0.2", config)
     assert "rank 3: the agent of this node, which an earlier run started, keeps" in caplog.text
     assert "agent.address '10.0.0.1', not '10.0.0.2' and agent.peer_threads 2, not 4" in caplog.text
     assert "end the agents of all nodes before the job starts" in caplog.text

@@ -259,7 +259,7 @@ def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path
     assert memfds(agent) == []
     assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
     trainer.client.detach()  # nothing more to let go of
-    with pytest.raises(AgentError, match="a slot was asked for before a slab was attached"):
+    with pytest.raises(AgentError, match="a slot was requested before a slab was attached"):
         trainer.client.acquire(1, new_save_id(), 0.0)
     assert trainer.slab is not None
     trainer.slab.close()

@@ -58,7 +58,7 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     traced_save(trainers, 7)
     (path,) = eventually("its trace", lambda: written(root))
     assert path.name.startswith("iter_0000007-")
-    last = [("rank 0", "outcome told"), ("rank 1", "outcome told"), ("agent", "retention")]
+    last = [("rank 0", "result reported"), ("rank 1", "result reported"), ("agent", "retention")]
     found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(last) and it)
     for rank in ("rank 0", "rank 1"):
         for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync"):
@@ -80,7 +80,7 @@ def test_a_memory_only_save_has_a_trace_too(node: Node, root: Path) -> None:
     trainer = node.trainer(root, config=config_with_traces(node))
     trainer.keep(3)
     (path,) = eventually("its trace", lambda: written(root))
-    found = eventually("it is told", lambda: ("rank 0", "outcome told") in phases(path))
+    found = eventually("it is told", lambda: ("rank 0", "result reported") in phases(path))
     assert found
     assert ("rank 0", "digest") in phases(path)
 

@@ -181,7 +181,9 @@ def test_an_iteration_without_manifest_does_not_exist(made: Made) -> None:
 
 def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
     storage = PosixStorage(made.root)
-    with pytest.raises(CorruptCheckpointError, match="is that of iteration 10; load an older"):
+    with pytest.raises(
+        CorruptCheckpointError, match="is the manifest of iteration 10; load an older"
+    ):
         StoredCheckpoint(storage, 11, read_manifest(storage, 10))
 
 

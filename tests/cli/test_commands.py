@@ -11,17 +11,19 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
 from megatron_flashckpt import FORMAT_VERSION, __version__
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.cli.console import printable
+from megatron_flashckpt.cli.console import printable, progress_bar
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
@@ -112,7 +114,7 @@ def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
     manifest = save / "iter_0000010/manifest.json"
     manifest.rename(save / removal_name(10, made.save_id))
     assert run("ls", save).row("10", "not committed")[-1] == (
-        "its removal was cut short; the next commit ends it"
+        "its removal was interrupted; the next commit completes it"
     )
 
 
@@ -237,19 +239,19 @@ def test_ls_says_if_the_tracker_names_what_is_not_here(run: Run, save: Path, tex
     ran = run("ls", save)
     assert ran.status == 0
     assert ran.row("10")[1] == "committed"
-    assert re.fullmatch(rf"{TRACKER} names '.+', which is not here", ran.lines[-1])
+    assert re.fullmatch(rf"{TRACKER} names '.+', which is missing", ran.lines[-1])
 
 
 def test_ls_says_that_a_directory_without_tracker_starts_from_scratch(run: Run, save: Path) -> None:
     make(save, 10)
     (save / TRACKER).unlink()
-    assert run("ls", save).lines[-1] == f"no {TRACKER}: a job would start from scratch"
+    assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
 
 
 def test_ls_of_an_empty_directory_is_no_error(run: Run, save: Path) -> None:
     save.mkdir()
     ran = run("ls", save)
-    assert (ran.status, ran.lines) == (0, [f"{save}: holds no checkpoints"])
+    assert (ran.status, ran.lines) == (0, [f"{save}: no checkpoints"])
 
 
 # ---------------------------------------------------------------------- prune
@@ -268,7 +270,7 @@ def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
     ran = run("prune", save)
     assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
     assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
-    assert run("prune", save).out == f"{save}: every checkpoint is kept by a rule\n"
+    assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
 
 
 def test_prune_leaves_the_directory_to_a_job_that_trains(
@@ -300,7 +302,7 @@ def test_prune_leaves_the_directory_to_a_job_that_trains(
         done.set()
         writer.join()
     only_line(
-        ran, r".*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there, .*nothing was removed.*"
+        ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
     )
     assert run("prune", save).out == "iter_0000010: removed\n", "nobody renews the claim any more"
 
@@ -331,7 +333,7 @@ def test_prune_says_once_what_it_leaves_alone(
     ran = run("prune", save)
     assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
     assert re.fullmatch(
-        r"flashckpt: retention leaves iteration 10 alone: .* is not a manifest \(.*\)\n", ran.err
+        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
     )
 
 
@@ -344,7 +346,7 @@ def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> No
     assert (ran.status, ran.err) == (0, "")
     assert ran.row("checkpoint") == ["checkpoint", str(made.directory)]
     assert ran.row("save")[1] == f"{made.save_id}, format version {FORMAT_VERSION}"
-    assert ran.row("tracker")[1] == "names it"
+    assert ran.row("tracker")[1] == "names this checkpoint"
     assert ran.row("tensor_model_parallel_size")[1] == "2"
     # 2 x 6 x 5 elements of 2 bytes, from two tensor-parallel ranks, partly shared out.
     assert ran.row("weight", "layers.w")[2:5] == ["BF16", "[2, 6, 5]", "120 B"]
@@ -512,6 +514,14 @@ def test_verify_shows_a_progress_bar_on_a_terminal_only(save: Path, run: Run) ->
     assert out.decode() == quiet.stdout == run("verify", save).out
 
 
+def test_a_progress_bar_shows_one_unit_system_and_the_time_left() -> None:
+    columns = [column for column in progress_bar().columns if isinstance(column, ProgressColumn)]
+    task = Task(TaskID(0), "iter", 2**30, 0, _get_time=time.monotonic, finished_speed=3.0 * 2**20)
+    shown = [str(column.render(task)) for column in columns]
+    assert shown[2:4] == ["0.0/1.0 GiB", "3.0 MiB/s"]
+    assert isinstance(columns[4], TimeRemainingColumn)
+
+
 def test_an_interrupted_verify_says_so(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,10 +571,10 @@ def test_config_check_takes_the_file_that_the_environment_names(
     [
         (
             b"slotts: 3",
-            r".*mine\.yaml: unknown setting slotts; correct or remove it; known ones: .*",
+            r".*mine\.yaml: unknown setting slotts \(did you mean slots\?\); correct or remove it",
         ),
         (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
-        (b"slots: many", r".*mine\.yaml: .*Expected `int`, got `str`.*"),
+        (b"slots: many", r".*mine\.yaml: slots must be a whole number .*, got \"many\".*"),
         (b"- slots", r".*mine\.yaml: must hold 'field: value' lines, holds list"),
         (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),
         (b"a: b: c", r".*mine\.yaml: is not valid YAML .*"),
@@ -588,7 +598,7 @@ def test_a_wrong_variable_is_one_line_and_status_2(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_SLOTTS", "3")
-    only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS; .*", 2)
+    only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS .*", 2)
 
 
 def test_a_missing_configuration_file_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
@@ -604,7 +614,7 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, com
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "file/below"):
         ran = run(command, tmp_path / name)
-        only_line(ran, rf"{tmp_path / name}: is not a directory; give what --save names")
+        only_line(ran, rf"{tmp_path / name}: is not a directory; give Megatron's --save directory")
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
@@ -617,7 +627,7 @@ def test_an_empty_path_is_not_the_working_directory(
     before = snapshot(save)
     monkeypatch.chdir(save)
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    only_line(run(command, path), r"' ?': names no directory; give what --save names")
+    only_line(run(command, path), r"' ?': names no directory; give Megatron's --save directory")
     assert snapshot(save) == before
 
 
@@ -652,7 +662,10 @@ def test_a_directory_without_a_checkpoint_is_one_line(
 def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) -> None:
     (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
     (save / TRACKER).write_text("5")
-    only_line(run(command, save), r".*iter_0000005: is in Megatron's own format 'torch', .*")
+    only_line(
+        run(command, save),
+        r".*iter_0000005: is in Megatron's own format 'torch', .*'flashckpt convert' converts it",
+    )
 
 
 def test_a_damaged_manifest_is_one_line_of_inspect(run: Run, save: Path) -> None:
@@ -673,7 +686,6 @@ def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["frobnicate"],
         ["ls"],
         ["ls", "a", "b"],
@@ -684,6 +696,7 @@ def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> Non
         ["verify", "a", "--iteration", "-3"],
         ["verify", "a", "--iteration", "9" * 5000],
         ["inspect", "a", "--yaml"],
+        ["plan", "--gpus", "8", "--num-layers", "2"],
     ],
 )
 def test_wrong_usage_is_explained_with_status_2(
@@ -698,9 +711,28 @@ def test_wrong_usage_is_explained_with_status_2(
     assert re.search(r"^flashckpt.*: error: ", said.err, re.MULTILINE)
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_at_all_shows_the_help_with_status_2(run: Run) -> None:
+    ran = run()
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("usage: flashckpt")
+    for command in ("ls", "inspect", "verify", "prune", "convert", "plan", "report", "config"):
+        assert re.search(rf"^ +{command} ", ran.err, re.MULTILINE), command
+    assert "exit status: 0 success" in ran.err
+
+
+def test_megatrons_arguments_without_dashes_before_them_get_a_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, is_hinted in ((["plan", "--gpus", "8"], True), (["ls", "a"], False)):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--num-layers", "2"])
+        assert ("Megatron's arguments after '--'" in capsys.readouterr().err) is is_hinted
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version_is_told(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--version"])
+        main([option])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == __version__
 

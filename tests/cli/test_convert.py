@@ -108,7 +108,7 @@ def test_arguments_that_lack_the_model_or_are_none_are_one_line(
     save_as_ranks(made, source, replicas=1)
     status, out, err = run(capsys, source, tmp_path / "other", "--to", "torch_dist")
     assert (status, out) == (1, "")
-    assert re.fullmatch(r"flashckpt: .* holds None in the place of training arguments; .*\n", err)
+    assert re.fullmatch(r"flashckpt: .* holds None instead of training arguments; .*\n", err)
 
 
 def test_a_damaged_source_is_one_line_with_the_commands_own_option(
@@ -167,7 +167,7 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> No
         [sys.executable, "-c", script, *command], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("flashckpt: there is no torch in this environment")
+    assert done.stderr.startswith("flashckpt: torch is not installed in this environment")
     assert len(done.stderr.splitlines()) == 1
 
 

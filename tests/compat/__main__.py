@@ -1,6 +1,6 @@
 """Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
 
-    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--readme]
+    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--docs]
     MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
 
 Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
@@ -23,7 +23,7 @@ import pytest
 
 from patches.patch import TAGS
 from tests.compat import upstream
-from tests.compat.matrix import Matrix, extract, table, write_readme
+from tests.compat.matrix import Matrix, extract, table, write_page
 
 #: One process, which prints each test when it begins; no limit of time but that of each job.
 _PYTEST = ("-n", "0", "-v", "--tb=line", "--durations=0", "-o", "faulthandler_timeout=0")
@@ -31,8 +31,8 @@ _PYTEST = ("-n", "0", "-v", "--tb=line", "--durations=0", "-o", "faulthandler_ti
 
 def main() -> None:
     args = _parser().parse_args()
-    if args.readme and args.tags:
-        sys.exit("scripts/compat: the README's table has all releases: name none with --readme")
+    if args.docs and args.tags:
+        sys.exit("scripts/compat: the table in docs/ has all releases: name none with --docs")
     unknown = set(args.tags) - set(TAGS)
     if unknown:
         sys.exit(f"scripts/compat: no {', '.join(sorted(unknown))}; there are {', '.join(TAGS)}")
@@ -48,14 +48,14 @@ def main() -> None:
             tags = args.tags or upstream.TAGS
             failed = upstream.main(tags, lambda tag: extract(tag, where, clone)) > 0
         else:
-            failed = releases(Matrix(clone, where, args.tags or list(TAGS)), readme=args.readme)
+            failed = releases(Matrix(clone, where, args.tags or list(TAGS)), docs=args.docs)
     finally:
         if not args.keep:
             shutil.rmtree(where)
     sys.exit(failed)
 
 
-def releases(matrix: Matrix, *, readme: bool) -> bool:
+def releases(matrix: Matrix, *, docs: bool) -> bool:
     """Run the tests of the releases and print the table; return True if any test failed."""
     tests = str(Path(__file__).with_name("test_releases.py"))
     status = pytest.main([tests, *_PYTEST], plugins=[matrix])
@@ -63,8 +63,8 @@ def releases(matrix: Matrix, *, readme: bool) -> bool:
     if ended and len(matrix.columns) == len(matrix.tags):
         lines = list(table(matrix.columns))
         print("\n".join(lines))
-        if readme:
-            write_readme(lines)
+        if docs:
+            write_page(lines)
     return status != pytest.ExitCode.OK
 
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keep", type=Path, help="put trees, checkpoints, logs there; go on from what is there"
     )
     parser.add_argument(
-        "--readme", action="store_true", help="put the table in the place of the README's"
+        "--docs", action="store_true", help="put the table in the place of the one in docs/"
     )
     parser.add_argument(
         "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"

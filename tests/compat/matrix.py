@@ -24,7 +24,7 @@ from tests.compat.release import CellError, NotHereError, Release
 from tests.compat.tree import REPO, Tree, end_nurseries
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
-README = REPO / "README.md"
+PAGE = REPO / "docs/reference/releases.md"
 #: In this order: later ones look at what earlier ones have left. What one returns is worth a note.
 FEATURES: dict[str, Callable[[Release], str | None]] = {
     **OF_RELEASE,
@@ -34,8 +34,8 @@ FEATURES: dict[str, Callable[[Release], str | None]] = {
 }
 #: Without stock, or a save to resume from, nothing else can be tried.
 _REQUIRED = 2
-#: What `--readme` writes stands between these lines.
-BEGIN, FINISH = "<!-- scripts/compat --readme -->\n", "<!-- end of scripts/compat -->\n"
+#: What `--docs` writes stands between these lines.
+BEGIN, FINISH = "<!-- scripts/compat --docs -->\n", "<!-- end of scripts/compat -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +177,8 @@ def table(columns: list[Column]) -> Iterable[str]:
         yield from (f"- {note.partition('; log: ')[0]}" for note in notes)
 
 
-def write_readme(lines: list[str]) -> None:
-    """Put the table in the place of the one in the README."""
-    before, _, rest = README.read_text().partition(BEGIN)
+def write_page(lines: list[str]) -> None:
+    """Put the table in the place of the one in the page on releases."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(FINISH)
-    README.write_text(f"{before}{BEGIN}" + "".join(f"{line}\n" for line in lines) + FINISH + after)
+    PAGE.write_text(f"{before}{BEGIN}" + "".join(f"{line}\n" for line in lines) + FINISH + after)

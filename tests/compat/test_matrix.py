@@ -92,15 +92,15 @@ def test_a_later_failure_does_not_stop_the_release(monkeypatch: pytest.MonkeyPat
 def test_the_table_takes_the_place_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    readme = tmp_path / "README.md"
-    monkeypatch.setattr(matrix, "README", readme)
-    readme.write_text(f"before\n{matrix.BEGIN}old\n{matrix.FINISH}after\n")
-    matrix.write_readme(["| new |"])
-    assert readme.read_text() == f"before\n{matrix.BEGIN}| new |\n{matrix.FINISH}after\n"
+    page = tmp_path / "releases.md"
+    monkeypatch.setattr(matrix, "PAGE", page)
+    page.write_text(f"before\n{matrix.BEGIN}old\n{matrix.FINISH}after\n")
+    matrix.write_page(["| new |"])
+    assert page.read_text() == f"before\n{matrix.BEGIN}| new |\n{matrix.FINISH}after\n"
 
 
-def test_the_readme_has_a_place_for_the_table() -> None:
-    before, begin, rest = matrix.README.read_text().partition(matrix.BEGIN)
+def test_the_page_has_a_place_for_the_table() -> None:
+    before, begin, rest = matrix.PAGE.read_text().partition(matrix.BEGIN)
     assert begin
     assert matrix.FINISH in rest
     assert matrix.BEGIN not in rest + before

@@ -25,7 +25,7 @@ FILES = Path(__file__).parent / "dlrover_files"
 LEGACY, GATHER = "cb995d5-tp2dp2-buckets", "cb995d5-dp2-gather"
 ARCHIVES = (LEGACY, "cb995d5-pp2dp2-tied", "core_v0.8.0-pp2dp2-tied")
 NEWEST, OLDER = "iter_0000004", "iter_0000002"
-NOTE = "did not save the optimizer's step count; the iteration, 4, is taken for it"
+NOTE = "did not save the optimizer's step count, so the iteration, 4, is used instead"
 
 
 def unpacked(name: str, where: Path) -> Path:
@@ -61,14 +61,14 @@ def test_weights_that_were_saved_before_they_were_gathered_are_taken_from_the_ma
 ) -> None:
     """cb995d5 gathers them in the next step. Stock's file is of its last save, after training."""
     saved = unpacked(GATHER, tmp_path)
-    with pytest.raises(CorruptCheckpointError, match="save weights of before the last"):
+    with pytest.raises(CorruptCheckpointError, match="save the weights before the last"):
         open_source(saved / "dlrover", None, Options())
     theirs = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
     stocks = open_source(saved / "stock", None, Options()).contents
     assert_equal(wholes(theirs), wholes(stocks))
     assert ["--overlap-param-gather" in warning for warning in theirs.warnings] == [True]
     weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
-    assert ["may have saved weights of before" in it for it in weights.warnings] == [True]
+    assert ["may have saved the weights before" in it for it in weights.warnings] == [True]
 
 
 def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
@@ -234,7 +234,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "no rank directories": (
         lambda directory: [shutil.rmtree(path) for path in directory.glob("rank_*")] and None,
-        ["DLRover keeps it in rank_"],
+        ["of DLRover is missing too"],
     ),
     "weights missing": (
         lambda directory: [shutil.rmtree(path) for path in directory.glob("mp_rank_*")] and None,
@@ -246,17 +246,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "optimizer of one rank of another save": (
         older("rank_00002"),
-        ["tp 0, pp 0", "the shards in rank_00002 are not what", "mp_rank_00", "files of two saves"],
+        [
+            "tp 0, pp 0",
+            "the masters in rank_00002 do not round",
+            "mp_rank_00",
+            "files of two saves",
+        ],
     ),
     "optimizer of all ranks of another save": (
         older("rank_00000", "rank_00001", "rank_00002", "rank_00003"),
-        ["the shards in rank_00000, rank_00002 are not what", "files of two saves"],
+        ["the masters in rank_00000, rank_00002 do not round", "files of two saves"],
     ),
     "weights of one rank of another save": (
         older("mp_rank_01"),
         ["holds files of another save: mp_rank_01 of iteration 2"],
     ),
-    "ranks exchanged": (exchange, ["shards of other sizes"]),
+    "ranks exchanged": (exchange, ["the sizes of its shards do not follow from the args"]),
     "a rank of a larger job": (one_rank_more, ["4 ranks, but rank_00004", "files of two saves"]),
     "a file cut short": (truncate, ["rank_00002/distrib_optim.pt: cannot be read"]),
 }
@@ -296,11 +301,11 @@ def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
     ):
         assert commands.main(command) == 1
         said = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: DLRover committed it with no files in it; go on from another" in said
-        assert "(2 there)" in said
+        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in said
+        assert "(available: 2)" in said
     assert not destination.exists()
     assert commands.main(["ls", str(broken)]) == 0
-    assert "committed with no files in it" in capsys.readouterr().out
+    assert "committed without any file" in capsys.readouterr().out
 
 
 def test_commands_call_the_format_by_its_name_and_say_what_to_do(
@@ -332,7 +337,7 @@ def test_a_model_that_cannot_be_laid_out_is_refused_in_a_line_with_a_way_out(bro
         return str(caught.value)
 
     said = change(num_layers=4)
-    assert "layers.2.input_norm.weight is not there, by the args (16,)" in said
+    assert "layers.2.input_norm.weight is missing, expected (16,) by the args" in said
     assert "more" in said
     assert "load it with DLRover in a job of the Megatron that wrote it" in said
     assert "--transformer-impl transformer_engine" in change(transformer_impl="transformer_engine")

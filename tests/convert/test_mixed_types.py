@@ -171,4 +171,4 @@ def test_what_no_forward_uses_is_left_out_with_a_warning(tmp_path: Path) -> None
     found = opened(tmp_path)
     assert boxes(found).keys() == boxes(made).keys()
     (warning,) = found.warnings
-    assert warning.startswith(f"{key} is left out: no forward uses it")
+    assert warning.startswith(f"{key} is not converted: no forward uses it")

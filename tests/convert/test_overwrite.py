@@ -129,7 +129,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(
     before = snapshot(tmp_path)
     assert convert(save, to, form, "--overwrite") == 2
     error = capsys.readouterr().err
-    assert "which is converted; nothing was changed" in error
+    assert "; nothing was changed; name a destination outside of the source" in error
     assert len(error.splitlines()) == 1
     assert snapshot(tmp_path) == before
 
@@ -177,7 +177,9 @@ def test_a_bind_mount_of_the_source_is_seen_through(
     where = Path(os.path.normpath(point / to))
     before = snapshot(tmp_path)
     assert convert(save, where, "safetensors", "--overwrite") == 2
-    assert "which is converted; nothing was changed" in capsys.readouterr().err
+    assert (
+        "; nothing was changed; name a destination outside of the source" in capsys.readouterr().err
+    )
     assert snapshot(tmp_path) == before
 
 
@@ -302,7 +304,10 @@ def test_what_a_stranger_put_into_an_export_is_named_and_stays(
         before = snapshot(tmp_path)
         assert convert(model, to, form, "--overwrite") == 2
         error = capsys.readouterr().err
-        assert f"{directory_of(to, form)}: holds what 'flashckpt convert' did not write: " in error
+        assert (
+            f"{directory_of(to, form)}: holds files that 'flashckpt convert' did not write: "
+            in error
+        )
         assert foreign in error
         assert snapshot(tmp_path) == before
 
@@ -337,7 +342,7 @@ def test_a_checkpoint_of_a_job_is_never_replaced(
     change(other / DIRECTORY)
     before = snapshot(tmp_path)
     assert convert(save, other, form, "--overwrite") == 2
-    assert f"{other / DIRECTORY}: holds what 'flashckpt convert' did not write" in (
+    assert f"{other / DIRECTORY}: holds files that 'flashckpt convert' did not write" in (
         capsys.readouterr().err
     )
     assert snapshot(tmp_path) == before

@@ -7,12 +7,14 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.crash import trouble
 from tests.crash.start import Life, start
 from tests.support.forked.nursery import nursery
@@ -48,6 +50,37 @@ def state_of(pid: int) -> str:
         return "X"
 
 
+def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
+    """Wait until an agent stands at its step in the save of `iteration`; return its pid.
+
+    On storage with faults an error may keep an agent from a removal until a later save. Then 0 is
+    returned, a while after `iteration` was committed, and the agent does not stop at that step.
+    """
+    ended_at = math.inf
+
+    def probe() -> list[int]:
+        nonlocal ended_at
+        if state_of(agent) == "T":
+            return [agent]
+        tracker = root / TRACKER
+        if trouble.is_troubled(root) and tracker.exists():
+            if tracker.read_text() == str(iteration):
+                ended_at = min(ended_at, time.monotonic())
+            if time.monotonic() > ended_at + _LAST_S:
+                threading.Thread(target=_wake_at_its_step, args=(agent,), daemon=True).start()
+                return [0]
+        return []
+
+    return eventually(f"the agent comes to {step}", probe)[0]
+
+
+def _wake_at_its_step(agent: int) -> None:
+    while (state := state_of(agent)) not in "TXZ":
+        time.sleep(0.05)
+    if state == "T":
+        wake(agent)
+
+
 class Job:
     """The ranks, restarted any number of times under one agent's eyes, in `home`."""
 
@@ -65,9 +98,7 @@ class Job:
         With `linger` the ranks do not end by themselves.
         """
         self._lives += 1
-        if trouble.is_troubled(self.save):
-            # What the last life has made is visible by now: schedulers take longer, too.
-            time.sleep(trouble.LATE_S)
+        trouble.await_names(self.save)
         for rank in range(RANKS):
             environment = {
                 "RANK": str(rank),

@@ -76,6 +76,6 @@ def _serve(environment: dict[str, str], log: str, connection: Connection, *argum
             os._exit(0)
         try:
             answer = "", getattr(life, name)(*given)
-        except BaseException:
-            answer = traceback.format_exc(), None
+        except BaseException as error:  # the first line is what the matrix prints
+            answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None
         connection.send(answer)

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from rich.console import Console
@@ -180,7 +181,9 @@ def _tell(
         return tell_of_peers(cell, home) if isinstance(cell, PeerCell) else tell(cell, home)
     except BaseException:
         if keep is not None:
-            shutil.copytree(home, keep / home.name, ignore=shutil.ignore_patterns("*.sock"))
+            kept = keep / home.name
+            shutil.copytree(home, kept, ignore=shutil.ignore_patterns("*.sock"))
+            (kept / "error.txt").write_text(f"{cell}\n{traceback.format_exc()}")
         raise
     finally:
         met.update(trouble.met(home))

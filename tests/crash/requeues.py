@@ -30,7 +30,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
-from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
@@ -122,7 +122,7 @@ class _Story:
         self._save(1)
         trouble.begin(self._root)  # earlier ones would move the step that `cell.count` counts to
         (agent,) = lost.agents()
-        self._train_until_stopped(agent)
+        stopped = self._train_until_stopped(agent)
         self._kill()
 
         where = {lost: new, stays: stays}
@@ -136,7 +136,7 @@ class _Story:
         newest = found + 3
         for iteration in range(found + 1, newest + 1):
             self._save(iteration)
-        wake(agent)
+        wake(stopped)
         if cell.rank == 0:  # an agent without rank 0 waits to be told of the run that has claimed
             self._await_overtaken(lost, newest)
         self._check_tracker(newest)
@@ -212,8 +212,11 @@ class _Story:
             if error := trainer.outcome(60.0).error:
                 raise CellError(f"rank {trainer.rank}: iteration {iteration}: {error}")
 
-    def _train_until_stopped(self, agent: int) -> None:
-        """Begin the save of iteration 2, and return when the agent has come to its step."""
+    def _train_until_stopped(self, agent: int) -> int:
+        """Begin the save of iteration 2, and return when the agent has come to its step.
+
+        The agent is returned; 0 if it does not come there, see `agent_at`.
+        """
         save_id = new_save_id()
 
         def stage(trainer: FakeTrainer) -> None:
@@ -225,8 +228,9 @@ class _Story:
         ]
         for thread in self._staging:
             thread.start()
-        eventually(f"the agent comes to {self._cell.point}", lambda: state_of(agent) == "T")
+        stopped = agent_at(self._cell.point, agent, self._root, 2)
         self._staging[1 - self._cell.rank].join()
+        return stopped
 
     def _kill(self) -> None:
         """End the trainers of this life as SIGKILL does, whatever they are doing."""

@@ -19,7 +19,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
 from tests.crash import trouble
-from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
@@ -120,10 +120,11 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             blocking.mkdir(parents=True)
         asking = _stage_in_background(hung, 2)
         (agent,) = first.agents()
-        eventually(f"the agent comes to {cell.point}", lambda: state_of(agent) == "T")
+        stopped = agent_at(cell.point, agent, root, 2)
 
         if cell.fails:
             blocking.rmdir()
+        trouble.await_names(root)
         with agent_fault(None):  # cells run beside one another, in threads of one environment
             later = second.trainer(root, retention=_SECOND)
         run = later.claim("take_over").run_id
@@ -136,7 +137,7 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             _saved(later, iteration)
         eventually("tidiness", lambda: _is_tidy(root, 5))
         before = _listing(root)
-        wake(agent)
+        wake(stopped)
         asking.join()
         hung.outcome()
         error = hung.save(6).error

@@ -33,7 +33,7 @@ from tests.crash.truth import check_storage, in_memory
 from tests.support.trainer import is_alive
 
 _SAVES = 4
-_REFUSED = r"process \d+ of the same rank on this node has taken this one's place"
+_REFUSED = r"process \d+ of the same rank on this node has replaced this process"
 
 
 @dataclasses.dataclass(frozen=True)

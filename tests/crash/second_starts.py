@@ -23,14 +23,14 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.agent.test_shard_writer import read_rank
 from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
-from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.later import Later
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS, FAILING
-from tests.crash.truth import check_left, check_storage, check_tidy, committed
+from tests.crash.truth import check_left, check_storage, check_tidy, committed, stored_patiently
 from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
 
 HAPPENS = "started a second time"
@@ -73,7 +73,7 @@ class Life:
             data = trainer.bytes_in(newest.slot)
             restored = Restored(iteration, "memory", life_of(data, trainer, iteration))
         elif done:
-            checkpoint = stored(self._root, done)
+            checkpoint = stored_patiently(self._root, done)
             save_id = checkpoint.manifest.save_id
             data = read_rank(checkpoint, trainer)
             restored = Restored(done, "storage", life_of(data, trainer, done))
@@ -201,11 +201,11 @@ class _Story:
         first.trainer.claim()
         training = threading.Thread(target=self._train, daemon=True)
         training.start()
-        eventually(f"the agent comes to {self._cell.point}", lambda: state_of(agent) == "T")
+        stopped = agent_at(self._cell.point, agent, self._root, 2)
         if self._cell.fails:
             (self._root / iteration_dir(2) / MANIFEST).rmdir()
         second = self._start(2, connections=2)
-        wake(agent)
+        wake(stopped)
         found = second.answer()
         if found.iteration < self._cell.least or found.life not in (0, 1):
             raise CellError(f"the second process has restored {found}")

@@ -26,7 +26,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell
-from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS, FAILING
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
@@ -91,7 +91,7 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
     trainer.claim()
     training = threading.Thread(target=_train, args=(cell, trainer), daemon=True)
     training.start()
-    eventually(f"the agent comes to {cell.point}", lambda: state_of(agent) == "T")
+    stopped = agent_at(cell.point, agent, root, 2)
     if cell.fails:
         (root / iteration_dir(2) / MANIFEST).rmdir()
     directory = node.directory(root)
@@ -99,7 +99,7 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
         (directory / name).unlink()
     if cell.at_once:
         trainer.client._sock.shutdown(socket.SHUT_RDWR)
-    wake(agent)
+    wake(stopped)
     training.join()
     last = 2
     if not cell.at_once:

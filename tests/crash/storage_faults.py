@@ -24,7 +24,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell
-from tests.crash.job import CellError, eventually, state_of
+from tests.crash.job import CellError, agent_at, eventually
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
 from tests.faulty_storage.preload import FaultyStorage, fail, late
@@ -156,13 +156,14 @@ class _Story:
         cell = self._cell
         self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
         self._save(1)
-        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root))
+        # One: with those of these rules a shard meets as many as the agent bears.
+        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1, within_s=60))
         # Nobody knows whether the agent still answers before it stops.
         self._staging = threading.Thread(target=self._stage_at_last)
         self._staging.start()
         self._trainers[1].stage(2, _save_id(2))
         (agent,) = self._nodes[0].agents()
-        eventually(f"the agent comes to {cell.point}", lambda: state_of(agent) == "T")
+        agent_at(cell.point, agent, self._root, 2)
         check_storage(self._root)
 
     def _stage_at_last(self) -> None:

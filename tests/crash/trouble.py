@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ _SEED = "seed "
 _RATE = 100
 _DONE_RATE = 300
 #: Half of what the shortest retries of the package bear.
-_CALM = calm(2, 10_000)
+_MOST, _WITHIN_S = 2, 10
 _PASSING = sorted(number for number, it in TABLE.items() if it.may_pass)
 #: close(2) names it, and the package takes it for one that may pass.
 _OF_CLOSE = (errno.EIO,)
@@ -58,14 +59,18 @@ def prepare(home: Path, seed: int, cell: object) -> None:
     _write(home, [f"{_SEED}{of_cell}"], of_cell)
 
 
-def errors(root: Path) -> list[str]:
-    """Return the rules of the errors that pass, for a cell with faults; none without."""
+def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str]:
+    """Return the rules of the errors that pass, for a cell with faults; none without.
+
+    Args:
+        most: how many of them a process meets within so many seconds.
+    """
     seed = _seed(root.parent)
     if seed is None:
         return []
     refused = [call for call in CALLS if call != "fallocate"]
     return [
-        _CALM,
+        calm(most, 1000 * within_s),
         *(
             sometimes(call, _RATE, seed, _OF_CLOSE if call == "close" else _PASSING)
             for call in refused
@@ -86,6 +91,15 @@ def end(root: Path) -> None:
     seed = _seed(root.parent)
     if seed is not None:
         _write(root.parent, [f"{_SEED}{seed}"], seed)
+
+
+def await_names(root: Path) -> None:
+    """Return when all names that there are below the save directory are visible to all processes.
+
+    Called before another job starts: schedulers take longer, too.
+    """
+    if is_troubled(root):
+        time.sleep(LATE_S)
 
 
 def is_troubled(root: Path) -> bool:

@@ -21,6 +21,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually
@@ -49,13 +50,21 @@ def in_memory(agents: list[int], ranks: int) -> int | None:
 
 
 def committed(save: Path) -> list[int]:
-    """Return all iterations that have a manifest, oldest first."""
-    if not save.exists():
-        return []
-    found = [parse_iteration_dir(path.name) for path in save.iterdir()]
+    """Return all iterations that have a manifest, oldest first; in a cell's process, too.
+
+    That process may meet errors that pass.
+    """
+    storage = PatientStorage(PosixStorage(save))
+    found = [parse_iteration_dir(name) for name in storage.list("")]
     return sorted(
-        n for n in found if n is not None and (save / iteration_dir(n) / MANIFEST).exists()
+        n for n in found if n is not None and storage.present(iteration_dir(n), [MANIFEST])
     )
+
+
+def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
+    """Return a checkpoint that a cell's process reads, which may meet errors that pass."""
+    storage = PatientStorage(PosixStorage(save))
+    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
 
 
 def check_storage(save: Path) -> None:

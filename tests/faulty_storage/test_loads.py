@@ -136,7 +136,7 @@ def test_errors_that_pass_cost_a_load_nothing_and_those_that_last_say_what_they_
         assert error is not None
         assert "rank_00000" in error
         assert is_damage is damages
-        assert ("storage is away" in error) is not damages
+        assert ("storage is unavailable" in error) is not damages
         retries += 3
     _, log = loading.communicate(timeout=60.0)
     assert loading.returncode == 0

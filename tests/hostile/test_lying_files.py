@@ -262,7 +262,7 @@ LIES = {
     ),
     "manifest of another iteration": Lie(
         lambda made: made.change_manifest(lambda said: said.update(iteration=20)),
-        rf"manifest\.json: is that of iteration 20; {OLDER}",
+        rf"manifest\.json: is the manifest of iteration 20; {OLDER}",
     ),
     "manifest naming a file above": Lie(
         change_entry(file="../x"), rf"manifest\.json: '\.\./x' is not a shard's name; {OLDER}"
@@ -412,12 +412,14 @@ def test_a_manifest_that_contradicts_a_sound_shard_is_found_at_the_shard_and_in_
     change(made)
     before = snapshot(made.root)
     *tensors, shard = damages(made)
-    assert re.search(rf"{SHARD_1}: holds other pieces than the manifest says; {OLDER}", str(shard))
+    assert re.search(
+        rf"{SHARD_1}: its pieces differ from those in the manifest; {OLDER}", str(shard)
+    )
     for error in tensors:
         assert re.search(rf"manifest\.json: (rank 1: .*|{tensor}: .*); {OLDER}", str(error))
     with pytest.raises(FlashCkptError):
         read_all(made)
-    with pytest.raises(CorruptCheckpointError, match=r"holds other pieces"):
+    with pytest.raises(CorruptCheckpointError, match=r"its pieces differ"):
         made.stored().shard(1)
     assert snapshot(made.root) == before
 

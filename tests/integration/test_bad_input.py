@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         dlrovers_without_files,
         {},
         "UnsupportedError",
-        [r"iter_0000002: DLRover committed it with no files in it", r"none there"],
+        [r"iter_0000002: DLRover committed this iteration without any file", r"available: none"],
     ),
 }
 
@@ -368,7 +368,9 @@ def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_f
         events = result.named(name)
         assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
     assert all(event["weights_changed"] for event in result.named("not strict"))
-    said = re.findall(r"not strict: left as they are: (.*); not read: (.*)", result.log)
+    said = re.findall(
+        r"missing state keeps its values: (.*); unexpected state is not read: (.*)", result.log
+    )
     assert len(said) == 2, "once per load, on rank 0"
     for absent, superfluous in said:
         assert "weight/output_layer.weight" in absent
@@ -394,7 +396,7 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
     )
     assert result.returncode != 0
     assert (
-        "unknown setting FLASHCKPT_SLOTTS; correct or remove it; known ones: runtime_dir"
+        "unknown setting FLASHCKPT_SLOTTS (did you mean FLASHCKPT_SLOTS?); correct or remove it"
         in result.log
     )
 

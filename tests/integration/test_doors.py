@@ -186,7 +186,10 @@ def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> Non
         [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == "flashckpt-launch: no_such_script.py: no such script\n"
+    assert (
+        done.stderr
+        == "flashckpt-launch: no_such_script.py: no such script; give the path of a .py file\n"
+    )
 
 
 def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:

@@ -102,7 +102,7 @@ def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path)
     assert result.returncode != 0
     (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
     assert others == [], "the same on all ranks"
-    assert "iteration 2 has failed for a reason that stays until somebody acts" in said
+    assert "iteration 2 has failed for a reason that persists until someone acts" in said
     assert f"{tmp_path}/save/iter_0000002/rank_0000" in said
     assert "No space left on device" in said
     assert "free space there or save elsewhere" in said
@@ -155,7 +155,7 @@ def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
     _, result = lost_agents
     for rank in range(RANKS):
         said = re.findall(
-            rf"rank {rank}: (the agent of this node is gone.*); another one takes over", result.log
+            rf"rank {rank}: (the agent of this node is gone.*); a new agent adopts", result.log
         )
         assert len(said) == 2
         assert all("agent.log" in each for each in said)

@@ -245,7 +245,7 @@ def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
 def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str) -> None:
     (said,) = ran.blocks(name)
     assert re.search(DAMAGE[name][1], said), said
-    found = re.search(r"TRAINING GOES ON FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
+    found = re.search(r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
     assert found is not None, said
     lost = {
         "tracker to nowhere": "at most 73 iterations are lost",
@@ -284,7 +284,7 @@ def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
         assert "rank_0000" in event["error"][1]
-        assert "storage is away: look at" in event["error"][1]
+        assert "storage is unavailable: check" in event["error"][1]
     assert ran.blocks(AWAY) == []
 
 
@@ -294,7 +294,7 @@ def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(
     truncated_copy(ran.good, older, 2)
     flip(shard(damaged, 1))
     found, expected = ran.train("d", damaged), ran.train("c", older)
-    assert "TRAINING GOES ON FROM ITERATION 2 in storage: 2 iterations are lost" in found.log
+    assert "TRAINING RESUMES FROM ITERATION 2 in storage: 2 iterations are lost" in found.log
     assert sorted(found.losses()) == [3, 4, 5, 6]
     assert found.losses() == expected.losses()
     for iteration in (4, 6):
@@ -330,7 +330,7 @@ def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> Non
     expected = succeeded(train("storage", tmp_path / "C"))
     assert "iteration 4 was not restored from memory: slot" in found.log
     assert "host memory changed after it was" in found.log
-    assert "TRAINING GOES ON FROM ITERATION 4 in storage: nothing is lost" in found.log
+    assert "TRAINING RESUMES FROM ITERATION 4 in storage: nothing is lost" in found.log
     assert "iteration 4 was restored from storage" in found.log
     assert found.losses() == expected.losses()
     assert differing(tensors(tmp_path / "A", 6), tensors(tmp_path / "C", 6)) == []

@@ -74,7 +74,7 @@ def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
     for rank in (0, 1):
         mine = {it["name"]: it for it in events if it["pid"] == rank and it["ph"] != "M"}
         order = ["save", "enumerate", "plan", "acquire slot", "early copies", "late copies"]
-        order += ["doorbell", "digest", "write", "fdatasync", "outcome told"]
+        order += ["doorbell", "digest", "write", "fdatasync", "result reported"]
         assert set(order) | {"persist"} <= mine.keys()
         starts = [mine[name]["ts"] for name in order]
         assert starts == sorted(starts)

@@ -67,7 +67,7 @@ def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
 
 def test_rank_0_says_once_what_one_slot_gives_up(whole: tuple[Path, Result]) -> None:
     line = (
-        "flashckpt: slots: 1: a save begins when the one before is committed or has failed; a "
+        "flashckpt: slots: 1: a save begins when the previous one is committed or has failed; a "
         "crash during its copies into host memory resumes from storage"
     )
     assert whole[1].log.count(line) == 1

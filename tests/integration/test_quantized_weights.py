@@ -192,7 +192,7 @@ def test_loads_without_masters_are_refused(runs: Callable[[str], Runs], flag: st
         "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank: "
         "decoder.layers.0.self_attention.linear_proj.weight, " in result.log
     )
-    assert "so it needs the optimizer (no --finetune, no --no-load-optim)" in result.log
+    assert "so it needs the optimizer: load without --finetune and --no-load-optim" in result.log
     assert result.events == [], "no loss was computed, and nothing saved"
 
 

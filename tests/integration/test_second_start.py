@@ -107,7 +107,7 @@ def test_the_first_start_is_told_why_its_saves_fail_and_ends_with_status_1(start
     log = starts.first.log
     for iteration in (3, 4, 5):
         (said,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
-        assert re.search(r"process \d+ of the same rank on this node has taken .* end it", said)
+        assert re.search(r"process \d+ of the same rank on this node has replaced .* end it", said)
     (verdict,) = re.findall(r"the last save, iteration 5, is not durable: .*", log)
     assert f"the newest durable checkpoint in {starts.save} is iteration 2" in verdict
     assert "the exit status is 1" in verdict

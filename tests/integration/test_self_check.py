@@ -35,7 +35,7 @@ CASES: dict[str, list[str] | None] = {
     "train_data_iterator": ["save_checkpoint .* has no parameter 'train_data_iterator'"],
     "no_load_rng": ["args have no 'no_load_rng'"],
     "master left out": [
-        "FusedAdam steps what DistributedOptimizer does not list: a tensor of shape",
+        "FusedAdam steps tensors that DistributedOptimizer does not list: a tensor of shape",
         r"DistributedOptimizer has no master or state for its part of: decoder\.",
     ],
     "master doubled": [r"DistributedOptimizer lists several times: decoder\."],

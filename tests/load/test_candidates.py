@@ -209,7 +209,7 @@ def test_the_report_names_damage_place_and_loss(
     assert f"DAMAGED CHECKPOINT in {storage.place}\n" in block
     assert "iteration 6 in memory: rank 3: a file" in block
     assert "iteration 6 in storage: rank 3: a file" in block
-    assert "GOES ON FROM ITERATION 4 in storage: 2 iterations are lost" in block
+    assert "RESUMES FROM ITERATION 4 in storage: 2 iterations are lost" in block
 
 
 def test_other_ranks_say_nothing(storage: PosixStorage, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,4 +224,4 @@ def test_a_job_that_starts_anew_beside_checkpoints_says_so(
     (tmp_path / TRACKER).unlink()
     with caplog.at_level(logging.WARNING):
         assert named_in(storage, None) == Named(None)
-    assert "to go on from the newest, write 6 into it" in caplog.text
+    assert "to resume from the newest, write 6 into that file" in caplog.text

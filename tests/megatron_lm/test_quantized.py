@@ -29,7 +29,7 @@ from tests.megatron_lm.test_model_state import Job
 WITHOUT_MASTER = (
     "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank: layer.matrix"
 )
-NOT_FILLED = "FP8 or FP4 weights that this Megatron does not make of their masters: layer.matrix"
+NOT_FILLED = "FP8 or FP4 weights that this Megatron does not make from their masters: layer.matrix"
 UNKNOWN = (
     "weights of a tensor class into which this Megatron cannot quantize masters: "
     "layer.matrix (QuantizedDouble)"
@@ -101,7 +101,9 @@ def test_weights_without_a_sharded_master_are_refused_before_the_first_step(case
 @pytest.mark.usefixtures("known")
 def test_a_load_without_the_optimizer_is_refused() -> None:
     job = quantized_job()
-    text = f"/save/iter_0000003: {WITHOUT_MASTER}. A load makes such weights of their masters, so "
+    text = (
+        f"/save/iter_0000003: {WITHOUT_MASTER}. A load derives such weights from their masters, so "
+    )
     with pytest.raises(UnsupportedError, match=re.escape(text)):
         refuse_unmastered(
             LoadRequest(ModelState(Replicated()), [job], None, strict=True), "/save/iter_0000003"

@@ -96,7 +96,7 @@ def test_a_slab_is_made_all_the_same_if_the_kernel_refuses_the_node(
         Slab.create(1, 0, PAGE, "0", numa_node=3).close()
     reason = os.strerror(errno.EPERM) if why == "refused" else "unknown on riscv64"
     assert [record.getMessage() for record in caplog.records] == [
-        f"memory is not placed at NUMA node 3: mbind: {reason}"
+        f"cannot place memory at NUMA node 3: mbind: {reason}"
     ]
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
 

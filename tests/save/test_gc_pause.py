@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 class OddError(Exception):
@@ -15,10 +15,10 @@ class OddError(Exception):
 
 def test_nothing_is_collected_inside_and_everything_after_it() -> None:
     assert gc.isenabled()
-    with held_off():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(OddError), held_off():
+    with pytest.raises(OddError), gc_paused():
         raise OddError
     assert gc.isenabled()
 
@@ -26,7 +26,7 @@ def test_nothing_is_collected_inside_and_everything_after_it() -> None:
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with held_off():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

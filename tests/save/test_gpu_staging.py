@@ -513,7 +513,7 @@ def test_a_device_that_refuses_to_wait_makes_the_host_wait(
 def test_a_gpu_that_refuses_a_stream_is_named(node: Node, slab: Slab) -> None:
     stager = Stager()
     node.refusals["Stream"] = refuse
-    with pytest.raises(SaveFailedError, match=r"cuda:5 makes no stream .* another GPU"):
+    with pytest.raises(SaveFailedError, match=r"cuda:5 cannot create a stream .* another GPU"):
         stager.use(slab, device=RANK)
     node.refusals.clear()
     stager.use(slab, device=RANK)

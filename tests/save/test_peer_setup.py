@@ -55,7 +55,7 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
 
     monkeypatch.setenv("MASTER_ADDR", "no-such-host")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(AgentError, match=r"way to no-such-host .*set 'agent\.address'"):
+    with pytest.raises(AgentError, match=r"route to no-such-host .*set 'agent\.address'"):
         peer_setup.own_address()
 
 

@@ -22,7 +22,7 @@ def on_all_ranks(report: Callable[[SaveReports], None]) -> list[SaveReports]:
     """Let every rank report the same event; return the reports."""
     jobs = [SaveReports("/ckpt", rank) for rank in range(RANKS)]
     for job in jobs:
-        job.wanted(8)
+        job.requested(8)
         report(job)
     return jobs
 
@@ -80,19 +80,19 @@ def test_rank_0_alone_says_that_a_save_is_durable_kept_skipped_or_waits(
 
 def test_the_last_save_decides_how_a_job_has_ended() -> None:
     job = SaveReports("/ckpt", 0)
-    job.found(2)
+    job.note_durable(2)
     assert job.verdict() is None
-    job.wanted(4)
+    job.requested(4)
     job.failed(outcome(4, "no space"))
     assert job.verdict() == (
         "the last save, iteration 4, is not durable: no space; the newest durable checkpoint in "
         "/ckpt is iteration 2"
     )
-    job.wanted(6)
+    job.requested(6)
     job.committed(outcome(6))
     assert job.verdict() is None
-    job.wanted(8)
-    job.wanted(10)
+    job.requested(8)
+    job.requested(10)
     job.committed(outcome(8))
     job.failed(outcome(10, "hung"))
     assert (job.verdict() or "").endswith("checkpoint in /ckpt is iteration 8")

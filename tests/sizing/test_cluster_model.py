@@ -135,7 +135,9 @@ def test_the_command_prints_host_memory_over_gpus(capsys: pytest.CaptureFixture)
     words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    begin = lines.index("host memory per node, by slots and redundancy; !: more than its 100 GB")
+    begin = lines.index(
+        "host memory per node, by slots and redundancy; !: more than the node's 100 GB"
+    )
     rows = {line.split()[0]: re.split(r" {2,}", line.strip()) for line in lines[begin + 2 :]}
     assert list(rows) == ["4", "8", "16", "32", "64"]
     assert [cell.endswith("!") for cell in rows["16"][1:]] == [False] * 4 + [True] * 2
@@ -153,7 +155,7 @@ def test_too_little_memory_for_redundancy_is_status_1(capsys: pytest.CaptureFixt
     words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
     assert main([*words, "--redundancy", "copy"]) == 1
     said = capsys.readouterr().err
-    assert "2 slots of a node's ranks, with 'redundancy: copy', take" in said
+    assert "2 slots of a node's ranks, with 'redundancy: copy', need" in said
     assert "(--slots 1, --redundancy xor, --weights derive)" in said
     assert main([*words, "--redundancy", "copy", "--slots", "1"]) == 0
     assert main([*words, "--redundancy-group", "1"]) == 2
@@ -171,10 +173,23 @@ def test_bytes_per_day_are_those_of_the_recommended_interval() -> None:
     assert 0.9 * 86400e9 < plan(sizes(), slow).ours.nbytes_per_day <= 86400e9
 
 
-@pytest.mark.parametrize("field", ["slots", "pcie_gb_s", "memory_share", "iteration_s"])
-def test_numbers_that_cannot_be_are_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
-        Cluster(**{field: -1})
+@pytest.mark.parametrize(
+    ("field", "value", "range_"),
+    [
+        ("slots", -1, "above 0"),
+        ("pcie_gb_s", 0, "above 0"),
+        ("iteration_s", float("inf"), "a finite number above 0"),
+        ("restart_s", -1, "at least 0"),
+        ("memory_share", -1, "at least 0"),
+        ("memory_share", 1.5, "from 0 to 1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(
+    field: str, value: float, range_: str
+) -> None:
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{option}: out of range; give .*{range_}"):
+        Cluster(**{field: value})
 
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
@@ -218,7 +233,7 @@ def test_too_little_host_memory_is_status_1_after_the_figures(
     printed = capsys.readouterr()
     assert "8.000 billion" in printed.out or '"parameters": 8000000000' in printed.out
     assert re.fullmatch(
-        r"flashckpt: 2 slots of a node's ranks take .* GiB of host memory, which is more than "
+        r"flashckpt: 2 slots of a node's ranks need .* GiB of host memory, more than "
         r"--host-memory-gb 100: .*\n",
         printed.err,
     )

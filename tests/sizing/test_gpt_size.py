@@ -87,7 +87,7 @@ def test_defaults_are_megatrons() -> None:
     args = gpt_size.parse([*words, "--vocab-size", "500", "--tokenizer-type", "NullTokenizer"])
     assert gpt_size.padded_vocabulary(args) == 512
     # int(4 * 128 * 2 / 3 / 64) * 64 wide, and twice that of a gate.
-    assert gpt_size._mlp(args).cut == 320 * 128 * 3 + 2 * 320
+    assert gpt_size._mlp(args).sharded == 320 * 128 * 3 + 2 * 320
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_bytes_that_are_derived(words: str, nbytes: int) -> None:
 def test_masters_that_do_not_say_all_are_refused() -> None:
     words = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
     args = gpt_size.parse([*words.split(), "--main-params-dtype", "fp16"], model_known=True)
-    with pytest.raises(ConfigError, match="masters that are fp32"):
+    with pytest.raises(ConfigError, match="needs fp32 masters"):
         gpt_size.derived_nbytes(args)
 
 
@@ -130,7 +130,7 @@ def test_masters_that_do_not_say_all_are_refused() -> None:
     ("words", "said"),
     [
         ("--num-layers 4", "--hidden-size, --num-attention-heads, --padded-vocab-size"),
-        ("--mtp-num-layers 1", "--mtp-num-layers are not known: give --parameters"),
+        ("--mtp-num-layers 1", "--mtp-num-layers cannot be computed; give --parameters"),
         ("--num-layers many", "cannot be read"),
     ],
 )

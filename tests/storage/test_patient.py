@@ -89,7 +89,7 @@ def test_an_error_that_lasts_is_raised_as_it_is(
     call, work, _ = OPERATIONS[operation]
     refusing = Refusing(getattr(os, call), errno.ETIMEDOUT, 100)
     monkeypatch.setattr(os, call, refusing)
-    with pytest.raises(StorageError, match="storage is away") as caught:
+    with pytest.raises(StorageError, match="storage is unavailable") as caught:
         work(storage)
     assert refusing.calls == 4
     assert not is_damage(caught.value), "no iteration is lost"

@@ -123,7 +123,7 @@ def run_job(
         "TRACE_DIR": str(trace),
         "TMPDIR": str(trace),  # torchrun leaves a directory there
         "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
-        "FLASHCKPT_AGENT__GRACE_S": "30",
+        "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to restart ranks
         **(env or {}),
     }
     command = [*runner, str(script), *TINY, *arguments]

@@ -1,6 +1,6 @@
-"""What agents of different nodes say to each other: msgpack, never pickle; bytes travel beside.
+"""Messages between agents of different nodes: msgpack, never pickle; bytes travel separately.
 
-One asks, the other answers each request once, in order.
+One side sends requests; the other side answers each request once, in order.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import msgspec
 from megatron_flashckpt.agent.peers.topology import Lane, Part
 from megatron_flashckpt.memory.slot import SlabGeometry
 
-#: Bytes that travel in one message.
+#: Payload bytes of one message.
 CHUNK_NBYTES = 4 * 1024 * 1024
-#: A frame that is larger than this is not of this protocol.
+#: Larger frames are rejected.
 MAX_FRAME_NBYTES = 64 * 1024 * 1024
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is needed to make a slot again from its bytes, and to know that they are right."""
+    """Slot descriptor: facts with which a slot is rebuilt from its bytes and verified."""
 
     rank: int
     iteration: int
@@ -27,9 +27,9 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     data_nbytes: int
     meta_digest: str
     digests: tuple[str, ...]
-    """Of the data, one per 4 MiB, as in a shard file."""
+    """Digests of the data, one per 4 MiB, as in a shard file."""
     memory_only: bool
-    """It is not meant for storage."""
+    """The slot is not meant for storage."""
 
     @property
     def nbytes(self) -> int:
@@ -37,14 +37,14 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A part of a staged checkpoint is about to come. Reply: Taken, or Declined."""
+    """Announces a part of a staged checkpoint. Reply: Taken, or Declined."""
 
     part: Part
     label: Label
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True):
-    """Comes with bytes: those of the part from `start` on, in order. Reply: Taken, or Declined."""
+    """Carries bytes of a part from `start` on, in order. Reply: Taken, or Declined."""
 
     lane: Lane
     rank: int
@@ -61,38 +61,38 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendAgain(msgspec.Struct, frozen=True, tag=True):
-    """I have lost what I held for you. Reply: Taken."""
+    """The sender has lost the parts that it held for the receiver. Reply: Taken."""
 
     node: int
     successor: bool
-    """The agent that you sent it to is gone, and I have its place."""
+    """The agent that the parts were sent to is gone, and the sender has replaced it."""
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):
-    """What do you have that could bring back the checkpoints of `rank`? Reply: Found."""
+    """Asks for everything from which checkpoints of `rank` can be rebuilt. Reply: Found."""
 
     rank: int
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a holder has of one rank's checkpoint, combined with the parts of other ranks."""
+    """A holder's part of one rank's checkpoint, combined with parts of other ranks."""
 
     part: Part
     label: Label
     others: tuple[tuple[int, int, int], ...]
-    """Rank, start and end of the ranges of the others' checkpoints that it is combined with."""
+    """Rank, start and end of the ranges of other ranks' checkpoints in the combination."""
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
     labels: tuple[Label, ...]
-    """Checkpoints of that rank that lie in this node's own slots."""
+    """Checkpoints of that rank in this node's own slots."""
     slots: tuple[tuple[int, str], ...]
-    """All that lies in this node's own slots: rank and save."""
+    """Rank and save of all checkpoints in this node's own slots."""
     held: tuple[Held, ...]
 
 
 class ReadSlot(msgspec.Struct, frozen=True, tag=True):
-    """Reply: Taken, with the bytes; or Declined."""
+    """Asks for bytes of a slot. Reply: Taken, with the bytes; or Declined."""
 
     rank: int
     save_id: str
@@ -101,7 +101,7 @@ class ReadSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadHeld(msgspec.Struct, frozen=True, tag=True):
-    """Reply: Taken, with the bytes; or Declined."""
+    """Asks for bytes of a held save. Reply: Taken, with the bytes; or Declined."""
 
     lane: Lane
     save_id: str
@@ -111,7 +111,7 @@ class ReadHeld(msgspec.Struct, frozen=True, tag=True):
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
     already: bool = False
-    """To Begin: it was here before, do not send it."""
+    """Reply to Begin: the part is held already and must not be sent."""
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):

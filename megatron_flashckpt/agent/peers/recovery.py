@@ -1,8 +1,7 @@
-"""Bring back a rank's checkpoints from what other nodes hold.
+"""Rebuilds a rank's checkpoints from the memory of other nodes.
 
-It goes by ranks, not by nodes: after a node was replaced, the launcher may give a rank to another
-node than before. So every agent is asked what it has of a rank: its very slots, a copy of them, or
-parity.
+Recovery goes by ranks, not by nodes: after a node was replaced, the launcher may assign a rank to
+another node. So every agent is asked what it has of a rank: its slots, a copy of them, or parity.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 
 logger = logging.getLogger(__name__)
 
-#: Asks one node; yields the replies in order, a few requests ahead.
+#: Sends requests to one node, a few ahead; yields the replies in order.
 Pipeline = Callable[[Iterable[m.Request]], Iterator[tuple[m.Reply, bytes | memoryview]]]
-#: Opens a way to ask a node, for as long as the context lasts.
+#: Opens a pipeline to a node for the duration of the context.
 Ask = Callable[[int], contextlib.AbstractContextManager[Pipeline]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """A range of what one node has."""
+    """A byte range that one node has."""
 
     node: int
     nbytes: int
     request: Callable[[int, int], m.Request]
-    """Takes start and size, counted from the start of the range."""
+    """Returns the request for a start and a size, counted from the start of the range."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A range of a checkpoint, which is the exclusive or of what is read."""
+    """A range of a checkpoint: the exclusive or of its reads."""
 
     start: int
     end: int
@@ -51,7 +50,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one checkpoint of a rank is put together."""
+    """Reads from which one checkpoint of a rank is rebuilt."""
 
     label: Label
     pieces: tuple[_Piece, ...]
@@ -60,30 +59,30 @@ class Plan:
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes that have a part in it."""
+        """Nodes that the plan reads from."""
         return sorted({read.node for piece in self.pieces for read in piece.reads})
 
 
-def plans(rank: int, found: Mapping[int, m.Found]) -> dict[str, Plan]:
-    """Return by save what can be brought back of `rank`, given what each node has."""
-    slots = {slot: node for node, there in found.items() for slot in there.slots}
-    made: dict[str, Plan] = {}
+def plans(rank: int, replies: Mapping[int, m.Found]) -> dict[str, Plan]:
+    """Return by save the plans to rebuild checkpoints of `rank`, given the replies per node."""
+    slots = {slot: node for node, reply in replies.items() for slot in reply.slots}
+    by_save: dict[str, Plan] = {}
     held: dict[str, list[tuple[int, m.Held]]] = {}
-    for node, there in sorted(found.items()):
-        for label in there.labels:
+    for node, reply in sorted(replies.items()):
+        for label in reply.labels:
             read = _of_slot(node, rank, label.save_id, 0, label.nbytes)
-            made[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),), True)
-        for each in there.held:
-            held.setdefault(each.label.save_id, []).append((node, each))
+            by_save[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),), True)
+        for combined in reply.held:
+            held.setdefault(combined.label.save_id, []).append((node, combined))
     for save_id, parts in held.items():
         plan = _combined(parts, slots)
         if plan is not None:
-            made.setdefault(save_id, plan)
-    return made
+            by_save.setdefault(save_id, plan)
+    return by_save
 
 
 def _combined(parts: list[tuple[int, m.Held]], slots: Mapping[tuple[int, str], int]) -> Plan | None:
-    """Return the plan that takes each part from its holder; None if one cannot be had."""
+    """Return the plan that reads each part from its holder; None if a part is missing."""
     label = parts[0][1].label
     pieces = {}
     for node, held in parts:
@@ -92,8 +91,8 @@ def _combined(parts: list[tuple[int, m.Held]], slots: Mapping[tuple[int, str], i
         for other, low, high in held.others:
             if (other, label.save_id) not in slots:
                 break
-            where = slots[other, label.save_id]
-            reads.append(_of_slot(where, other, label.save_id, low, high))
+            owner = slots[other, label.save_id]
+            reads.append(_of_slot(owner, other, label.save_id, low, high))
         else:
             pieces[held.part.index] = _Piece(start, end, tuple(reads))
     if len(pieces) < parts[0][1].part.count:
@@ -114,7 +113,7 @@ def recover(
 ) -> RankSlots | None:
     """Return slots with the newest of the wanted checkpoints, verified; None if there is none.
 
-    A checkpoint that turns out to be incomplete or damaged is left out, and said.
+    An incomplete or damaged checkpoint is left out and logged.
     """
     chosen = sorted(
         (plan for save_id, plan in made.items() if save_id in wanted),
@@ -122,14 +121,15 @@ def recover(
     )
     if not chosen:
         return None
-    # All slabs of a rank are alike, unless it grew; then the newest save tells.
+    # All slabs of a rank have one geometry, unless the checkpoint grew; then the newest save
+    # decides.
     geometry = chosen[0].label.geometry
     chosen = [plan for plan in chosen if plan.label.geometry == geometry][: geometry.slots]
     sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
     slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
     good: dict[int, Plan] = {}
     for index, plan in enumerate(reversed(chosen)):
-        which = (rank, plan.label.iteration, ", ".join(map(str, plan.nodes)))
+        subject = (rank, plan.label.iteration, ", ".join(map(str, plan.nodes)))
         try:
             for piece in plan.pieces:
                 _fill(slab, index, plan.label, piece, ask)
@@ -137,12 +137,12 @@ def recover(
         except PeerError as error:
             damage = str(error)
         if damage is not None:
-            logger.error("rank %d: iteration %d not recovered from nodes %s: %s", *which, damage)
+            logger.error("rank %d: iteration %d not recovered from nodes %s: %s", *subject, damage)
             continue
-        logger.info("rank %d: recovered iteration %d from nodes %s", *which)
+        logger.info("rank %d: recovered iteration %d from nodes %s", *subject)
         label, slot = plan.label, slab.slots[index]
         reach("recover.filled")
-        # Verified, and now vouched for by the slot itself.
+        # The bytes are verified; from here on, the slot's own digest covers the description.
         slot.set_meta(slot_bytes.description(slab, index, label))
         slot.set_header(
             SlotHeader(
@@ -166,10 +166,10 @@ def recover(
 
 
 def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None:
-    """Read a range from all nodes that have a part in it, and put it into a slot.
+    """Read a range from all nodes that have a part in it, and write it into a slot.
 
     Raises:
-        PeerError: a node is gone, or has no longer what it had.
+        PeerError: a node is gone, or no longer has its part.
     """
     with contextlib.ExitStack() as opened:
         answers = [
@@ -189,7 +189,7 @@ def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None
 
 def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:
     for at, size in _steps(piece):
-        # What is shorter than the others counts as zeros from its end on.
+        # A part that is shorter than the others is padded with zeros.
         yield read.request(at, max(0, min(size, read.nbytes - at)))
 
 

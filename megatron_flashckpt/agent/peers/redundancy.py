@@ -1,4 +1,4 @@
-"""What the agent knows of redundancy: introduce the peers, tell what was staged, recover."""
+"""Redundancy in the agent: joins the peers, sends staged slots to holders, and recovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import recovery, slot_bytes
 from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Label
-from megatron_flashckpt.agent.peers.sender import Link, Parcel
+from megatron_flashckpt.agent.peers.sender import Link, SendRequest
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.agent.peers.transport import (
     Connection,
@@ -28,12 +28,12 @@ from megatron_flashckpt.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-#: Nodes asked at the same time for what they have.
+#: Nodes that are asked in parallel during a recovery.
 _ASKED_AT_ONCE = 16
 
 
 class Redundancy:
-    """One agent's part in it. Its server, links and label thread run until `close`."""
+    """One agent's part in redundancy. Server, links and label thread run until `close`."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Redundancy:
         own: Callable[[], dict[int, RankSlots]],
         install: Callable[[int, RankSlots], None],
     ) -> None:
-        """Listen for the agents of other nodes; nobody is let in before `join`.
+        """Listen for the agents of other nodes; none is admitted before `join`.
 
         Args:
             own: returns the slots of this node's ranks.
-            install: makes recovered slots those of a rank.
+            install: gives recovered slots to a rank.
 
         Raises:
             AgentError: the address is not one of this node, or the port is taken.
@@ -54,7 +54,7 @@ class Redundancy:
         self._install = install
         self._threads = request.threads
         self._identity = request.identity or new_identity()
-        #: Whether another agent had this place before, whose holdings are gone.
+        #: True if this agent replaces another one, whose holdings are lost.
         self._is_successor = request.identity is not None
         self._host = request.host
         self._context = new_context(request.threads)
@@ -71,18 +71,18 @@ class Redundancy:
         self._topology = Topology("copy", 2, ())
         self._links: dict[tuple[int, int], Link] = {}
         self._labels: dict[tuple[int, str], Label] = {}
-        # One, so that computing digests never takes more than one core from training.
+        # One thread, so that digests take at most one core from training.
         self._labellers = concurrent.futures.ThreadPoolExecutor(1, "label")
         self._recoverers = concurrent.futures.ThreadPoolExecutor(request.threads, "recover")
         self._recoveries: dict[int, concurrent.futures.Future[None]] = {}
 
     @property
     def opened(self) -> PeersOpened:
-        """Where the agents of other nodes reach this one, and its keys."""
+        """Address of this agent for agents of other nodes, and its keys."""
         return PeersOpened(self._identity, self._host, self._server.port, self._threads)
 
     def join(self, plan: JoinPeers) -> None:
-        """Let in the agents of these nodes, and send to them from now on."""
+        """Admit the agents of these nodes, and send to them from now on."""
         with self._lock:
             if plan == self._plan:
                 return
@@ -100,7 +100,7 @@ class Redundancy:
                 self._recoverers.submit(self._ask_again, plan, node, True)
 
     def close(self) -> None:
-        """Stop at once: what is under way is given up."""
+        """Stop at once, abandoning transfers."""
         self._labellers.shutdown(cancel_futures=True)
         self._recoverers.shutdown(cancel_futures=True)
         with self._lock:
@@ -112,11 +112,11 @@ class Redundancy:
         self._server.close()
         self._context.term()
 
-    # ------------------------------------------------------------------ giving
+    # ------------------------------------------------------------------ sending
 
     def staged(self, rank: int, slots: RankSlots, index: int) -> None:
         """Send a complete slot to its holders, in the background."""
-        # Read now: when something has gone wrong the slab may be closed, or hold another save.
+        # Read now for messages: after a failure, the slab may be closed or hold another save.
         iteration = slots.slab.slots[index].header.iteration
         with contextlib.suppress(RuntimeError):  # closing
             self._labellers.submit(self._send, rank, slots, index, iteration)
@@ -132,7 +132,7 @@ class Redundancy:
                 lane = plan.nodes[plan.me].ranks.index(rank)
                 for share in self._topology.shares(plan.me)[rank]:
                     link = self._link(plan, share.holder, lane % self._threads)
-                    link.put(Parcel(slots.slab, index, label, share.part))
+                    link.put(SendRequest(slots.slab, index, label, share.part))
         except Exception:
             logger.exception("rank %d: iteration %d is not sent to other nodes", rank, iteration)
 
@@ -146,15 +146,15 @@ class Redundancy:
         return Connection(self._context, self._identity, plan.nodes[node], plan.timeout_s)
 
     def _labelled(self, rank: int, slots: RankSlots, index: int) -> Label | None:
-        """Return the label of a slot, made once; None if it was overwritten meanwhile."""
+        """Return the label of a slot, made once; None if the slot was overwritten meanwhile."""
         in_slots = {
-            (other, slot_bytes.header_of(theirs.slab, each).save_id)
-            for other, theirs in self._own().items()
-            for each in range(len(theirs.infos))
+            (other, slot_bytes.header_of(rank_slots.slab, number).save_id)
+            for other, rank_slots in self._own().items()
+            for number in range(len(rank_slots.infos))
         }
         key = (rank, slot_bytes.header_of(slots.slab, index).save_id)
         with self._lock:
-            self._labels = {each: label for each, label in self._labels.items() if each in in_slots}
+            self._labels = {held: label for held, label in self._labels.items() if held in in_slots}
             if key in self._labels:
                 return self._labels[key]
         label = slot_bytes.label_of(rank, slots.slab, index)
@@ -164,10 +164,9 @@ class Redundancy:
         return label
 
     def adopt(self, rank: int, save_id: str | None, iteration: int) -> None:
-        """Forget a past that did not happen; send anew what training goes on from.
+        """Drop copies of saves newer than the one resumed from, and send that save again.
 
-        A node that was replaced holds nothing for the others yet. Holders that have their part
-        already say so.
+        A replaced node holds nothing for the others yet. Holders that have their part report that.
         """
         with self._lock:
             lanes = [] if self._plan is None else self._topology.lanes(self._plan.me)
@@ -179,18 +178,19 @@ class Redundancy:
                     self.staged(rank, slots, index)
 
     def _send_again(self, request: m.SendAgain) -> None:
-        """Send all complete slots, because a holder has lost its part; others say they have it."""
+        """Send all complete slots, because a holder has lost its part; others have theirs."""
         with self._lock:
             waiting = [key for key in self._links if key[0] == request.node and request.successor]
             dead = [self._links.pop(key) for key in waiting]
         for link in dead:
-            link.close()  # it may wait for an answer of the agent that is gone
+            link.close()  # the link may wait for an answer of the dead agent
         for rank, slots in self._own().items():
 
             def age(index: int, slots: RankSlots = slots) -> int:
                 return slot_bytes.header_of(slots.slab, index).iteration
 
-            # Of what waits to be sent to one holder the last stays, so the newest is the last.
+            # A link keeps one waiting request per rank, the last one; so the newest slot is queued
+            # last.
             for index in sorted(range(len(slots.infos)), key=age):
                 self.staged(rank, slots, index)
 
@@ -229,11 +229,11 @@ class Redundancy:
         with self._lock:
             kept = [] if self._plan is None else self._topology.lanes(self._plan.me)
         if request.part.lane not in kept:
-            raise HoldError("it does not hold for these ranks (any more)")
+            raise HoldError("it does not hold checkpoints of these ranks (any more)")
         return self._holdings.begin(request.part, request.label)
 
     def _in_slots(self, rank: int) -> Iterator[tuple[RankSlots, int, Label]]:
-        """Yield the complete and labelled slots of a rank of this node."""
+        """Yield the complete slots of a rank of this node that have a label."""
         slots = self._own().get(rank)
         if slots is None:
             return
@@ -245,10 +245,10 @@ class Redundancy:
                 yield slots, index, label
 
     def _find(self, rank: int) -> m.Found:
-        ours = [label for each in self._own() for _, _, label in self._in_slots(each)]
+        labels = [label for own_rank in self._own() for _, _, label in self._in_slots(own_rank)]
         return m.Found(
-            tuple(label for label in ours if label.rank == rank),
-            tuple((label.rank, label.save_id) for label in ours),
+            tuple(label for label in labels if label.rank == rank),
+            tuple((label.rank, label.save_id) for label in labels),
             tuple(self._holdings.held_of(rank)),
         )
 
@@ -258,14 +258,14 @@ class Redundancy:
                 data = slot_bytes.read(slots.slab, index, label, request.start, request.nbytes)
                 if data is not None:
                     return data
-        raise HoldError(f"rank {request.rank} has that save no longer")
+        raise HoldError(f"rank {request.rank} no longer has that save")
 
-    # ------------------------------------------------------------------ taking
+    # ------------------------------------------------------------------ recovering
 
     def recover(self, rank: int, request: Recover) -> bool:
-        """Return whether the recovery of a rank has ended; it starts with the first call.
+        """Return whether the recovery of a rank has ended; the first call starts it.
 
-        Whether anything was recovered shows in the rank's slots.
+        The rank's slots show the result.
         """
         with self._lock:
             if rank not in self._recoveries:
@@ -286,57 +286,69 @@ class Redundancy:
             with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
                 nodes = range(len(plan.nodes))
                 asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
-                found = {node: there for node, there in enumerate(asked) if there is not None}
+                replies = {node: reply for node, reply in enumerate(asked) if reply is not None}
             reach("recover.asked")
-            made = recovery.plans(rank, found)
+            by_save = recovery.plans(rank, replies)
             slots = recovery.recover(
                 rank,
                 request.saves,
-                made,
+                by_save,
                 lambda node: self._way(plan, node),
                 huge_pages=request.huge_pages,
             )
             if slots is not None:
                 self._install(rank, slots)
                 reach("recover.installed")
-            elif not set(made).intersection(request.saves):
-                logger.warning("rank %d: no node has a checkpoint of it that is wanted", rank)
+            elif not set(by_save).intersection(request.saves):
+                logger.warning("rank %d: no node has any of its requested checkpoints", rank)
         except Exception:
             logger.exception("rank %d: nothing was recovered from other nodes", rank)
 
     def _gave_up(self, iteration: int, ranks: set[int]) -> None:
-        """Have ranks contribute again to a parity that another rank's broken part has spoiled."""
+        """Make ranks contribute again to a parity that another rank's broken part has spoiled."""
         with self._lock:
             plan = self._plan
-        logger.info("iteration %d: ranks %s are asked for their parts again", iteration, ranks)
-        for node, there in enumerate(plan.nodes if plan is not None else ()):
-            if plan is not None and not ranks.isdisjoint(there.ranks):
+        logger.info(
+            "iteration %d: ranks %s are to send their parts again, because another rank's "
+            "part was incomplete",
+            iteration,
+            ranks,
+        )
+        for node, peer in enumerate(plan.nodes if plan is not None else ()):
+            if plan is not None and not ranks.isdisjoint(peer.ranks):
                 with contextlib.suppress(RuntimeError):  # closing
                     self._recoverers.submit(self._ask_again, plan, node, False)
 
     def _ask_again(self, plan: JoinPeers, node: int, successor: bool) -> None:
-        """Get back what was held here for another node."""
+        """Ask another node to send the parts again that this node held for it."""
         try:
             with self._way(plan, node) as ask:
                 for _ in ask([m.SendAgain(plan.me, successor)]):
-                    logger.info("node %d sends again what was held here for it", node)
+                    logger.info("node %d sends its parts again that were held here", node)
         except PeerError as error:
-            logger.warning("node %d has nothing held here until its next save: %s", node, error)
+            logger.warning(
+                "this node holds nothing for node %d until its next save: %s", node, error
+            )
 
     def _ask_for(self, plan: JoinPeers, node: int, rank: int) -> m.Found | None:
         try:
             with self._way(plan, node) as ask:
                 ((reply, _),) = ask([m.Find(rank)])
         except PeerError as error:
-            logger.warning("node %d was not asked for rank %d: %s", node, rank, error)
+            logger.warning(
+                "node %d did not answer, so its memory is not used to recover rank %d: %s",
+                node,
+                rank,
+                error,
+            )
             return None
         return reply if isinstance(reply, m.Found) else None
 
     @contextlib.contextmanager
     def _way(self, plan: JoinPeers, node: int) -> Iterator[recovery.Pipeline]:
-        """Ask a node through a connection of its own, or this one directly."""
+        """Open a pipeline to a node through a connection of its own, or to this node directly."""
         if node == plan.me:
-            yield lambda requests: (self._answer(each, memoryview(b"")) for each in requests)
+            yield lambda requests: (self._answer(request, memoryview(b"")) for request in requests)
             return
         with self._connection(plan, node) as connection:
-            yield lambda requests: connection.pipeline((each, b"") for each in requests)
+            yield lambda requests: connection.pipeline((request, b"") for request in requests)

@@ -1,4 +1,4 @@
-"""What `redundancy` needs in addition to the package's own requirements: pyzmq."""
+"""Requirement of `redundancy` beyond those of the package: pyzmq."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_flashckpt.errors import ConfigError
 
 
 def require_pyzmq() -> None:
-    """Return if pyzmq can be imported. A rank asks before the first step, its agent when it opens.
+    """Return if pyzmq can be imported. Checked by a rank at startup, and by its agent on use.
 
     Raises:
         ConfigError: pyzmq is missing or broken; the message names the extra that installs it.

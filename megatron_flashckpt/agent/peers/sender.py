@@ -1,4 +1,4 @@
-"""Send what was staged to the nodes that hold it, in the background, the newest first."""
+"""Sends staged slots to the nodes that hold them, in the background, the newest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parcel:
+class SendRequest:
     """One rank's part for one holder."""
 
     slab: Slab
@@ -29,30 +29,34 @@ class Parcel:
 
 
 class _OvertakenError(Exception):
-    """The slot was needed for a newer checkpoint before all was sent."""
+    """The slot was overwritten with a newer checkpoint before all bytes were sent."""
 
 
 class _DeclinedError(Exception):
-    """The holder does not take it; asking again would not help."""
+    """The holder declines the part; another attempt would not help."""
 
 
-_TAKEN = "a newer save took its slot before all was sent; save less often, or raise 'slots'"
-#: Seconds until a holder that did not answer is tried again: at first, and at most.
+_TAKEN = "a newer save took its slot before all bytes were sent; save less often, or raise 'slots'"
+#: Seconds until a silent holder is tried again: the first pause, and the longest.
 _PAUSE_S = (1.0, 30.0)
 
 
 class Link:
-    """Sends to one holder, in a thread. Keeps at most one waiting parcel per rank: the newest.
+    """Sends to one holder, in a thread. Keeps one waiting request per rank: the newest.
 
-    A holder that is gone, slow or hung costs one warning, and never more than this thread's time.
+    A holder that is gone, slow or hung causes one warning, and blocks only this thread.
     """
 
     def __init__(self, place: str, connect: Callable[[], Connection]) -> None:
-        """Args: `place`: of the holder, for messages."""
+        """Start the thread.
+
+        Args:
+            place: the holder, for messages.
+        """
         self._place = place
         self._connect = connect
         self._connection: Connection | None = None
-        self._waiting: dict[int, Parcel] = {}
+        self._waiting: dict[int, SendRequest] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._pause_s = _PAUSE_S[0]
@@ -60,14 +64,14 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=f"link-{place}", daemon=True)
         self._thread.start()
 
-    def put(self, parcel: Parcel) -> None:
-        """Send it next, instead of an older one of the same rank that has not left."""
+    def put(self, request: SendRequest) -> None:
+        """Send `request` next; it replaces an unsent older one of the same rank."""
         with self._changed:
-            self._waiting[parcel.label.rank] = parcel
+            self._waiting[request.label.rank] = request
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop soon; what waits is not sent."""
+        """Stop soon; waiting requests are not sent."""
         with self._changed:
             self._closing = True
             if self._connection is not None:
@@ -75,7 +79,7 @@ class Link:
             self._changed.notify()
 
     def join(self) -> None:
-        """Return when it has stopped."""
+        """Return when the thread has stopped."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -85,43 +89,43 @@ class Link:
                     self._changed.wait()
                 if self._closing:
                     break
-                parcel = self._waiting.pop(next(iter(self._waiting)))
-            label = parcel.label
+                request = self._waiting.pop(next(iter(self._waiting)))
+            label = request.label
             try:
-                self._send(parcel)
+                self._send(request)
             except (_OvertakenError, _DeclinedError) as error:
                 self._hang_up()
                 self._warn(label, error)
             except PeerError as error:
                 self._hang_up()
                 self._warn(label, error)
-                self._put_back(parcel)
+                self._put_back(request)
             except Exception:
                 self._hang_up()
                 logger.exception("iteration %d was not sent to %s", label.iteration, self._place)
             else:
                 self._warned.clear()
                 self._pause_s = _PAUSE_S[0]
-                where = (label.rank, label.iteration, self._place)
-                logger.info("rank %d: iteration %d is held by %s", *where)
+                subject = (label.rank, label.iteration, self._place)
+                logger.info("rank %d: iteration %d is held by %s", *subject)
         self._hang_up()
 
     def _warn(self, label: Label, error: Exception) -> None:
-        # Once, until it works again: it concerns every save alike.
+        # One warning until a send succeeds, because the error concerns every save.
         level = logging.DEBUG if type(error) in self._warned else logging.WARNING
         self._warned.add(type(error))
-        which = (label.rank, label.iteration, self._place, error)
+        subject = (label.rank, label.iteration, self._place, error)
         logger.log(
             level,
-            "rank %d: iteration %d is not held by %s: %s; training and saving go on, but if this "
-            "node is lost meanwhile the job goes on from storage",
-            *which,
+            "rank %d: iteration %d is not held by %s: %s; training and saving continue, but if "
+            "this node is lost meanwhile, the job resumes from storage",
+            *subject,
         )
 
-    def _put_back(self, parcel: Parcel) -> None:
-        """Try again later, unless there is something newer by then."""
+    def _put_back(self, request: SendRequest) -> None:
+        """Queue `request` again, unless a newer one waits, and pause."""
         with self._changed:
-            self._waiting.setdefault(parcel.label.rank, parcel)
+            self._waiting.setdefault(request.label.rank, request)
             if not self._closing:
                 self._changed.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
@@ -132,30 +136,30 @@ class Link:
                 self._connection.close()
                 self._connection = None
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, request: SendRequest) -> None:
         with self._changed:
             if self._connection is None:
                 self._connection = self._connect()
-        label, part = parcel.label, parcel.part
-        if not slot_bytes.holds(parcel.slab, parcel.index, label.save_id):
+        label, part = request.label, request.part
+        if not slot_bytes.holds(request.slab, request.index, label.save_id):
             raise _OvertakenError(_TAKEN)
         reply, _ = self._connection.ask(m.Begin(part, label))
         if isinstance(reply, m.Taken) and reply.already:
             return
         _check(reply)
         reach("send.begun")
-        for reply, _ in self._connection.pipeline(self._chunks(parcel)):
+        for reply, _ in self._connection.pipeline(self._chunks(request)):
             _check(reply)
         _check(self._connection.ask(m.End(part.lane, label.rank, label.save_id))[0])
         reach("send.ended")
 
-    def _chunks(self, parcel: Parcel) -> Iterator[tuple[m.Request, bytes]]:
-        label, part = parcel.label, parcel.part
+    def _chunks(self, request: SendRequest) -> Iterator[tuple[m.Request, bytes]]:
+        label, part = request.label, request.part
         begin, end = part.bounds(label.nbytes)
         for start, nbytes in slot_bytes.steps(begin, end):
             if self._closing:
-                raise _OvertakenError("the agent leaves, or its peers changed")
-            data = slot_bytes.read(parcel.slab, parcel.index, label, start, nbytes)
+                raise _OvertakenError("the agent is leaving, or its peers changed")
+            data = slot_bytes.read(request.slab, request.index, label, start, nbytes)
             if data is None:
                 raise _OvertakenError(_TAKEN)
             reach("send.chunk")
@@ -164,4 +168,4 @@ class Link:
 
 def _check(reply: m.Reply) -> None:
     if isinstance(reply, m.Declined):
-        raise _DeclinedError(f"it declined: {reply.reason}")
+        raise _DeclinedError(f"the holder declined: {reply.reason}")

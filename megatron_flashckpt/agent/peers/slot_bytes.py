@@ -1,7 +1,7 @@
-"""A slot as one run of bytes, its description first: what is sent, combined and put back.
+"""A slot as one range of bytes, its description first: the form that is sent and combined.
 
-Slots are read without holding them. Whoever wants to overwrite one empties its header first, so
-bytes were the checkpoint's if the header still says so after they were copied. That way a slow
+Slots are read without locking them. A writer empties the header before it overwrites a slot. So the
+copied bytes belong to the checkpoint if the header still names it after the copy. Thus a slow
 network never makes training wait for a slot.
 """
 
@@ -19,13 +19,13 @@ from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotHeader, S
 
 
 def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield `(start, nbytes)` of the messages in which a range travels."""
+    """Yield `(start, nbytes)` of the messages in which a range is sent."""
     for position in range(start, end, CHUNK_NBYTES):
         yield position, min(CHUNK_NBYTES, end - position)
 
 
 def header_of(slab: Slab, index: int) -> SlotHeader:
-    """Return what a slot says of itself; EMPTY if the slab was closed."""
+    """Return the header of a slot; EMPTY if the slab was closed."""
     try:
         return slab.slots[index].header
     except ValueError:
@@ -33,7 +33,7 @@ def header_of(slab: Slab, index: int) -> SlotHeader:
 
 
 def label_of(rank: int, slab: Slab, index: int) -> Label | None:
-    """Return the label of a complete slot; None if it was overwritten meanwhile."""
+    """Return the label of a complete slot; None if the slot was overwritten meanwhile."""
     header = header_of(slab, index)
     meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
     digests = []
@@ -60,13 +60,13 @@ def label_of(rank: int, slab: Slab, index: int) -> Label | None:
 
 
 def holds(slab: Slab, index: int, save_id: str) -> bool:
-    """Return whether a slot still holds that checkpoint, complete."""
+    """Return whether a slot still holds the complete checkpoint `save_id`."""
     header = header_of(slab, index)
     return header.state in COMPLETE and header.save_id == save_id
 
 
 def read(slab: Slab, index: int, label: Label, start: int, nbytes: int) -> bytes | None:
-    """Return bytes of the run; None if the slot holds something else by now."""
+    """Return bytes of the range; None if the slot has been overwritten."""
     parts = []
     for at, size in _spans(slab, index, label, start, nbytes):
         part = _copy(slab, index, label.save_id, at, at + size)
@@ -77,7 +77,7 @@ def read(slab: Slab, index: int, label: Label, start: int, nbytes: int) -> bytes
 
 
 def write(slab: Slab, index: int, label: Label, start: int, data: bytes | memoryview) -> None:
-    """Put bytes of the run where they belong."""
+    """Write bytes of the range to their place in the slot."""
     done = 0
     for at, size in _spans(slab, index, label, start, len(data)):
         slab.memory[at : at + size] = data[done : done + size]
@@ -91,24 +91,24 @@ def description(slab: Slab, index: int, label: Label) -> bytes:
 
 
 def damage(slab: Slab, index: int, label: Label) -> str | None:
-    """Return what is wrong with the bytes of a slot that was put together again, if anything."""
+    """Return the damage of a rebuilt slot, or None."""
     data_at = slab.geometry.data_offset(index)
-    found = xxhash.xxh3_64_hexdigest(description(slab, index, label))
-    if found != label.meta_digest:
-        return f"description: digest {found}, expected {label.meta_digest}"
+    digest = xxhash.xxh3_64_hexdigest(description(slab, index, label))
+    if digest != label.meta_digest:
+        return f"description: digest {digest}, expected {label.meta_digest}"
     for chunk, expected in enumerate(label.digests):
         start = data_at + chunk * DIGEST_NBYTES
         end = min(start + DIGEST_NBYTES, data_at + label.data_nbytes)
-        found = chunk_digest(slab.memory[start:end])
-        if found != expected:
-            return f"chunk {chunk}: digest {found}, expected {expected}"
+        digest = chunk_digest(slab.memory[start:end])
+        if digest != expected:
+            return f"chunk {chunk}: digest {digest}, expected {expected}"
     return None
 
 
 def _spans(
     slab: Slab, index: int, label: Label, start: int, nbytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield where a range of the run lies in the slab: `(offset, nbytes)`, at most two."""
+    """Yield the places `(offset, nbytes)` of a range in the slab, at most two."""
     geometry, cut = slab.geometry, label.meta_nbytes
     end = start + nbytes
     if start < cut:
@@ -123,5 +123,5 @@ def _copy(slab: Slab, index: int, save_id: str, start: int, end: int) -> bytes |
         copied = bytes(slab.memory[start:end])
     except ValueError:  # the slab was closed
         return None
-    # After the copy, not before: the header is emptied before the first byte is overwritten.
+    # Check after the copy: the header is emptied before the first byte is overwritten.
     return copied if holds(slab, index, save_id) else None

@@ -1,15 +1,15 @@
-"""Which node holds what for which: copies on the ring neighbour, or parity within a group.
+"""The assignment of holders to nodes: copies on the ring neighbour, or parity within a group.
 
-Both are one thing. A node cuts each rank's checkpoint into as many equal parts as it has holders,
-and gives each holder one part; a holder keeps the exclusive or of the parts that its contributors
-gave it. With one contributor that is a plain copy. With a group of n nodes each node holds for the
-n - 1 others a parity of 1/(n - 1) of a checkpoint, and any one of them can be rebuilt from what
-the others hold, of their own and of parity: the XOR scheme of SCR (A. Moody et al., "Design,
-Modeling, and Evaluation of a Scalable Multi-level Checkpointing System", SC 2010), which rotates
-the parity over the nodes as RAID 5 does.
+One scheme covers both. A node cuts each rank's checkpoint into as many equal parts as it has
+holders, and gives each holder one part. A holder keeps the exclusive or of the parts from its
+contributors. With one contributor that is a plain copy. In a group of n nodes, each node holds for
+the n - 1 others a parity of 1/(n - 1) of a checkpoint. Any one node can be rebuilt from the slots
+and the parity of the others: the XOR scheme of SCR (A. Moody et al., "Design, Modeling, and
+Evaluation of a Scalable Multi-level Checkpointing System", SC 2010), which rotates the parity over
+the nodes as RAID 5 does.
 
 Ranks are matched by position: the k-th rank of a node with the k-th ranks of the others. The ranks
-whose parts a holder combines are a *lane*.
+whose parts a holder combines form a parity group, called *lane* in the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-#: The ranks, ascending by node, whose parts one holder combines.
+#: A parity group: the ranks, ascending by node, whose parts one holder combines.
 Lane = tuple[int, ...]
 
 
@@ -32,28 +32,32 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
     def bounds(self, nbytes: int) -> tuple[int, int]:
-        """Return where the part begins and ends in a checkpoint of `nbytes`."""
+        """Return start and end of the part in a checkpoint of `nbytes`."""
         step = -(-nbytes // self.count)
         return min(self.index * step, nbytes), min((self.index + 1) * step, nbytes)
 
 
 class Share(NamedTuple):
-    """What a node owes one holder, of one of its ranks."""
+    """The part of one rank's checkpoint that a node sends to one holder."""
 
     holder: int
     part: Part
 
 
 class Topology:
-    """Who holds for whom in a job of these nodes.
+    """Holders and contributors of each node of a job.
 
-    `copy`: the next node of the ring. `xor`: all other nodes of the group; groups are consecutive
-    and have at least `group` nodes (fewer only if the job has fewer), so that no node needs more
-    memory than 1/(group - 1) of its own.
+    `copy`: the next node of the ring. `xor`: all other nodes of the group. Groups are consecutive
+    and have at least `group` nodes (fewer only if the job has fewer). So a node holds at most
+    1/(group - 1) of the size of its own checkpoints.
     """
 
     def __init__(self, scheme: str, group: int, ranks: Sequence[Sequence[int]]) -> None:
-        """Args: `ranks`: the ranks of each node, ascending."""
+        """Divide the nodes into groups.
+
+        Args:
+            ranks: the ranks of each node, ascending.
+        """
         self._ranks = ranks
         self._groups: list[range] = []
         count = len(ranks)
@@ -63,14 +67,14 @@ class Topology:
             self._groups = [range(*pair) for pair in itertools.pairwise(edges)]
 
     def holders(self, node: int) -> list[int]:
-        """Return the nodes that hold something for `node`."""
+        """Return the nodes that hold parts of `node`."""
         if not self._groups:
             following = (node + 1) % len(self._ranks)
             return [following] if following != node else []
         return [other for other in self._group(node) if other != node]
 
     def contributors(self, node: int) -> list[int]:
-        """Return the nodes for which `node` holds something."""
+        """Return the nodes whose parts `node` holds."""
         if not self._groups:
             before = (node - 1) % len(self._ranks)
             return [before] if before != node else []
@@ -80,7 +84,7 @@ class Topology:
         return next(group for group in self._groups if node in group)
 
     def lanes(self, holder: int) -> list[Lane]:
-        """Return the lanes that `holder` keeps."""
+        """Return the lanes that `holder` holds."""
         contributors = self.contributors(holder)
         width = max((len(self._ranks[node]) for node in contributors), default=0)
         return [
@@ -89,7 +93,7 @@ class Topology:
         ]
 
     def shares(self, node: int) -> dict[int, list[Share]]:
-        """Return what `node` owes, by rank."""
+        """Return the parts that `node` sends, with their holders, by rank."""
         holders = self.holders(node)
         return {
             rank: [

@@ -1,8 +1,8 @@
 """Encrypted, authenticated connections between the agents of one job: ZeroMQ with CURVE.
 
-Every agent has a key pair of its own. Who connects must prove that it has a key of the job's list,
-and proves at the same time that the one it reaches has the key that the list says. All bytes are
-encrypted and authenticated (CurveZMQ, https://rfc.zeromq.org/spec/26).
+Every agent has a key pair of its own. A connecting agent must prove that its key is on the job's
+list. The other side must prove that it has the key that the list names. All bytes are encrypted and
+authenticated (CurveZMQ, https://rfc.zeromq.org/spec/26).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
-#: Requests that are under way on one connection at a time: with 4 MiB each they hide the round
-#: trip, and bound the memory of both sides.
+#: Requests in flight on one connection: with 4 MiB each they hide the round trip, and bound the
+#: memory of both sides.
 _WINDOW = 4
 _TICK_MS = 200
 _ZAP = "inproc://zeromq.zap.01"
@@ -35,7 +35,7 @@ Handler = Callable[[m.Request, memoryview], tuple[m.Reply, bytes]]
 
 
 class PeerError(AgentError):
-    """A node's agent is gone, too slow, or declined."""
+    """The agent of another node is gone, too slow, or has declined."""
 
 
 def new_identity() -> Identity:
@@ -50,7 +50,7 @@ def new_context(io_threads: int) -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """Return the ZeroMQ name of a TCP address."""
+    """Return the ZeroMQ address of a TCP address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -73,7 +73,7 @@ class PeerServer:
         self.allowed: frozenset[str] = frozenset()
         self._handler = handler
         self._closing = False
-        # Who asks for the key list must be there before anybody can connect.
+        # The key checker must be bound before any agent can connect.
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(_ZAP)
@@ -113,21 +113,21 @@ class PeerServer:
         while not self._closing:
             ready = dict(poller.poll(_TICK_MS))
             if self._zap in ready:
-                self._vouch()
+                self._check_key()
             if self._socket in ready:
                 self._answer()
         self._socket.close()
         self._zap.close()
 
-    def _vouch(self) -> None:
-        """Tell ZeroMQ whether a key is of this job (ZAP, https://rfc.zeromq.org/spec/27)."""
+    def _check_key(self) -> None:
+        """Answer ZeroMQ whether a key belongs to this job (ZAP, https://rfc.zeromq.org/spec/27)."""
         version, number, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
         if key in self.allowed:
             self._zap.send_multipart([version, number, b"200", b"", key.encode(), b""])
             return
-        where = address.decode(errors="replace")
-        logger.warning("refused a connection from %s: its key is not of this job", where)
+        host = address.decode(errors="replace")
+        logger.warning("refused a connection from %s: its key is not of this job", host)
         self._zap.send_multipart([version, number, b"400", b"not of this job", b"", b""])
 
     def _answer(self) -> None:
@@ -135,7 +135,7 @@ class PeerServer:
         if len(frames) != 4:
             return
         sender, number, header, payload = frames
-        # A connection may be older than the list.
+        # A connection may be older than the current list.
         if header.get("User-Id") not in self.allowed:
             return
         reply: m.Reply
@@ -143,7 +143,7 @@ class PeerServer:
             reply, body = self._handler(m.decode_request(header.bytes), payload.buffer)
         except msgspec.MsgspecError as error:
             reply, body = m.Declined(f"not understood: {error}"), b""
-        except Exception as error:  # whatever it is: the thread must go on for the others
+        except Exception as error:  # the thread must continue for other nodes
             logger.exception("a request of another node failed")
             reply, body = m.Declined(f"{type(error).__name__}: {error}"), b""
         with contextlib.suppress(zmq.ZMQError):
@@ -151,7 +151,7 @@ class PeerServer:
 
 
 class Connection:
-    """A connection to one node's agent. For one thread. A context manager."""
+    """Connection to one node's agent, for one thread. A context manager."""
 
     def __init__(
         self,
@@ -184,11 +184,11 @@ class Connection:
         self._socket.close()
 
     def give_up(self) -> None:
-        """Let the thread that waits for an answer wait no longer. For any thread."""
+        """End the wait of the thread that waits for an answer. May be called by any thread."""
         self._given_up = True
 
     def ask(self, request: m.Request, payload: bytes = b"") -> tuple[m.Reply, memoryview]:
-        """Return the reply, whatever it is.
+        """Return the reply, of any type.
 
         Raises:
             PeerError: no answer in time.
@@ -199,7 +199,7 @@ class Connection:
     def pipeline(
         self, requests: Iterable[tuple[m.Request, bytes]]
     ) -> Iterator[tuple[m.Reply, memoryview]]:
-        """Yield the replies in order; a few requests are on their way before the first is read.
+        """Yield the replies in order; a few requests are sent before the first reply is read.
 
         Raises:
             PeerError: no answer in time; close the connection.
@@ -228,6 +228,6 @@ class Connection:
                     raise PeerError(f"{self._place}: no answer within {self._timeout_s:.0f} s")
                 continue
             number, header, payload = self._socket.recv_multipart(copy=False)
-            # An answer to a request that was given up is not for us.
+            # Skip answers to abandoned requests.
             if number.bytes == expected:
                 return m.decode_reply(header.bytes), payload.buffer

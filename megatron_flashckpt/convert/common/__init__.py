@@ -1,1 +1,1 @@
-"""What readers and writers share. Start reading at `contents`."""
+"""Modules that readers and writers share; `contents` is the central one."""

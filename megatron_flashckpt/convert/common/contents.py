@@ -1,7 +1,7 @@
-"""What a checkpoint holds, whatever its format: every source makes it, every destination takes it.
+"""Contents of a checkpoint, independent of its format: readers return it, writers take it.
 
-Global tensors are read box by box while the destination is written, so a conversion needs memory
-for a few boxes and not for the model.
+Writers read global tensors box by box, so a conversion needs memory for a few boxes, not for the
+model.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron_flashckpt.layout.reshard import Box, intersection
 
 @dataclasses.dataclass(frozen=True)
 class GlobalTensor:
-    """One tensor of the model or the optimizer, as a whole."""
+    """Global tensor of the model or the optimizer."""
 
     key: str
-    """Megatron's key in its sharded state dict; like layers are stacked along leading axes."""
+    """Megatron's key in its sharded state dict; equal layers are stacked along leading axes."""
     kind: str
     """`weight`, `buffer`, `master`, or the optimizer's name of a state (`exp_avg`, ...)."""
     dtype: torch.dtype
-    """Of all boxes but those of `others`."""
+    """Element type of all boxes that are not in `others`."""
     shape: Shape
     boxes: tuple[Box, ...]
-    """Disjoint regions that the source holds, in its natural units. Together they are the whole
-    tensor, but for optimizer state of frozen layers."""
+    """Disjoint regions as the source stores them. They cover the tensor, except for optimizer state
+    of frozen layers."""
     read: Callable[[Box], torch.Tensor]
     """Return the contents of any region that `boxes` cover, contiguous, in the region's shape.
 
-    Raises CorruptCheckpointError if the source cannot be trusted there, and UnsupportedError if the
+    Raises CorruptCheckpointError if the source is damaged there, and UnsupportedError if the
     region has boxes of several types."""
     others: Mapping[Box, torch.dtype] = dataclasses.field(default_factory=dict)
-    """Types of boxes that are not of type `dtype`: layers that share a key may differ."""
+    """Types of boxes whose type is not `dtype`: layers that share a key may have several types."""
 
     @property
     def name(self) -> str:
@@ -62,45 +62,45 @@ class GlobalTensor:
         """Return the type of the elements of a region.
 
         Raises:
-            UnsupportedError: they are of several types.
+            UnsupportedError: the elements have several types.
         """
         if not self.others:
             return self.dtype
-        found = {self.dtype_of(box) for box in self.boxes if intersection(box, region) is not None}
-        if len(found) > 1:
-            raise several_types(self.name, found)
-        return next(iter(found), self.dtype)
+        dtypes = {self.dtype_of(box) for box in self.boxes if intersection(box, region) is not None}
+        if len(dtypes) > 1:
+            raise several_types(self.name, dtypes)
+        return next(iter(dtypes), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A whole checkpoint, opened for reading."""
+    """A checkpoint that is open for reading."""
 
     place: str
-    """For messages."""
+    """Directory, for messages."""
     iteration: int
     common: dict[str, Any]
-    """Megatron's names: `args` (a Namespace), `checkpoint_version`, `iteration`,
+    """Common state by Megatron's names: `args` (a Namespace), `checkpoint_version`, `iteration`,
     `num_floating_point_operations_so_far`, `opt_param_scheduler`."""
     tensors: list[GlobalTensor]
-    """All kinds of one key next to each other."""
+    """All tensors; kinds of one key are adjacent."""
     optimizer: list[dict[str, Any]] | None
-    """Per sub-optimizer `param_groups` (without params), `step` (a float; None where the groups
-    have it), `grad_scaler` (its state dict or None). None: the source has no optimizer state."""
+    """Per sub-optimizer `param_groups` (without params), `step` (a float; None if the groups have
+    it), `grad_scaler` (its state dict or None). None if the source has no optimizer state."""
     rng: dict[tuple[int, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Random states by `(pipeline rank, tensor rank)`, a list over the data-parallel ranks, in the
-    form of `side_state.rng_state`. Empty: the source keeps none that can be used."""
+    form of `side_state.rng_state`. Empty if the source has no usable ones."""
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What modules keep beside tensors (TransformerEngine's FP8 state), by Megatron's unique key of
-    the sharded object."""
+    """State of modules in addition to tensors (TransformerEngine's FP8 state), by Megatron's unique
+    key of the sharded object."""
     suspicion: str | None = None
-    """Why the optimizer state may be damaged although the source says nothing of it; None: no
-    reason to think so. Then masters are compared with weights before anything is written."""
+    """Reason to suspect undetected damage of the optimizer state; None if there is none. With a
+    suspicion, masters are compared with weights before the result is written."""
     doubles: tuple[GlobalTensor, ...] = ()
-    """fp32 parameters that the source keeps once more among the masters. They are no masters of
-    their own; if they differ from the weights, the optimizer state is damaged."""
+    """fp32 parameters of which the source stores a second copy among the masters. If a copy differs
+    from its weight, the optimizer state is damaged."""
     warnings: tuple[str, ...] = ()
-    """What of the source is not carried over, and what that means for the result."""
+    """Parts of the source that are not converted, and the consequence for the result."""
 
     @property
     def args(self) -> Any:
@@ -114,43 +114,43 @@ def read_region(
     dtype: torch.dtype,
     name: str,
 ) -> torch.Tensor:
-    """Return a region that is put together from whole boxes, which are read one at a time.
+    """Return a region assembled from boxes, which are read one at a time.
 
     Args:
-        dtype: of a region without elements; else it is that of the boxes.
+        dtype: element type of a region without elements; else the type is that of the boxes.
 
     Raises:
         UnsupportedError: the region has boxes of several types.
-        LayoutError: the boxes do not cover it.
+        LayoutError: the boxes do not cover the region.
     """
-    found: torch.Tensor | None = None
-    left = math.prod(region[1])
+    result: torch.Tensor | None = None
+    missing = math.prod(region[1])
     for box in boxes:
         common = intersection(box, region)
         if common is not None:
             part = read_box(box)
-            if found is None:
-                found = torch.empty(region[1], dtype=part.dtype)
-            elif found.dtype != part.dtype:
-                raise several_types(name, {found.dtype, part.dtype})
-            found[_within(common, region)] = part[_within(common, box)]
-            left -= math.prod(common[1])
-    if left:
-        raise LayoutError(f"{name}: {left} elements at {region[0]} are in no box of the source")
-    return torch.empty(region[1], dtype=dtype) if found is None else found
+            if result is None:
+                result = torch.empty(region[1], dtype=part.dtype)
+            elif result.dtype != part.dtype:
+                raise several_types(name, {result.dtype, part.dtype})
+            result[_within(common, region)] = part[_within(common, box)]
+            missing -= math.prod(common[1])
+    if missing:
+        raise LayoutError(f"{name}: {missing} elements at {region[0]} are in no box of the source")
+    return torch.empty(region[1], dtype=dtype) if result is None else result
 
 
 def several_types(name: str, dtypes: Iterable[torch.dtype]) -> UnsupportedError:
-    """Return the error that says that a region of tensor `name` is of several types."""
+    """Return the error for a region of tensor `name` that has several types."""
     listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     return UnsupportedError(
         f"{name}: has layers of several element types ({listed}), which the destination cannot "
-        "keep in one tensor; convert to flashckpt or safetensors"
+        "store in one tensor; convert to flashckpt or safetensors"
     )
 
 
 def rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
-    """Return the weight that `master` rounds to."""
+    """Return the weight that results from rounding `master`."""
 
     def read(region: Box) -> torch.Tensor:
         return master.read(region).to(dtype)

@@ -1,4 +1,4 @@
-"""Whether optimizer state fits the weights: the only way to see that a saver mixed it up."""
+"""Comparison of masters with weights, which alone detects optimizer state that a saver mixed up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
 
-#: Compared are bits: a NaN fits a NaN.
+#: Integer types by element size, for comparisons of bits, in which NaN equals NaN.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_damage(contents: Contents) -> None:
-    """Read all masters and weights; raise if a weight is not its master, rounded.
+    """Read all masters and weights; raise if a weight is not its rounded master.
 
     Raises:
-        CorruptCheckpointError: names all tensors that differ, and how much of them does.
+        CorruptCheckpointError: the message names all tensors that differ, with element counts.
     """
     differing = masters_that_differ(contents)
     if differing:
@@ -26,22 +26,22 @@ def refuse_damage(contents: Contents) -> None:
             f"{contents.place}: the fp32 masters of {len(differing)} tensors are not what their "
             f"weights were rounded from: {'; '.join(differing)}. {contents.suspicion}. "
             "Their moments are then wrong too. Convert the weights alone with --weights-only, or, "
-            "if these weights are meant to differ (fp8, qk-clip), all of it with --accept-damage"
+            "if these weights differ on purpose (fp8, qk-clip), everything with --accept-damage"
         )
 
 
 def masters_that_differ(contents: Contents) -> list[str]:
-    """Return one phrase for every tensor whose weight is not its master, rounded."""
+    """Return one phrase for every tensor whose weight is not its rounded master."""
     weights = {tensor.key: tensor for tensor in contents.tensors if tensor.kind == WEIGHT}
-    found = []
+    phrases = []
     for master in (*contents.tensors, *contents.doubles):
         weight = weights.get(master.key)
         if master.kind == MASTER and weight is not None:
             count = sum(_differing(master, weight))
             if count:
                 numel = sum(math.prod(shape) for _, shape in master.boxes)
-                found.append(f"{master.key} ({count} of {numel} elements)")
-    return found
+                phrases.append(f"{master.key} ({count} of {numel} elements)")
+    return phrases
 
 
 def _differing(master: GlobalTensor, weight: GlobalTensor) -> list[int]:

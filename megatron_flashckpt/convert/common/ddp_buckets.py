@@ -1,9 +1,9 @@
-"""Where the distributed optimizer's buffers keep each parameter.
+"""Layout of parameters in the distributed optimizer's buffers.
 
-A buffer lays out the parameters of one chunk and type in reverse order and cuts them into buckets;
-the data-parallel ranks own equal shares of each bucket. Files hold buckets without their end
-padding and without any name, so the layout is computed again from the order of the parameters.
-A wrong layout cannot go unnoticed: `verify` compares every parameter with its master, bit for bit.
+A buffer holds the parameters of one chunk and type in reverse order, divided into buckets; the
+data-parallel ranks own equal shares of each bucket. Files hold buckets without end padding and
+without names, so the layout is computed again from the order of the parameters. `verify` detects a
+wrong layout, because it compares every parameter with its master, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ REMEDY = "convert another iteration, or the weights alone with --weights-only"
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How one age of Megatron lays out parameters in buffers."""
+    """Layout rules of some Megatron releases."""
 
     alignment: int
     """Elements to which the start of a parameter is aligned."""
     end_multiple: int
-    """Elements of which a bucket with its end padding is a multiple, beside its replicas."""
+    """Factor of a bucket's elements including end padding, in addition to the replicas."""
     lone_embeddings: bool = True
-    """Whether a copy of tied embeddings has a bucket of its own."""
+    """True if a copy of tied embeddings has a bucket of its own."""
     fewest: int = 1
-    """Parameters that a full bucket needs to be ended."""
+    """Least number of parameters in a full bucket."""
     grows: bool = True
-    """Whether the size that ends a bucket grows with the number of replicas."""
+    """True if the size of a full bucket grows with the number of replicas."""
 
 
-#: Early 2024 (cb995d5).
+#: Rules of early 2024 (cb995d5).
 EARLY = Rules(alignment=1, end_multiple=1, lone_embeddings=False, fewest=2, grows=False)
-#: The newest first: since core 0.8, 0.7, 0.6.
+#: Rules, newest first: since core 0.8, 0.7, 0.6, and early 2024.
 RULES = (
     Rules(alignment=64, end_multiple=128),
     Rules(alignment=1, end_multiple=128),
@@ -54,50 +54,50 @@ RULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a buffer keeps one parameter."""
+    """Position of one parameter in a buffer."""
 
     chunk: int
     parameter: LocalTensor
     bucket: int
     start: int
-    """Element in the bucket."""
+    """First element in the bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """The parameters of one chunk that have one type."""
+    """Parameters of one chunk and one type."""
 
     dtype: torch.dtype
     places: tuple[Place, ...]
     bucket_numels: tuple[int, ...]
-    """Without the padding at the end of each bucket."""
+    """Elements of each bucket, without end padding."""
 
     @property
     def numel(self) -> int:
         return sum(self.bucket_numels)
 
     def coalesced_start(self, place: Place) -> int:
-        """Return the element of `place` if all buckets are laid end to end."""
+        """Return the first element of `place` in the concatenation of all buckets."""
         return sum(self.bucket_numels[: place.bucket]) + place.start
 
 
 def is_early(args: Any) -> bool:
-    """Return whether the job ran on a Megatron of early 2024, which knew no `torch_dist`."""
+    """Return whether the job ran on a Megatron of early 2024, which had no `torch_dist`."""
     return hasattr(args, "use_mcore_models") and not hasattr(args, "use_dist_ckpt")
 
 
 def remedy(args: Any) -> str:
-    """Return what to do if masters and weights of a job contradict each other."""
+    """Return the remedy for masters and weights that contradict each other."""
     if not gathers_late(args):
         return REMEDY
     return (
-        "under this job's --overlap-param-gather old releases save weights of before the last "
-        f"step; if so, --accept-damage takes them from the masters, which are right; else {REMEDY}"
+        "with this job's --overlap-param-gather old releases save the weights before the last "
+        f"step; --accept-damage then derives them from the masters, which are right; else {REMEDY}"
     )
 
 
 def gathers_late(args: Any) -> bool:
-    """Return whether weights may be saved before those of the last step have been gathered."""
+    """Return whether a save may store the weights before the last step's are gathered."""
     return bool(getattr(args, "overlap_param_gather", False))
 
 
@@ -122,19 +122,22 @@ def has_experts(models: Iterable[RankModel]) -> bool:
 def sub_optimizers(
     model: RankModel, args: Any, *, experts: bool
 ) -> list[list[tuple[int, list[LocalTensor]]]]:
-    """Return per sub-optimizer of a rank, per chunk: its number, its parameters in order."""
-    found = [
-        [(number, [it for it in chunk.parameters if not it.expert]) for number, chunk in chunks]
+    """Return, per sub-optimizer of a rank and per chunk, the chunk's number and parameters."""
+    result = [
+        [
+            (number, [parameter for parameter in chunk.parameters if not parameter.expert])
+            for number, chunk in chunks
+        ]
         for chunks in sub_optimizer_chunks(model, args)
     ]
     if experts:
-        found.append(
+        result.append(
             [
-                (number, [it for it in chunk.parameters if it.expert])
+                (number, [parameter for parameter in chunk.parameters if parameter.expert])
                 for number, chunk in enumerate(model.chunks)
             ]
         )
-    return found
+    return result
 
 
 def buffers(
@@ -150,15 +153,15 @@ def buffers(
         chunks: one entry of `sub_optimizers`.
         dtypes: the types of parameters by chunk number and name.
     """
-    found = []
+    result = []
     for number, parameters in chunks:
         bucket_numel = _bucket_numel(model, args, number, rules)
         by_dtype: dict[torch.dtype, list[LocalTensor]] = {}
         for parameter in parameters:
             by_dtype.setdefault(dtypes[number, parameter.name], []).append(parameter)
-        for dtype, of_dtype in by_dtype.items():
-            found.append(_buffer(number, dtype, of_dtype, bucket_numel, rules))
-    return found
+        for dtype, same_dtype in by_dtype.items():
+            result.append(_buffer(number, dtype, same_dtype, bucket_numel, rules))
+    return result
 
 
 def layout(
@@ -171,29 +174,29 @@ def layout(
     *,
     by_bucket: bool = False,
 ) -> list[Buffer]:
-    """Return the buffers of one sub-optimizer, laid out by the rules that the stored sizes fit.
+    """Return the buffers of one sub-optimizer, by the first rules that match the stored sizes.
 
     Args:
-        stored: of each buffer, the sizes of its buckets, or its own size.
-        by_bucket: `stored` has the sizes of buckets.
+        stored: the sizes of each buffer's buckets, or the buffer's own size.
+        by_bucket: True if `stored` has the sizes of buckets.
 
     Raises:
-        CorruptCheckpointError: by the args the sizes are others.
+        CorruptCheckpointError: no rules and the args lead to the stored sizes.
     """
     tried = []
     for rules in RULES:
-        found = buffers(model, args, chunks, dtypes, rules)
-        tried.append([buffer.bucket_numels for buffer in found])
-        wholes = [(buffer.numel,) for buffer in found]
-        if list(stored) == tried[-1] or (list(stored) == wholes and not by_bucket):
-            return found
+        candidate = buffers(model, args, chunks, dtypes, rules)
+        tried.append([buffer.bucket_numels for buffer in candidate])
+        buffer_numels = [(buffer.numel,) for buffer in candidate]
+        if list(stored) == tried[-1] or (list(stored) == buffer_numels and not by_bucket):
+            return candidate
     raise CorruptCheckpointError(
-        f"{where}: buffers of {stored} elements, by the args {tried[0]}; {REMEDY}"
+        f"{where}: buffers have {stored} elements, expected {tried[0]} by the args; {REMEDY}"
     )
 
 
 def _bucket_numel(model: RankModel, args: Any, chunk: int, rules: Rules) -> int | None:
-    """Return the number of elements that ends a bucket; None: one bucket (but for embeddings)."""
+    """Return the elements of a full bucket; None for a single bucket (except for embeddings)."""
     if (
         not getattr(args, "overlap_grad_reduce", False)
         or model.pp > 0
@@ -202,7 +205,9 @@ def _bucket_numel(model: RankModel, args: Any, chunk: int, rules: Rules) -> int 
     ):
         return None
     if getattr(args, "ddp_num_buckets", None) is not None:
-        numel = sum(parameter.numel for each in model.chunks for parameter in each.parameters)
+        numel = sum(
+            parameter.numel for model_chunk in model.chunks for parameter in model_chunk.parameters
+        )
         return numel // int(args.ddp_num_buckets)
     if getattr(args, "ddp_bucket_size", None) is not None:
         return int(args.ddp_bucket_size)
@@ -224,7 +229,7 @@ def _buffer(
         alone = parameter.shared_embedding and rules.lone_embeddings
         position = -(-position // rules.alignment) * rules.alignment
         if alone and count:
-            # Alone in its bucket, so that first and last stage cut it into the same shares.
+            # A bucket of its own, so that first and last stage divide it into the same shares.
             numels.append(position)
             position = 0
         places.append(Place(chunk, parameter, len(numels), position))
@@ -248,35 +253,35 @@ def buffer_parts(
     where: str,
     remedy: str | None = REMEDY,
 ) -> list[Part]:
-    """Return the parts of a buffer whose weights have proved the layout.
+    """Return the parts of a buffer, after a comparison of its masters with the weights.
 
     Args:
-        states: the types of what the buffer has, by name; `param` are the masters.
-        weight: returns a whole parameter.
+        states: types of the buffer's states by name; `param` are the masters.
+        weight: returns a parameter.
         read: returns elements of a parameter's state.
-        where: of the buffer, for messages.
-        remedy: for messages; None: 16-bit weights are not compared.
+        where: name of the buffer, for messages.
+        remedy: remedy for messages; None to skip the comparison of 16-bit weights.
 
     Raises:
-        CorruptCheckpointError: some weight is not what its master rounds to.
+        CorruptCheckpointError: a weight is not its rounded master.
     """
     if remedy is not None or buffer.dtype == torch.float32:
         verify(
             (
-                (at.parameter.name, weight(at), read(MAIN, at, 0, at.parameter.numel))
-                for at in buffer.places
+                (place.parameter.name, weight(place), read(MAIN, place, 0, place.parameter.numel))
+                for place in buffer.places
             ),
             where,
             remedy or REMEDY,
         )
     return [
         Part(
-            at.parameter.geometry,
+            place.parameter.geometry,
             MASTER if state == MAIN else state,
             dtype,
-            functools.partial(read, state, at),
+            functools.partial(read, state, place),
         )
-        for at in buffer.places
+        for place in buffer.places
         for state, dtype in states.items()
         # fp32 parameters are their own masters.
         if state != MAIN or buffer.dtype != torch.float32
@@ -284,34 +289,34 @@ def buffer_parts(
 
 
 def verify(
-    held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str, remedy: str = REMEDY
+    entries: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str, remedy: str = REMEDY
 ) -> None:
-    """Compare weights with what their masters, at the computed places, round to.
+    """Compare weights with their rounded masters at the computed places.
 
     Args:
-        held: name, weight and master of every parameter.
+        entries: name, weight and master of every parameter.
 
     Raises:
-        CorruptCheckpointError: they differ; all names are listed.
+        CorruptCheckpointError: weights differ; the message lists all names.
     """
-    wrong = [
+    differing = [
         name
-        for name, weight, master in held
+        for name, weight, master in entries
         if not is_rounded(weight.reshape(-1), master.reshape(-1))
     ]
-    if wrong:
+    if differing:
         raise CorruptCheckpointError(
-            f"{where}: {len(wrong)} weights are not what the optimizer's masters, at the places "
-            f"that the checkpoint's args give them, round to: {', '.join(wrong)}; so the optimizer "
-            f"state cannot be told apart; {remedy}"
+            f"{where}: {len(differing)} weights differ from the rounded masters at the places that "
+            f"follow from the checkpoint's args: {', '.join(differing)}; so the optimizer state "
+            f"cannot be assigned to parameters; {remedy}"
         )
 
 
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether `weight` is, bit for bit, what `master` rounds to."""
+    """Return whether `weight` equals the rounded `master`, bit for bit."""
     return torch.equal(_bits(weight), _bits(master.to(weight.dtype)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers: NaN equals itself, and -0 is not 0."""
+    """Return the elements as integers, so that NaN equals itself and -0 differs from 0."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

@@ -1,8 +1,8 @@
-"""Recognise the result of an earlier conversion, which alone `--overwrite` may replace.
+"""Recognition of results of earlier conversions; `--overwrite` replaces only those.
 
-A result in a format of others carries a list of its files, `.flashckpt-export.json`: a file is
-known by its name, its size and the second in which it was written. A checkpoint in our own format
-says in its manifest that it was converted, and its files carry the id of their save.
+A result in a foreign format has a list of its files, `.flashckpt-export.json`. The list identifies
+a file by name, size and the second of its last write. A converted checkpoint in our own format is
+marked in its manifest, and its files have the id of their save.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.storage.opening import open_storage
 MARKER = ".flashckpt-export.json"
 CONVERTED_FROM = "converted_from"
 
-#: No list of ours is longer.
+#: Bytes to read of the list, at most: our lists are shorter.
 _MAX_MARKER_NBYTES = 2**28
 #: Names in a message.
 _SHOWN = 8
@@ -31,7 +31,7 @@ _SHOWN = 8
 class _File(msgspec.Struct, frozen=True):
     nbytes: int
     written_at: int
-    """Seconds since 1970: finer times do not survive every file system."""
+    """Seconds since 1970; some file systems do not keep fractions."""
 
 
 class _Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +39,11 @@ class _Marker(msgspec.Struct, frozen=True, kw_only=True):
 
     written_by: str
     files: dict[str, _File]
-    """By path relative to the directory."""
+    """Files by path relative to the directory."""
 
 
 def mark(directory: Path) -> None:
-    """List all files that are in `directory` now in its `MARKER`."""
+    """Write a list of all files in `directory` to its `MARKER`."""
     files = {}
     for path in sorted(directory.rglob("*")):
         status = path.lstat()
@@ -54,15 +54,15 @@ def mark(directory: Path) -> None:
 
 
 def refuse_others(directory: Path, name: Path | None = None) -> None:
-    """Return if all that is in `directory` was written by one earlier conversion.
+    """Raise if `directory` has content that one earlier conversion did not write.
 
-    Files of that conversion may be missing. An empty directory is nobody's.
+    Files of that conversion may be missing. An empty directory passes.
 
     Args:
-        name: how the message calls the directory, which may have been moved aside.
+        name: name of the directory in messages, as the directory may have been moved aside.
 
     Raises:
-        ConfigError: something else is there; names it.
+        ConfigError: the message names the foreign files.
     """
     name = name or directory
     if directory.is_symlink() or not directory.is_dir():
@@ -73,28 +73,28 @@ def refuse_others(directory: Path, name: Path | None = None) -> None:
     if foreign:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         raise ConfigError(
-            f"{name}: holds what 'flashckpt convert' did not write: "
+            f"{name}: holds files that 'flashckpt convert' did not write: "
             f"{', '.join(foreign[:_SHOWN])}{more}; nothing was changed; name another "
-            "directory, or move these away yourself"
+            "directory, or move these files away"
         )
 
 
 def remove(directory: Path) -> bool:
-    """Delete what an earlier conversion wrote in `directory`; return whether that was everything.
+    """Delete the files of an earlier conversion in `directory`; return whether it is gone.
 
-    Anything else stays where it is, with the directories that hold it.
+    Other files stay, with the directories that hold them.
     """
     files, directories = _written(directory)
     for path in files:
         path.unlink()
     for path in sorted({*directories, directory}, reverse=True):
-        with contextlib.suppress(OSError):  # it holds something else
+        with contextlib.suppress(OSError):  # holds other files
             path.rmdir()
     return not directory.exists()
 
 
 def _foreign(directory: Path) -> list[Path]:
-    """Return all in `directory` that no one earlier conversion wrote."""
+    """Return all paths in `directory` that one earlier conversion did not write."""
     files, directories = _written(directory)
     return [path for path in directory.rglob("*") if path not in files | directories]
 
@@ -112,7 +112,7 @@ _MARKER = msgspec.json.Decoder(_Marker)
 
 
 def _listed(directory: Path) -> set[Path] | None:
-    """Return the files that `MARKER` lists and that are as it says; None: there is no list."""
+    """Return the files that `MARKER` lists and that are unchanged; None without a list."""
     try:
         encoded = read_whole(open_storage(directory), MARKER, _MAX_MARKER_NBYTES)
         listed = _MARKER.decode(encoded)
@@ -136,15 +136,19 @@ def _is_unchanged(path: Path, file: _File) -> bool:
 
 
 def _of_our_format(directory: Path) -> set[Path]:
-    """Return the files of a converted checkpoint of ours; nothing if it is none."""
+    """Return the files of a converted checkpoint of ours; empty if it is not one."""
     try:
         encoded = read_whole(open_storage(directory), MANIFEST, manifest.MAX_MANIFEST_NBYTES)
-        found = manifest.decode_manifest(encoded, str(directory / MANIFEST))
+        stored_manifest = manifest.decode_manifest(encoded, str(directory / MANIFEST))
     except (FlashCkptError, OSError):
         return set()
-    if CONVERTED_FROM not in found.description:
+    if CONVERTED_FROM not in stored_manifest.description:
         return set()
-    names = [MANIFEST, common_name(found.save_id), *(shard.file for shard in found.shards)]
+    names = [
+        MANIFEST,
+        common_name(stored_manifest.save_id),
+        *(shard.file for shard in stored_manifest.shards),
+    ]
     return {path for name in names if _is_file(path := directory / name)}
 
 

@@ -1,4 +1,4 @@
-"""What a user can choose about a conversion."""
+"""Options of a conversion."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings that every destination takes, whether they mean something to it or not."""
+    """Options for all destination formats; a format ignores those that do not apply to it."""
 
     overwrite: bool = False
-    """Replace the result of an earlier conversion, if one is where the result goes."""
+    """Replace the result of an earlier conversion in the destination."""
     weights_only: bool = False
     """Leave out optimizer state, random states and scheduler."""
     accept_damage: bool = False
-    """Convert optimizer state that does not fit the weights."""
+    """Convert optimizer state that does not match the weights."""
     shard_nbytes: int = 4 * 2**30
-    """Largest file; a box that is larger gets a file of its own."""
+    """Size of the largest file; a larger box has a file of its own."""
     memory_nbytes: int = 2**30
-    """Verified chunks of the source that are kept, because a box often lies in several files."""
+    """Size of the cache of verified chunks of the source; several boxes often share a chunk."""

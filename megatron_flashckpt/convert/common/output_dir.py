@@ -1,4 +1,4 @@
-"""Directories in Megatron's layout that appear whole or not at all."""
+"""Output directories in Megatron's layout, which appear atomically."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ RELEASE = "release"
 
 @contextlib.contextmanager
 def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterator[Path]:
-    """Yield an empty directory, named as `final`, that becomes `final` if the block ends well.
+    """Yield an empty directory that is renamed to `final` if the block succeeds.
 
-    Whatever has that name before stays as it is until then.
+    An existing `final` stays unchanged until then.
 
     Args:
-        overwrite: replace the result of an earlier conversion. Nothing else is ever replaced.
-        mark: list what the block writes, so that a later conversion may replace it; needless where
-            `former_export` knows the files by themselves.
+        overwrite: replace the result of an earlier conversion; other files are never replaced.
+        mark: write a list of the files, so that a later conversion may replace them; not needed if
+            `former_export` recognises the files by other means.
 
     Raises:
-        ConfigError: something has that name, and may not be replaced.
+        ConfigError: `final` exists and may not be replaced.
     """
     if final.is_symlink() or final.exists():
         _refuse(final, overwrite=overwrite)
-    number = uuid.uuid4().hex[:8]
-    around = final.with_name(f".{final.name}.{number}.tmp")
-    fresh = around / final.name
+    suffix = uuid.uuid4().hex[:8]
+    temporary = final.with_name(f".{final.name}.{suffix}.tmp")
+    fresh = temporary / final.name
     fresh.mkdir(parents=True)
     try:
         yield fresh
@@ -49,22 +49,22 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
             former_export.mark(fresh)
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
-        _replace(final, fresh, final.with_name(f".{final.name}.{number}.replaced"))
+        _replace(final, fresh, final.with_name(f".{final.name}.{suffix}.replaced"))
         _sync(final.parent)
     except OSError as error:
-        # The source and the storage name their files; what has no name went into open ones.
+        # Errors of the source and of storage name a file; others come from writes to open files.
         if isinstance(error, StorageError) or error.filename is not None:
             raise
         raise _unwritable(final, error) from error
     finally:
-        shutil.rmtree(around, ignore_errors=True)  # nobody else knows its name
+        shutil.rmtree(temporary, ignore_errors=True)  # its name is random, so it is ours
 
 
 def _refuse(final: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError if something is at `final` that may not be replaced."""
+    """Raise ConfigError if `final` exists and may not be replaced."""
     if final.is_mount():
         raise ConfigError(
-            f"{final}: is a mount point, which nothing replaces; name a directory in it"
+            f"{final}: is a mount point, which cannot be replaced; name a directory in it"
         )
     if final.is_symlink() or overwrite:
         former_export.refuse_others(final)
@@ -81,26 +81,26 @@ def _replace(final: Path, fresh: Path, aside: Path) -> None:
         return
     final.rename(aside)
     try:
-        # Looked at again: the conversion may have taken hours, and users work meanwhile.
+        # Check again, because users may have added files during the conversion, which takes hours.
         former_export.refuse_others(aside, final)
         fresh.rename(final)
     except (OSError, ConfigError):
         aside.rename(final)
         raise
     if not former_export.remove(aside):
-        logger.warning("%s: holds what was put into %s a moment ago; it stays", aside, final)
+        logger.warning("%s: kept, because files were added to %s meanwhile", aside, final)
 
 
-def save(held: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
-    """Save `held` as `torch.save` does; return where in the file it begins and ends.
+def save(value: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
+    """Save `value` with `torch.save`; return the positions in the file where it begins and ends.
 
     Raises:
-        StorageError: it could not be written; torch's own error would not say why.
+        StorageError: the write failed; torch's own error lacks the reason.
     """
     with open(path, "ab" if append else "wb") as file:
         start = file.tell()
         try:
-            torch.save(held, file)
+            torch.save(value, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise _unwritable(path, error.__context__) from error
@@ -111,12 +111,13 @@ def save(held: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
 def _unwritable(path: Path, error: OSError) -> StorageError:
     return StorageError(
         error.errno,
-        f"{path}: cannot be written ({error.strerror}); free space there or convert to elsewhere",
+        f"{path}: cannot be written ({error.strerror}); free space there, or convert to another "
+        "file system",
     )
 
 
 def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
-    """Make `iteration` the one that jobs load from `root`, unless a later one is.
+    """Let the tracker of `root` name `iteration`, unless it names a later one.
 
     Called when the checkpoint is complete.
     """
@@ -126,16 +127,16 @@ def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
     except FileNotFoundError:
         text = ""
     if not (text.isdecimal() and int(text) > iteration):
-        named = RELEASE if megatron and iteration == 0 else str(iteration)
-        storage.put(TRACKER, named.encode())
+        new_text = RELEASE if megatron and iteration == 0 else str(iteration)
+        storage.put(TRACKER, new_text.encode())
 
 
 def checkpoint_directory(root: Path, iteration: int, *, megatron: bool = False) -> Path:
-    """Return where a save directory keeps `iteration`.
+    """Return the directory of `iteration` in the save directory `root`.
 
     Args:
-        megatron: in a format of Megatron's own, which calls the weights that a training starts
-            from, its iteration 0, a release.
+        megatron: True for Megatron's own formats, which call iteration 0, the weights that a
+            training starts from, a release.
     """
     return root / (RELEASE if megatron and iteration == 0 else iteration_dir(iteration))
 

@@ -1,7 +1,7 @@
-"""Refuse a destination that shares files with the source, whatever the two are called.
+"""Refusal of a destination that shares files with the source, under any path.
 
 Paths are compared by device and inode, with symbolic links resolved. A bind mount shows the same
-directories under other parents, so the kernel's mount table is read as well.
+directories under other parents, so the kernel's mount table is read too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class _Place(NamedTuple):
-    """A directory as its file system names it, wherever that file system is mounted."""
+    """A directory by its device and its path on that device, independent of mount points."""
 
     device: str
     path: PurePosixPath
@@ -28,31 +28,31 @@ class _Place(NamedTuple):
 class _Mount(NamedTuple):
     point: Path
     root: _Place
-    """Directory of the file system that is seen at `point`."""
+    """Directory that is mounted at `point`."""
 
 
 def refuse_overlap(root: Path, checkpoint: Path, destination: Path) -> None:
-    """Return if nothing that is written or replaced in `destination` can be part of the source.
+    """Raise if a write to `destination` could change the source.
 
     Args:
-        root: the save directory that is converted from.
-        checkpoint: the directory of the iteration in `root`; may be a link that leads elsewhere.
+        root: save directory of the source.
+        checkpoint: directory of the iteration in `root`; may be a symbolic link.
 
     Raises:
-        ConfigError: `destination` is a directory of the source, contains it or lies in it.
+        ConfigError: `destination` is a directory of the source, contains one or lies in one.
     """
     links = (path for path in checkpoint.rglob("*") if path.is_symlink())
     for source in (root, checkpoint, *links):
         relation = _relation(destination.resolve(), source.resolve())
         if relation is not None:
             raise ConfigError(
-                f"{destination}: {relation} {source}, which is converted; nothing was changed; "
-                "name a destination apart from the source"
+                f"{destination}: {relation} the source {source}; nothing was changed; name a "
+                "destination outside of the source"
             )
 
 
 def _relation(destination: Path, source: Path) -> str | None:
-    """Return how `destination` and `source` overlap, or None. Both are resolved."""
+    """Return a phrase for the overlap of `destination` and `source`, both resolved, or None."""
     if _same(destination, source):
         return "is the same directory as"
     mounts = list(_mounts())
@@ -67,28 +67,28 @@ def _relation(destination: Path, source: Path) -> str | None:
     return None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same(path: Path, other: Path) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
-        return one == other  # what does not exist is nothing else under another name
+        return path == other  # a path that does not exist has no other name
 
 
 def _holds(mounts: list[_Mount], outer: Path, inner: Path) -> bool:
-    """Return whether `inner` is `outer`, or in it, as the mount table tells."""
+    """Return whether `inner` is or lies in `outer`, by the mount table."""
     place = _place(mounts, inner)
     if place is None:
         return False
-    own = _place(mounts, outer)
+    outer_place = _place(mounts, outer)
     below = [mount.root for mount in mounts if mount.point.is_relative_to(outer)]
     return any(
-        it.device == place.device and place.path.is_relative_to(it.path)
-        for it in [*([own] if own is not None else []), *below]
+        mounted.device == place.device and place.path.is_relative_to(mounted.path)
+        for mounted in [*([outer_place] if outer_place is not None else []), *below]
     )
 
 
 def _place(mounts: list[_Mount], path: Path) -> _Place | None:
-    # Of several mounts at one point the last one is seen.
+    # The last mount at a point hides earlier ones.
     over = [mount for mount in mounts if path.is_relative_to(mount.point)]
     if not over:
         return None
@@ -98,7 +98,7 @@ def _place(mounts: list[_Mount], path: Path) -> _Place | None:
 
 
 def _mounts() -> Iterator[_Mount]:
-    """Yield what /proc/self/mountinfo lists; nothing where there is no such file."""
+    """Yield the mounts in /proc/self/mountinfo; none if the file does not exist."""
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -106,5 +106,7 @@ def _mounts() -> Iterator[_Mount]:
     for line in lines:
         fields = line.split(" ")
         if len(fields) > 4:
-            root, point = (_ESCAPED.sub(lambda it: chr(int(it[1], 8)), it) for it in fields[3:5])
+            root, point = (
+                _ESCAPED.sub(lambda text: chr(int(text[1], 8)), text) for text in fields[3:5]
+            )
             yield _Mount(Path(point), _Place(fields[2], PurePosixPath(root)))

@@ -1,7 +1,7 @@
-"""Load pickles of Megatron's, and nothing that could run code.
+"""Safe loading of Megatron's pickles: classes that could run code are refused.
 
-`torch.load(weights_only=True)` with the few classes that Megatron's checkpoints hold beside
-tensors: namespaces, paths, signals, numpy arrays, enums of megatron.core.
+This is `torch.load(weights_only=True)` with the few classes in Megatron's checkpoints in addition
+to tensors: namespaces, paths, signals, numpy arrays, enums of megatron.core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES: tuple[type, ...] = (
     np.dtype,
     *(type(np.dtype(code)) for code in ("u1", "i4", "u4", "i8", "u8", "f4", "f8")),
 )
-#: Modules whose enums may be in a checkpoint; importing them does nothing but define things.
+#: Modules whose enums may be in a checkpoint; their import has no side effects.
 _ENUM_MODULES = (
     "megatron.core.enums",
     "megatron.core.transformer.enums",
@@ -41,28 +41,28 @@ _ENUM_MODULES = (
 
 
 def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False) -> Any:
-    """Return what `torch.save` wrote; tensors on the CPU.
+    """Load a file of `torch.save`, with tensors on the CPU.
 
     Args:
-        place: for messages.
-        mmap: read tensors of a file when they are used.
+        place: name of the file, for messages.
+        mmap: read tensors of the file when they are used.
 
     Raises:
-        UnsupportedError: it holds something else than what Megatron writes; says what.
-        CorruptCheckpointError: it is not such a file.
+        UnsupportedError: the file holds objects of other classes; the message names them.
+        CorruptCheckpointError: the file cannot be decoded.
     """
     try:
         with torch.serialization.safe_globals(_allowed()):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
     except FileNotFoundError:
         raise
-    except Exception as error:  # torch.load raises whatever the broken bytes lead to
+    except Exception as error:  # torch.load raises any error for broken bytes
         unknown = _unknown(file)
         if unknown:
             raise UnsupportedError(
                 f"{place}: holds objects of {', '.join(unknown)}, which are not loaded because a "
-                "pickle could run code through them; load it once with the Megatron that wrote it "
-                "and save it without them"
+                "pickle could run code through them; load the checkpoint with the Megatron that "
+                "wrote it, and save it without them"
             ) from None
         raise CorruptCheckpointError(
             f"{place}: cannot be read ({type(error).__name__}); convert another iteration"
@@ -89,11 +89,11 @@ def _enums() -> Iterable[type[enum.Enum]]:
 
 
 def _unknown(file: str | pathlib.Path | IO[bytes]) -> list[str]:
-    """Return the classes that keep `file` from being loaded; empty if it is not a pickle at all."""
+    """Return the refused classes in `file`; empty if the file is not a pickle."""
     try:
         if not isinstance(file, str | pathlib.Path):
             file.seek(0)
         with torch.serialization.safe_globals(_allowed()):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # as above
+    except Exception:  # broken bytes, as above
         return []

@@ -1,4 +1,4 @@
-"""Global tensors out of the local tensors of ranks, and local tensors out of global ones."""
+"""Conversion between local tensors of ranks and global tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ByKey = dict[str, GlobalTensor]
 
 def by_kind(tensors: Iterable[GlobalTensor]) -> dict[str, ByKey]:
     """Return the tensors by kind and key."""
-    found: dict[str, ByKey] = defaultdict(dict)
+    result: dict[str, ByKey] = defaultdict(dict)
     for tensor in tensors:
-        found[tensor.kind][tensor.key] = tensor
-    return dict(found)
+        result[tensor.kind][tensor.key] = tensor
+    return dict(result)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One local tensor of one rank: a parameter, or optimizer state of its shape."""
+    """Local tensor of one rank: a parameter, or optimizer state of its shape."""
 
     geometry: Geometry
     kind: str
@@ -35,26 +35,26 @@ class Part:
 
 
 def part_of(geometry: Geometry, kind: str, tensor: torch.Tensor) -> Part:
-    """Return the part that `tensor` is; its data is touched only when it is read."""
+    """Return `tensor` as a part; its data is accessed only by `Part.read`."""
     flat = tensor.detach().reshape(-1)
     return Part(geometry, kind, tensor.dtype, lambda start, end: flat[start:end])
 
 
 def global_tensors(parts: Iterable[Part]) -> list[GlobalTensor]:
-    """Return the tensors that `parts` are together, all kinds of one key next to each other.
+    """Return the global tensors that consist of `parts`; kinds of one key are adjacent.
 
-    Copies that tensor, pipeline or expert parallelism makes are left out.
+    Leaves out the copies that tensor, pipeline and expert parallelism make.
     """
-    found: dict[tuple[str, str], dict[Box, tuple[Part, list[Run]]]] = defaultdict(dict)
+    boxes_of: dict[tuple[str, str], dict[Box, tuple[Part, list[Run]]]] = defaultdict(dict)
     for part in parts:
         if not part.geometry.main:
             continue
         runs: dict[tuple[str, Box], list[Run]] = defaultdict(list)
         for run in part.geometry.runs:
             runs[run.key, (run.offset, run.shape)].append(run)
-        for (key, box), of_box in runs.items():
-            found[key, part.kind].setdefault(box, (part, of_box))
-    return [_global_tensor(*name, boxes) for name, boxes in sorted(found.items())]
+        for (key, box), box_runs in runs.items():
+            boxes_of[key, part.kind].setdefault(box, (part, box_runs))
+    return [_global_tensor(*name, boxes) for name, boxes in sorted(boxes_of.items())]
 
 
 def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]) -> GlobalTensor:
@@ -62,11 +62,11 @@ def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]
 
     def read_box(box: Box) -> torch.Tensor:
         part, runs = boxes[box]
-        found = torch.empty(torch.Size(box[1]).numel(), dtype=part.dtype)
-        for it in runs:
-            local = part.read(it.local_start, it.local_start + it.numel)
-            found[it.box_start : it.box_start + it.numel] = local
-        return found.view(box[1])
+        box_data = torch.empty(torch.Size(box[1]).numel(), dtype=part.dtype)
+        for box_run in runs:
+            local = part.read(box_run.local_start, box_run.local_start + box_run.numel)
+            box_data[box_run.box_start : box_run.box_start + box_run.numel] = local
+        return box_data.view(box[1])
 
     def read(region: Box) -> torch.Tensor:
         if region in boxes:
@@ -79,9 +79,9 @@ def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]
 
 
 def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor]) -> torch.Tensor:
-    """Return the flattened local tensor at `geometry`, out of the global tensors by key.
+    """Return the flattened local tensor at `geometry`, read from the global tensors by key.
 
-    A padded vocabulary is cut or filled with zeros, as Megatron does.
+    A padded vocabulary is truncated, or filled with zeros, as Megatron does.
     """
     local = torch.zeros(numel, dtype=local_dtype(geometry, tensors))
     boxes: dict[Box, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor
 
 
 def local_dtype(geometry: Geometry, tensors: dict[str, GlobalTensor]) -> torch.dtype:
-    """Return the type of the local tensor at `geometry`, out of the global tensors by key."""
+    """Return the type of the local tensor at `geometry`, from the global tensors by key."""
     (dtype,) = {
         tensors[run.key].dtype_at(_inside(tensors[run.key], (run.offset, run.shape)))
         for run in geometry.runs
@@ -104,7 +104,7 @@ def local_dtype(geometry: Geometry, tensors: dict[str, GlobalTensor]) -> torch.d
 
 
 def _inside(tensor: GlobalTensor, box: Box) -> Box:
-    """Return what of `box` lies in the global shape."""
+    """Return the part of `box` that lies in the global shape."""
     offset, shape = box
     return offset, tuple(
         max(min(size - low, n), 0) for low, n, size in zip(offset, shape, tensor.shape, strict=True)
@@ -112,12 +112,12 @@ def _inside(tensor: GlobalTensor, box: Box) -> Box:
 
 
 def _read_or_zeros(tensor: GlobalTensor, box: Box) -> torch.Tensor:
-    """Return the flattened box; zeros where it leaves the global shape."""
+    """Return the flattened box, with zeros outside of the global shape."""
     offset, shape = box
-    _, there = _inside(tensor, box)
-    if there == shape:
+    _, inner_shape = _inside(tensor, box)
+    if inner_shape == shape:
         return tensor.read(box).reshape(-1)
-    found = torch.zeros(shape, dtype=tensor.dtype_at((offset, there)))
-    if all(there):
-        found[tuple(slice(n) for n in there)] = tensor.read((offset, there))
-    return found.reshape(-1)
+    padded = torch.zeros(shape, dtype=tensor.dtype_at((offset, inner_shape)))
+    if all(inner_shape):
+        padded[tuple(slice(n) for n in inner_shape)] = tensor.read((offset, inner_shape))
+    return padded.reshape(-1)

@@ -1,1 +1,1 @@
-"""One module per format that is read. `formats` picks one."""
+"""Readers: one module per source format; `formats` selects the module."""

@@ -1,7 +1,7 @@
-"""Read what torch.distributed.checkpoint wrote, without running what a pickle might hold.
+"""Reader of torch.distributed.checkpoint directories that runs no code from pickles.
 
-`.metadata` is a pickle that torch itself loads without restrictions. Here only the few classes that
-it is made of are let in.
+`.metadata` is a pickle, which torch itself loads without restrictions. This reader allows only the
+few classes that belong there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANOTHER = "convert another iteration"
 
 #: Modules whose dataclasses and enums `.metadata` may hold.
 _MODULES = {module.__name__: module for module in (metadata, planner, filesystem)} | {
-    # Where torch 2.1 had TensorProperties.
+    # Module of TensorProperties in torch 2.1.
     "torch.distributed._shard.sharded_tensor.metadata": metadata,
 }
 _OTHERS: dict[tuple[str, str], Any] = {
@@ -39,7 +39,7 @@ _OTHERS: dict[tuple[str, str], Any] = {
 
 
 class _Ignored:
-    """Stands for Megatron's own subclasses, of which nothing but the attributes is used."""
+    """Stand-in for Megatron's own subclasses, of which only the attributes are used."""
 
     mcore_data: dict[str, Any]
 
@@ -55,46 +55,47 @@ class _Unpickler(pickle.Unpickler):
             "MCoreSavePlan",
         ):
             return _Ignored
-        found = getattr(_MODULES.get(module), name, None)
-        if isinstance(found, type) and (
-            dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+        attribute = getattr(_MODULES.get(module), name, None)
+        if isinstance(attribute, type) and (
+            dataclasses.is_dataclass(attribute) or issubclass(attribute, enum.Enum)
         ):
-            return found
+            return attribute
         raise UnsupportedError(f"{module}.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the checkpoint, as it was written."""
+    """Tensor of the checkpoint, as stored."""
 
     dtype: torch.dtype
     shape: Shape
     chunks: dict[Shape, Shape]
     """Shape of each chunk by its offset."""
     original_shape: Shape | None
-    """Of a tensor that was cut into ranges (core 0.8 to 0.15): its shape before axes were replaced
-    by numbers of boxes, and the contents of a box by one more axis."""
+    """Shape of a tensor that is stored as flattened ranges (core 0.8 to 0.15); None for others.
+    Its stored shape has the numbers of boxes as axes, and one more axis for the box contents."""
 
 
 class Reader:
-    """One directory; reads one chunk at a time."""
+    """Reader of one directory; reads one chunk at a time."""
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
         place = directory / METADATA
         try:
             with open(place, "rb") as file:
-                found = _Unpickler(file).load()
+                loaded = _Unpickler(file).load()
             self._storage = {
                 (index.fqn, None if index.offset is None else tuple(index.offset)): info
-                for index, info in found.storage_data.items()
+                for index, info in loaded.storage_data.items()
             }
-            self._described = dict(found.state_dict_metadata)
-            self._megatrons: dict[str, Any] = dict(getattr(found, "mcore_data", None) or {})
+            self._described = dict(loaded.state_dict_metadata)
+            self._megatrons: dict[str, Any] = dict(getattr(loaded, "mcore_data", None) or {})
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{place}: holds objects of {error}, which are not loaded because a pickle could "
-                "run code through them; let the Megatron that wrote it load and save it again"
+                "run code through them; load and save the checkpoint with the Megatron that wrote "
+                "it"
             ) from None
         except OSError:
             raise
@@ -107,20 +108,20 @@ class Reader:
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by name."""
-        found = {}
+        result = {}
         for name, described in self._described.items():
             if isinstance(described, metadata.TensorStorageMetadata):
                 original = self._megatrons.get(name, {}).get("nd_reformulated_orig_global_shape")
-                found[name] = StoredTensor(
+                result[name] = StoredTensor(
                     described.properties.dtype,
                     tuple(described.size),
                     {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in described.chunks},
                     None if original is None else tuple(original),
                 )
-        return found
+        return result
 
     def objects(self) -> list[str]:
-        """Return the names of all that is not a tensor."""
+        """Return the names of all objects that are not tensors."""
         return [
             name
             for name, described in self._described.items()
@@ -128,30 +129,30 @@ class Reader:
         ]
 
     def object(self, name: str) -> Any:
-        """Return what is stored as `name`, made of plain types."""
+        """Return the object `name`, which consists of allowed types."""
         return safe_pickle.load(io.BytesIO(self._bytes(name, None)), f"{self.directory}: {name}")
 
     def chunk(self, name: str, offset: Shape) -> torch.Tensor:
         """Return the chunk of a tensor that starts at `offset`."""
         where = f"{self.directory}: {name} at {offset}"
-        found = safe_pickle.load(io.BytesIO(self._bytes(name, offset)), where)
+        tensor = safe_pickle.load(io.BytesIO(self._bytes(name, offset)), where)
         shape = self.tensors[name].chunks[offset]
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
             raise CorruptCheckpointError(f"{where}: is not a tensor of shape {shape}; {_ANOTHER}")
-        return found.contiguous()
+        return tensor.contiguous()
 
     def _bytes(self, name: str, offset: Shape | None) -> bytes:
         try:
             info = self._storage[name, offset]
         except KeyError:
             raise CorruptCheckpointError(
-                f"{self.directory}/{METADATA}: does not say where {name} at {offset} is; {_ANOTHER}"
+                f"{self.directory}/{METADATA}: lacks the position of {name} at {offset}; {_ANOTHER}"
             ) from None
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedError(
                 f"{self.directory}: {name} was written with extensions "
-                f"{info.transform_descriptors}, which this release does not know; let Megatron "
-                "load it and save it without them"
+                f"{info.transform_descriptors}, which this release does not know; load and save "
+                "the checkpoint with Megatron without them"
             )
         file = self.directory / info.relative_path
         if file.parent != self.directory:
@@ -161,11 +162,11 @@ class Reader:
         try:
             with open(file, "rb") as stream:
                 stream.seek(info.offset)
-                found = stream.read(info.length)
+                content = stream.read(info.length)
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{file}: is missing; {_ANOTHER}") from None
-        if len(found) != info.length:
+        if len(content) != info.length:
             raise CorruptCheckpointError(
                 f"{file}: ends before {info.offset + info.length} bytes; {_ANOTHER}"
             )
-        return found
+        return content

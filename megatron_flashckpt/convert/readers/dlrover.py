@@ -1,9 +1,10 @@
-"""Read what DLRover's Megatron flash checkpoint (`megatron_dist_ckpt`) writes.
+"""Reader of DLRover's Megatron flash checkpoint (`megatron_dist_ckpt`).
 
 Weights are in Megatron's legacy files, in later releases with the param groups. Each rank's own
 shards of the distributed optimizer are in `rank_RRRRR/distrib_optim.pt`, by bucket, param group and
-position in the group: `{bucket: {group: {position: {param, exp_avg, exp_avg_sq[, step]}}}}`. That
-names no parameter, so the shards are laid out again as Megatron lays out its buckets, and proved.
+position in the group: `{bucket: {group: {position: {param, exp_avg, exp_avg_sq[, step]}}}}`. The
+shards have no names of parameters, so the reader computes Megatron's bucket layout, and proves it
+by a comparison of masters with weights.
 
 DLRover counts the ranks that have finished, not their files, so it can commit a directory that
 lacks files, or holds files of two saves.
@@ -43,15 +44,15 @@ from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, clas
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters
 
-#: What is wrong with shards that do not fit.
+#: Cause of shards that do not match the weights.
 MIXED = "DLRover committed files of two saves in one directory"
 
 _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
-"""Of one rank: tensors by bucket, group, position."""
+"""Tensors of one rank by bucket, group and position."""
 
 
 def is_dlrover(directory: Path) -> bool:
-    """Return whether `directory`, of one iteration, holds optimizer state by rank."""
+    """Return whether the iteration directory `directory` holds optimizer state by rank."""
     return has_ranks(directory)
 
 
@@ -60,8 +61,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
 
     Raises:
         UnsupportedError: the model cannot be rebuilt, or has experts.
-        CorruptCheckpointError: files of some rank are not there, or are those of another save or
-            another model.
+        CorruptCheckpointError: a rank's files are missing, or belong to another save or model.
     """
     if not is_legacy(directory):
         raise CorruptCheckpointError(
@@ -77,21 +77,23 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     shards = _load_shards(directory, args)
     if ddp_buckets.has_experts([rank.model for rank in ranks]):
         raise UnsupportedError(
-            f"{directory}: optimizer state of experts, as DLRover names it, cannot be told apart; "
+            f"{directory}: DLRover's names for the optimizer state of experts are ambiguous; "
             "convert the weights alone with --weights-only"
         )
     for rank in ranks:
         parts += _optimizer_parts(rank, shards, accept=accept)
     if "optimizer" in ranks[0].state:
         saved = [rank.state["optimizer"] for rank in ranks]
-        groups = hyper_parameters.merge([legacy_optimizer.hyper_parameters(it) for it in saved])
+        groups = hyper_parameters.merge(
+            [legacy_optimizer.hyper_parameters(state) for state in saved]
+        )
         contents = contents_of(directory, iteration, ranks, parts, groups)
         return with_weights_of_masters(contents) if accept else contents
     if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
         raise UnsupportedError(
-            f"{directory}: this DLRover did not save the optimizer's param groups, and with "
-            "--decoupled-lr or --use-mup there are more than can be made up; convert the weights "
-            "alone with --weights-only"
+            f"{directory}: this DLRover did not save the optimizer's param groups, which cannot be "
+            "derived from the args with --decoupled-lr or --use-mup; convert the weights alone "
+            "with --weights-only"
         )
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
@@ -101,52 +103,52 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     if steps:
         return contents
     warning = (
-        f"this DLRover did not save the optimizer's step count; the iteration, {iteration}, is "
-        "taken for it. That is wrong by the iterations that were skipped, and if the run began "
-        "with --finetune"
+        f"this DLRover did not save the optimizer's step count, so the iteration, {iteration}, is "
+        "used instead; that is too high by skipped iterations, and wrong if the run began with "
+        "--finetune"
     )
     return dataclasses.replace(contents, warnings=(*contents.warnings, warning))
 
 
 def _load_shards(directory: Path, args: Any) -> list[_Shards]:
-    """Return what every rank of the saving job wrote, in the order of ranks."""
+    """Return the shards of every rank of the saving job, in rank order."""
     names = [f"rank_{rank:05d}" for rank in range(int(args.world_size))]
     present = {path.name for path in directory.iterdir() if path.name.startswith("rank_")}
-    if more := sorted(present - set(names)):
+    if extra := sorted(present - set(names)):
         raise CorruptCheckpointError(
-            f"{directory}: the job had {len(names)} ranks, but {some(more)} is there, too: "
+            f"{directory}: the job had {len(names)} ranks, but {some(extra)} is there, too: "
             f"{MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
-    found = [_of_file(file) if file.is_file() else {} for file in files]
-    lost = [str(file) for file, shards in zip(files, found, strict=True) if not shards]
-    if lost:
+    of_ranks = [_of_file(file) if file.is_file() else {} for file in files]
+    empty_files = [str(file) for file, shards in zip(files, of_ranks, strict=True) if not shards]
+    if empty_files:
         reason = (
             "DLRover writes none where Megatron chains optimizers"
-            if len(lost) == len(files)
+            if len(empty_files) == len(files)
             else "DLRover committed it without them"
         )
         raise CorruptCheckpointError(
-            f"{directory}: {len(lost)} of {len(files)} ranks have no optimizer tensors "
-            f"({some(lost)}), so the optimizer state is not in this checkpoint ({reason}); "
+            f"{directory}: {len(empty_files)} of {len(files)} ranks have no optimizer tensors "
+            f"({some(empty_files)}), so the optimizer state is not in this checkpoint ({reason}); "
             f"{ddp_buckets.REMEDY}"
         )
-    return found
+    return of_ranks
 
 
 def _of_file(file: Path) -> _Shards:
     """Return the shards of one rank; empty if the file has none."""
     stored = safe_pickle.load(file, str(file), mmap=True)
-    # A list: of the sub-optimizers of a chained one, None for those whose state was not found.
+    # A list has the sub-optimizers of a chained optimizer, with None for missing state.
     states = [state for state in (stored if isinstance(stored, list) else [stored]) if state]
     return states[0] if states else {}
 
 
 def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) -> list[Part]:
-    """Return the optimizer state of one place in the model-parallel layout.
+    """Return the optimizer state of one model-parallel rank.
 
     Args:
-        accept: take shards that have the right sizes, whatever the weights are.
+        accept: accept shards of the right sizes without a comparison with the weights.
     """
     args = rank.state["args"]
     model = rank.model
@@ -157,42 +159,44 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
     replicas = [shards[number] for number in numbers]
     (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
     dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
-    orders = _orders(rank, {class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
-    tried: list[tuple[list[ddp_buckets.Buffer], list[list[_Owned]]]] = []
-    fitting: list[list[int]] = []
+    orders = _orders(
+        rank, {class_of(parameter, args) for _, of_chunk in chunks for parameter in of_chunk}
+    )
+    layouts: list[tuple[list[ddp_buckets.Buffer], list[list[_Owned]]]] = []
+    differing_replicas: list[list[int]] = []
     for rules in ddp_buckets.RULES:
         layout = ddp_buckets.buffers(model, args, chunks, dtypes, rules)
         multiple = math.lcm(len(replicas), rules.end_multiple)
         owned = _owned(layout, len(replicas), multiple)
-        if (layout, owned) in tried:
+        if (layout, owned) in layouts:
             continue
-        tried.append((layout, owned))
+        layouts.append((layout, owned))
         for order in orders:
             held = _held(owned, replicas, order, args)
             if held is None:
                 continue
-            strange = [] if accept else _strange(held, rank)
-            if not strange:
+            differing = [] if accept else _strange(held, rank)
+            if not differing:
                 return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
-            fitting.append(strange)
-    if not fitting:
+            differing_replicas.append(differing)
+    if not differing_replicas:
         raise CorruptCheckpointError(
-            f"{where}: shards of other sizes than the args say; {ddp_buckets.REMEDY}"
+            f"{where}: the sizes of its shards do not follow from the args; {ddp_buckets.REMEDY}"
         )
-    # Where shards of some replicas fit the weights, the layout is right.
-    strange = min(fitting, key=len)
-    files = some([f"rank_{numbers[replica]:05d}" for replica in strange])
+    # A layout in which the shards of some replicas match the weights is right.
+    differing = min(differing_replicas, key=len)
+    files = some([f"rank_{numbers[replica]:05d}" for replica in differing])
     raise CorruptCheckpointError(
-        f"{where}: the shards in {files} are not what the weights in {rank.directory.name} were "
-        f"rounded from: {MIXED}; {ddp_buckets.remedy(args)}"
+        f"{where}: the masters in {files} do not round to the weights in {rank.directory.name}: "
+        f"{MIXED}; {ddp_buckets.remedy(args)}"
     )
 
 
 def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass, ...]]:
-    """Return the orders that the param groups may have.
+    """Return the possible orders of the param groups.
 
     Args:
-        classes: of this rank's parameters.
+        classes: classes of this rank's parameters.
     """
     if "optimizer" not in rank.state:
         return list(itertools.permutations(sorted(classes)))
@@ -203,31 +207,31 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
 
 @dataclasses.dataclass(frozen=True)
 class _Owned:
-    """What one replica owns of one parameter."""
+    """Range of one parameter that one replica owns."""
 
     at: ddp_buckets.Place
     start: int
     end: int
-    """Elements of the flattened parameter."""
+    """End of the range `[start, end)` of the flattened parameter."""
 
 
 def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
-    """Return what each replica owns, in the order of its buckets."""
-    found: list[list[_Owned]] = [[] for _ in range(replicas)]
+    """Return the ranges that each replica owns, in the order of its buckets."""
+    result: list[list[_Owned]] = [[] for _ in range(replicas)]
     for buffer in layout:
-        for at in buffer.places:
-            padded = -(-buffer.bucket_numels[at.bucket] // multiple) * multiple
+        for place in buffer.places:
+            padded = -(-buffer.bucket_numels[place.bucket] // multiple) * multiple
             share = padded // replicas
-            for replica, mine in enumerate(found):
-                start = max(share * replica - at.start, 0)
-                end = min(share * (replica + 1) - at.start, at.parameter.numel)
+            for replica, own_ranges in enumerate(result):
+                start = max(share * replica - place.start, 0)
+                end = min(share * (replica + 1) - place.start, place.parameter.numel)
                 if start < end:
-                    mine.append(_Owned(at, start, end))
-    return found
+                    own_ranges.append(_Owned(place, start, end))
+    return result
 
 
 _Held = dict[ddp_buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
-"""Shards of each parameter: their start, the replica that owned them, their tensors."""
+"""Shards of each parameter: start, owning replica and tensors."""
 
 
 def _held(
@@ -236,38 +240,41 @@ def _held(
     order: tuple[GroupClass, ...],
     args: Any,
 ) -> _Held | None:
-    """Return the shards by parameter; None: with groups in this order the sizes are others."""
-    found: _Held = defaultdict(list)
-    for replica, (mine, shards) in enumerate(zip(owned, replicas, strict=True)):
+    """Return the shards by parameter; None if this order of groups contradicts their sizes."""
+    result: _Held = defaultdict(list)
+    for replica, (own_ranges, shards) in enumerate(zip(owned, replicas, strict=True)):
         positions = dict.fromkeys(order, 0)
-        for it in mine:
-            kind = class_of(it.at.parameter, args)
-            of_bucket = shards.get(it.at.bucket, {})
+        for owned_range in own_ranges:
+            kind = class_of(owned_range.at.parameter, args)
+            of_bucket = shards.get(owned_range.at.bucket, {})
             tensors = of_bucket.get(order.index(kind), {}).get(positions[kind])
-            if tensors is None or tensors[ddp_buckets.MAIN].numel() != it.end - it.start:
+            if (
+                tensors is None
+                or tensors[ddp_buckets.MAIN].numel() != owned_range.end - owned_range.start
+            ):
                 return None
             positions[kind] += 1
-            found[it.at].append((it.start, replica, tensors))
-    return found
+            result[owned_range.at].append((owned_range.start, replica, tensors))
+    return result
 
 
 def _strange(held: _Held, rank: RankFiles) -> list[int]:
-    """Return the replicas with a shard that the weights of `rank` were not rounded from."""
-    strange = set()
-    for at, shards in held.items():
-        weight = rank.weights[at.chunk, at.parameter.name].reshape(-1)
+    """Return the replicas with a shard that does not round to the weights of `rank`."""
+    replicas = set()
+    for place, shards in held.items():
+        weight = rank.weights[place.chunk, place.parameter.name].reshape(-1)
         for start, replica, tensors in shards:
             master = tensors[ddp_buckets.MAIN].reshape(-1)
             if not ddp_buckets.is_rounded(weight[start : start + master.numel()], master):
-                strange.add(replica)
-    return sorted(strange)
+                replicas.add(replica)
+    return sorted(replicas)
 
 
 def _parts(
     layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
 ) -> list[Part]:
-    def weight(at: ddp_buckets.Place) -> torch.Tensor:
-        return rank.weights[at.chunk, at.parameter.name]
+    def weight(place: ddp_buckets.Place) -> torch.Tensor:
+        return rank.weights[place.chunk, place.parameter.name]
 
     parts = []
     for buffer in layout:
@@ -295,9 +302,9 @@ def _steps(shards: list[_Shards]) -> set[float]:
 
 
 def _hyper_parameters(args: Any, step: float) -> dict[str, Any]:
-    """Return the param groups that the args describe, for want of saved ones.
+    """Return the param groups that the args describe, if none were saved.
 
-    The scheduler, which is saved, sets learning rate and weight decay when it is loaded.
+    When the job resumes, the saved scheduler sets learning rate and weight decay.
     """
     group = {
         "lr_mult": 1.0,

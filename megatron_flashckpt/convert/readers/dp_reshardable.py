@@ -1,9 +1,9 @@
-"""The distributed optimizer's state in `torch_dist` directories that keep it by bucket.
+"""Distributed optimizer state in `torch_dist` directories that store it by bucket.
 
 `dp_reshardable`, the default since megatron-core 0.16, has one tensor per bucket and state, named
-`[chained_N.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.STATE`: no name of
-a parameter. The model is rebuilt from the args, the buckets are laid out again, and the weights
-prove that the layout is the right one.
+`[chained_N.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.STATE`, without
+the names of parameters. The reader rebuilds the model from the args, computes the layout of the
+buckets, and proves it by a comparison of masters with weights.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def optimizer_tensors(
 
     Args:
         common: the checkpoint's common state.
-        tensors: the model's.
+        tensors: global tensors of the model.
 
     Raises:
         UnsupportedError: the model cannot be rebuilt, or the state is in an older layout.
-        CorruptCheckpointError: the buckets are not those of this model, or contradict the weights.
+        CorruptCheckpointError: the buckets belong to another model, or contradict the weights.
     """
     args = common["args"]
     stored: dict[tuple[int, int], _Buckets] = {}
@@ -64,7 +64,7 @@ def optimizer_tensors(
             states[match["state"]][int(match["bucket"])] = name
     if not stored:
         raise UnsupportedError(
-            f"{reader.directory}: keeps optimizer state as one object per data-parallel group "
+            f"{reader.directory}: stores optimizer state as one object per data-parallel group "
             "('dp_zero_gather_scatter'); save it once with --dist-ckpt-optim-fully-reshardable, or "
             "convert the weights alone with --weights-only"
         )
@@ -75,7 +75,9 @@ def optimizer_tensors(
     done = set()
     for model in models:
         for sub, chunks in enumerate(ddp_buckets.sub_optimizers(model, args, experts=experts)):
-            of_experts = any(it.expert for _, parameters in chunks for it in parameters)
+            of_experts = any(
+                parameter.expert for _, parameters in chunks for parameter in parameters
+            )
             group = (sub, model.expert_group if of_experts else model.dense_group)
             if group not in done and any(parameters for _, parameters in chunks):
                 done.add(group)
@@ -95,15 +97,15 @@ def _group_parts(
     """Return the parts that one data-parallel group holds."""
     where = f"{reader.directory}: optimizer of (tp {model.tp}, pp {model.pp}, ep {model.ep})"
     dtypes = {
-        (number, it.name): weights[it.geometry.runs[0].key].dtype
+        (number, parameter.name): weights[parameter.geometry.runs[0].key].dtype
         for number, parameters in chunks
-        for it in parameters
+        for parameter in parameters
     }
     names = [stored[number] for number in sorted(stored)]
     if not all(ddp_buckets.MAIN in states for states in names):
         raise UnsupportedError(
-            f"{where}: has no fp32 masters (--use-precision-aware-optimizer); save it once "
-            "without, or convert the weights alone with --weights-only"
+            f"{where}: has no fp32 masters (--use-precision-aware-optimizer); save it once without "
+            "this option, or convert the weights alone with --weights-only"
         )
     numels = [
         tuple(
@@ -123,7 +125,7 @@ def _group_parts(
         parts += ddp_buckets.buffer_parts(
             buffer,
             {state: reader.tensors[names[0]].dtype for state, names in states.items()},
-            lambda at: local_tensor(at.parameter.geometry, at.parameter.numel, weights),
+            lambda place: local_tensor(place.parameter.geometry, place.parameter.numel, weights),
             functools.partial(_read, ranges),
             where,
         )
@@ -134,18 +136,22 @@ _Range = Callable[[int, int], torch.Tensor]
 
 
 def _read(
-    ranges: dict[tuple[str, int], _Range], state: str, at: ddp_buckets.Place, start: int, end: int
+    ranges: dict[tuple[str, int], _Range],
+    state: str,
+    place: ddp_buckets.Place,
+    start: int,
+    end: int,
 ) -> torch.Tensor:
-    return ranges[state, at.bucket](at.start + start, at.start + end)
+    return ranges[state, place.bucket](place.start + start, place.start + end)
 
 
 def _ranges(reader: Reader, name: str) -> _Range:
-    """Return what reads elements `[start, end)` of a tensor with one axis."""
+    """Return a function that reads elements `[start, end)` of a tensor with one axis."""
     chunks = sorted((offset[0], shape[0]) for offset, shape in reader.tensors[name].chunks.items())
     starts = [start for start, _ in chunks]
 
     def read(start: int, end: int) -> torch.Tensor:
-        found = torch.empty(end - start, dtype=reader.tensors[name].dtype)
+        elements = torch.empty(end - start, dtype=reader.tensors[name].dtype)
         position = start
         while position < end:
             low, numel = chunks[bisect.bisect_right(starts, position) - 1]
@@ -156,8 +162,8 @@ def _ranges(reader: Reader, name: str) -> _Range:
                     "iteration"
                 )
             chunk = reader.chunk(name, (low,))
-            found[position - start : high - start] = chunk[position - low : high - low]
+            elements[position - start : high - start] = chunk[position - low : high - low]
             position = high
-        return found
+        return elements
 
     return read

@@ -1,4 +1,4 @@
-"""Open a checkpoint of ours. Every chunk that is used is verified first."""
+"""Reader of our own format; it verifies every chunk before use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.storage.base import Storage
 
-#: Headers of shard files that are kept.
+#: Headers of shard files in the cache, at most.
 _KEPT_HEADERS = 256
 
 
@@ -47,8 +47,8 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
     """Return the committed checkpoint of `iteration`.
 
     Raises:
-        NotCommittedError: there is none.
-        CorruptCheckpointError: an element is missing or there twice, or bytes were changed.
+        NotCommittedError: no such checkpoint.
+        CorruptCheckpointError: an element is missing or stored twice, or bytes were changed.
     """
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     stored.check_whole()
@@ -92,14 +92,14 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
         ),
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
-        objects={name: held for _, state in states for name, held in state["objects"].items()},
+        objects={name: value for _, state in states for name, value in state["objects"].items()},
         warnings=_warnings(stored, unused),
     )
 
 
 def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...]:
     warnings = [
-        f"{key} is left out: no forward uses it, and other parallel layouts do not have it"
+        f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
         for key in unused
     ]
     if stored.manifest.differing:
@@ -113,29 +113,38 @@ def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...
 def _side_states(
     stored: StoredCheckpoint, chunks: _Chunks, runs: dict[int, _Run], *, all_replicas: bool
 ) -> list[tuple[Coordinates, dict[str, Any]]]:
-    """Return coordinates and side state of the ranks that differ in it, by data-parallel rank.
+    """Return coordinates and side state, once per distinct state, by data-parallel rank.
 
-    Replicas hold the same groups, and the same random state unless `--data-parallel-random-init`.
+    Replicas have the same param groups, and the same random state unless
+    `--data-parallel-random-init`.
     """
-    found = {}
+    result = {}
     shards = sorted(stored.manifest.shards, key=lambda shard: (shard.coordinates.dp, shard.rank))
     for shard in shards:
-        at = shard.coordinates
-        part = (at.pp, at.tp, at.ep, at.dp if all_replicas else 0)
-        if part not in found and shard.rank in runs:
+        coordinates = shard.coordinates
+        part = (
+            coordinates.pp,
+            coordinates.tp,
+            coordinates.ep,
+            coordinates.dp if all_replicas else 0,
+        )
+        if part not in result and shard.rank in runs:
             run = runs[shard.rank]
             framed = chunks.read(run.rank, run.byte_offset, run.end - run.start)
-            found[part] = at, side_state.unframe(bytes(framed), f"{stored.place}/{shard.file}")
-    return list(found.values())
+            result[part] = (
+                coordinates,
+                side_state.unframe(bytes(framed), f"{stored.place}/{shard.file}"),
+            )
+    return list(result.values())
 
 
 def _random_states(
     states: list[tuple[Coordinates, dict[str, Any]]], *, all_replicas: bool
 ) -> dict[tuple[int, int], list[dict[str, Any]]]:
     rng: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
-    for at, state in states:
+    for coordinates, state in states:
         if state["rng"] is not None:
-            rng[at.pp, at.tp].setdefault(at.dp, state["rng"])
+            rng[coordinates.pp, coordinates.tp].setdefault(coordinates.dp, state["rng"])
     if not all_replicas:
         return {place: [next(iter(replicas.values()))] for place, replicas in rng.items()}
     return {place: list(replicas.values()) for place, replicas in rng.items()}
@@ -152,13 +161,13 @@ def _global_tensor(
 
     def read_box(box: Box) -> torch.Tensor:
         dtype = dtypes[box]
-        whole = bytearray(math.prod(box[1]) * dtype.itemsize)
+        box_bytes = bytearray(math.prod(box[1]) * dtype.itemsize)
         for run in boxes[box]:
             low, high = run.start * dtype.itemsize, run.end * dtype.itemsize
-            whole[low:high] = chunks.read(run.rank, run.byte_offset, high - low)
-        if not whole:
+            box_bytes[low:high] = chunks.read(run.rank, run.byte_offset, high - low)
+        if not box_bytes:
             return torch.empty(box[1], dtype=dtype)
-        return torch.frombuffer(whole, dtype=dtype).view(box[1])
+        return torch.frombuffer(box_bytes, dtype=dtype).view(box[1])
 
     def read(region: Box) -> torch.Tensor:
         if region in boxes:
@@ -170,9 +179,9 @@ def _global_tensor(
 
 
 def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
-    """Add the weights that were not stored because their masters say all (`weights: derive`).
+    """Add the weights that were not stored because masters determine them (`weights: derive`).
 
-    Layers of other types that share the key were stored as weights.
+    Layers with other types under the same key were stored as weights.
     """
     weights = {tensor.key: tensor for tensor in tensors if tensor.kind == WEIGHT}
     dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
@@ -185,27 +194,31 @@ def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
             derived[master.key] = rounded(master, dtype)
         elif not set(master.boxes) & set(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT):
             derived[master.key] = _joined(weight, rounded(master, dtype))
-    kept = [it for it in tensors if it.kind != WEIGHT or it.key not in derived]
+    kept = [tensor for tensor in tensors if tensor.kind != WEIGHT or tensor.key not in derived]
     return kept + list(derived.values())
 
 
-def _joined(one: GlobalTensor, other: GlobalTensor) -> GlobalTensor:
-    """Return the tensor of which `one` has some boxes and `other` the rest."""
-    boxes = {box: it for it in (one, other) for box in it.boxes}
+def _joined(first: GlobalTensor, second: GlobalTensor) -> GlobalTensor:
+    """Return the tensor with the boxes of `first` and `second`."""
+    boxes = {box: tensor for tensor in (first, second) for box in tensor.boxes}
 
     def read(region: Box) -> torch.Tensor:
         if region in boxes:
             return boxes[region].read(region)
-        return read_region(region, boxes, lambda box: boxes[box].read(box), one.dtype, one.name)
+        return read_region(region, boxes, lambda box: boxes[box].read(box), first.dtype, first.name)
 
-    others = {box: it.dtype_of(box) for box, it in boxes.items() if it.dtype_of(box) != one.dtype}
-    return dataclasses.replace(one, boxes=tuple(sorted(boxes)), read=read, others=others)
+    others = {
+        box: tensor.dtype_of(box)
+        for box, tensor in boxes.items()
+        if tensor.dtype_of(box) != first.dtype
+    }
+    return dataclasses.replace(first, boxes=tuple(sorted(boxes)), read=read, others=others)
 
 
 class _Chunks:
-    """Verified chunks of all shard files; the most recently used ones are kept.
+    """Cache of verified chunks of all shard files; keeps the most recently used ones.
 
-    Replicas share a box out by bytes, so neighbouring boxes use the same chunks again and again.
+    Replicas divide a box by bytes, so neighbouring boxes use the same chunks.
     """
 
     def __init__(self, stored: StoredCheckpoint, budget_nbytes: int) -> None:
@@ -218,15 +231,15 @@ class _Chunks:
         """Return `nbytes` bytes at `start` of the data section of `rank`'s file.
 
         Raises:
-            CorruptCheckpointError: names file, chunk, bytes and both digests.
+            CorruptCheckpointError: the message names file, chunk, bytes and both digests.
         """
-        found = bytearray()
+        result = bytearray()
         shard = self._shard(rank)
         for index in range(start // CHUNK_NBYTES, -(-(start + nbytes) // CHUNK_NBYTES)):
             base = index * CHUNK_NBYTES
             chunk = self._chunk(shard, index)
-            found += chunk[max(start - base, 0) : start + nbytes - base]
-        return found
+            result += chunk[max(start - base, 0) : start + nbytes - base]
+        return result
 
     def _chunk(self, shard: Shard, index: int) -> memoryview:
         name = (shard.metadata.rank, index)

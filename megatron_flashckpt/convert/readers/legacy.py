@@ -1,8 +1,8 @@
-"""Read Megatron's legacy format (`--ckpt-format torch`): one directory per model-parallel rank.
+"""Reader of Megatron's legacy format (`--ckpt-format torch`): a directory per model-parallel rank.
 
 `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the rank's state dicts, `distrib_optim.pt` the
-gathered state of the distributed optimizer. Neither says where a local tensor lies in the global
-one: the model is rebuilt from the checkpoint's args for that.
+gathered state of the distributed optimizer. Neither file states the position of a local tensor in
+the global one, so the model is rebuilt from the checkpoint's args.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
-#: Problems of one kind that a message names.
+#: Problems that a message names, at most.
 _SHOWN = 4
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -42,7 +42,7 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True)
 class RankFiles:
-    """What one rank's directory holds; tensors are read from the files when they are used."""
+    """Contents of one rank's directory; tensors are read from the files when they are used."""
 
     directory: Path
     model: RankModel
@@ -50,8 +50,8 @@ class RankFiles:
 
     def chunk(self, number: int) -> dict[str, Any]:
         """Return the state dict of a model chunk."""
-        found: dict[str, Any] = self.state[chunk_key(self.model, number)]
-        return found
+        state_dict: dict[str, Any] = self.state[chunk_key(self.model, number)]
+        return state_dict
 
     @property
     def weights(self) -> dict[tuple[int, str], torch.Tensor]:
@@ -64,31 +64,31 @@ class RankFiles:
 
 
 def some(problems: list[str], separator: str = ", ") -> str:
-    """Return the first few of `problems`, for a message."""
+    """Return the first few of `problems` and the number of further ones, for a message."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return separator.join(problems[:_SHOWN]) + more
 
 
 def way_out(directory: Path) -> str:
-    """Return how to move a checkpoint that cannot be converted."""
+    """Return the remedy for a checkpoint that cannot be converted."""
     if has_ranks(directory):
         return (
             "load it with DLRover in a job of the Megatron that wrote it, and save it once with "
-            "that Megatron's own save_checkpoint (swap this import back)"
+            "that Megatron's own save_checkpoint (import it from Megatron again)"
         )
     return (
-        "load it in a job of the Megatron that wrote it, through megatron_flashckpt, which leaves "
-        "it to Megatron's own loader; the job's next save is in the format flashckpt"
+        "load it with megatron_flashckpt in a job of the Megatron that wrote it: Megatron's own "
+        "loader reads it, and the job's next save is in the format flashckpt"
     )
 
 
 def has_ranks(directory: Path) -> bool:
-    """Return whether `directory` holds optimizer state by rank, as DLRover writes it."""
+    """Return whether `directory` holds optimizer state by rank, in DLRover's format."""
     return any(path.is_dir() for path in directory.glob("rank_*"))
 
 
 def is_legacy(directory: Path) -> bool:
-    """Return whether `directory`, of one iteration, is in this format."""
+    """Return whether the iteration directory `directory` is in this format."""
     return next(directory.glob(f"mp_rank_*/{MODEL_FILE}"), None) is not None
 
 
@@ -96,8 +96,8 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
     """Return the checkpoint in `directory` (`iter_0000100`, or `release`: iteration 0).
 
     Raises:
-        NotCommittedError: it is not in this format.
-        UnsupportedError: the model cannot be rebuilt, or is another one than the files hold.
+        NotCommittedError: the directory is not in this format.
+        UnsupportedError: the model cannot be rebuilt, or differs from the one in the files.
         CorruptCheckpointError: a rank's file is missing or damaged, or optimizer and weights
             contradict each other.
     """
@@ -108,35 +108,37 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
         experts = ddp_buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
-            found = _optimizer(rank, experts=experts, accept=accepts(rank, options))
-            parts += found.parts
-            saved.append(found.hyper_parameters)
+            rank_optimizer = _optimizer(rank, experts=experts, accept=accepts(rank, options))
+            parts += rank_optimizer.parts
+            saved.append(rank_optimizer.hyper_parameters)
         optimizer = hyper_parameters.merge(saved)
     contents = contents_of(directory, iteration, ranks, parts, optimizer)
     return with_weights_of_masters(contents) if accepts(ranks[0], options) else contents
 
 
 def accepts(rank: RankFiles, options: Options) -> bool:
-    """Return whether weights that contradict their masters are accepted as those of before."""
+    """Return whether to accept weights that differ from their masters, as older weights."""
     return options.accept_damage and ddp_buckets.gathers_late(rank.state["args"])
 
 
 def with_weights_of_masters(contents: Contents) -> Contents:
-    """Return `contents` with the weights that their masters round to."""
-    masters = {it.key: it for it in contents.tensors if it.kind == MASTER}
+    """Return `contents` with weights that are rounded from their masters."""
+    masters = {tensor.key: tensor for tensor in contents.tensors if tensor.kind == MASTER}
     tensors = [
-        _of_master(it, masters[it.key]) if it.kind == WEIGHT and it.key in masters else it
-        for it in contents.tensors
+        _of_master(tensor, masters[tensor.key])
+        if tensor.kind == WEIGHT and tensor.key in masters
+        else tensor
+        for tensor in contents.tensors
     ]
     warning = (
-        "the weights are what the optimizer's masters round to, because of the job's "
+        "the weights are rounded from the optimizer's masters, because of the job's "
         "--overlap-param-gather and --accept-damage"
     )
     return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
 
 
 def _of_master(weight: GlobalTensor, master: GlobalTensor) -> GlobalTensor:
-    """Return `weight` as `master` says it; layers of it in fp32 have no master."""
+    """Return `weight` rounded from `master`, except for its fp32 layers, which have no master."""
 
     def read_box(box: Box) -> torch.Tensor:
         if box not in master.boxes:
@@ -158,13 +160,13 @@ def contents_of(
     parts: list[Part],
     optimizer: list[dict[str, Any]] | None,
 ) -> Contents:
-    """Return the contents whose tensors are `parts` and whose side state is that of `ranks`."""
+    """Return contents with the tensors of `parts` and the side state of `ranks`."""
     first = ranks[0].state
     return Contents(
         place=str(directory),
         iteration=iteration,
         common={
-            # Not the state dict's own iteration: a release may say what it was trained to.
+            # The state dict of a release may have the last iteration of its training.
             **{name: first[name] for name in _COMMON if name in first},
             "iteration": iteration,
         },
@@ -180,51 +182,51 @@ def contents_of(
 
 
 def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
-    """Return whether the copies of tied embeddings are no copies, of which one is converted."""
+    """Return a warning if the copies of tied embeddings differ; the first one is converted."""
     stages = {(rank.model.tp, rank.model.pp): rank.weights for rank in ranks}
     last = max(pp for _, pp in stages)
     names = (legacy_gpt.WORDS, legacy_gpt.TIED)
     for tp in {tp for tp, _ in stages}:
-        held = [
-            [weight for (_, name), weight in stages[tp, pp].items() if name == wanted]
-            for pp, wanted in zip((0, last), names, strict=True)
+        copies = [
+            [weight for (_, name), weight in stages[tp, pp].items() if name == wanted_name]
+            for pp, wanted_name in zip((0, last), names, strict=True)
         ]
-        if all(held) and not torch.equal(held[0][0], held[1][0]):
+        if all(copies) and not torch.equal(copies[0][0], copies[1][0]):
             return (
                 "the tied embeddings of the first and the last pipeline stage differ (a defect of "
-                "Megatron before February 2024 under the distributed optimizer); the first "
-                "stage's are taken, so losses will not be those of the job that saved",
+                "Megatron before February 2024 with the distributed optimizer); the first "
+                "stage's are converted, so losses will differ from those of the job that saved",
             )
     return ()
 
 
 def _doubt(args: Any) -> tuple[str, ...]:
-    """Return what weights without masters cannot prove."""
+    """Return a warning on weights that cannot be compared with masters."""
     if not (ddp_buckets.is_early(args) and ddp_buckets.gathers_late(args)):
         return ()
     return (
-        "under the job's --overlap-param-gather its Megatron may have saved weights of before the "
-        "last step; nothing is compared when weights are converted alone",
+        "with the job's --overlap-param-gather its Megatron may have saved the weights before the "
+        "last step; a conversion of weights alone cannot detect that",
     )
 
 
 def open_ranks(directory: Path) -> list[RankFiles]:
-    """Return the files of all ranks, checked against the model that their args describe."""
+    """Return the files of all ranks, after a comparison with the model of their args."""
     first = next(iter(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))), None)
     if first is None:
         raise NotCommittedError(
-            f"{directory}: no mp_rank_*/{MODEL_FILE}; name a directory of one iteration that "
-            "Megatron saved with --ckpt-format torch"
+            f"{directory}: no mp_rank_*/{MODEL_FILE}; give an iteration directory that Megatron "
+            "saved with --ckpt-format torch"
         )
     state = safe_pickle.load(first, str(first), mmap=True)
     if not isinstance(state, dict) or "args" not in state:
         raise CorruptCheckpointError(f"{first}: holds no args; convert another iteration")
     models = rank_models(state["args"])
     places = {model: directory / rank_directory(model, state["args"]) for model in models}
-    lost = [str(place) for place in places.values() if not (place / MODEL_FILE).is_file()]
-    if lost:
+    missing = [str(place) for place in places.values() if not (place / MODEL_FILE).is_file()]
+    if missing:
         raise CorruptCheckpointError(
-            f"{directory}: no {MODEL_FILE} in {', '.join(lost)}; convert another iteration"
+            f"{directory}: no {MODEL_FILE} in {', '.join(missing)}; convert another iteration"
         )
     ranks = [
         RankFiles(place, model, _load(place / MODEL_FILE, model)) for model, place in places.items()
@@ -235,7 +237,7 @@ def open_ranks(directory: Path) -> list[RankFiles]:
 
 
 def rank_directory(model: RankModel, args: Any) -> str:
-    """Return Megatron's name of the directory of a rank."""
+    """Return Megatron's name of a rank's directory."""
     name = f"mp_rank_{model.tp:02d}"
     if args.pipeline_model_parallel_size > 1:
         name += f"_{model.pp:03d}"
@@ -259,16 +261,17 @@ def _load(path: Path, model: RankModel) -> dict[str, Any]:
 
 
 def _refuse_another_save(directory: Path, ranks: list[RankFiles]) -> None:
-    """Raise if files are of another iteration than their directory, which a release may be."""
+    """Raise if files and their directory have different iterations; a release may."""
     expected = parse_iteration_dir(directory.name)
-    wrong = [
+    foreign_files = [
         f"{rank.directory.name} of iteration {rank.state['iteration']}"
         for rank in ranks
         if expected is not None and rank.state.get("iteration", expected) != expected
     ]
-    if wrong:
+    if foreign_files:
         raise CorruptCheckpointError(
-            f"{directory}: holds files of another save: {some(wrong)}; convert another iteration"
+            f"{directory}: holds files of another save: {some(foreign_files)}; convert another "
+            "iteration"
         )
 
 
@@ -282,16 +285,16 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
                 for name, value in rank.state.get(key, {}).items()
                 if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
             }
-            expected = {it.name: it.shape for it in (*chunk.parameters, *chunk.buffers)}
+            expected = {tensor.name: tensor.shape for tensor in (*chunk.parameters, *chunk.buffers)}
             problems += [
-                f"{rank.directory.name}/{key} {name} is {stored.get(name, 'not there')}, by the "
-                f"args {expected.get(name, 'not there')}"
+                f"{rank.directory.name}/{key} {name} is {stored.get(name, 'missing')}, "
+                f"expected {expected.get(name, 'none')} by the args"
                 for name in sorted(stored.keys() | expected.keys())
                 if stored.get(name) != expected.get(name)
             ]
     if problems:
         raise UnsupportedError(
-            f"{directory}: holds another model than the GPT that its args describe: "
+            f"{directory}: its model differs from the GPT that its args describe: "
             f"{some(problems, '; ')}; {way_out(directory)}"
         )
 
@@ -318,23 +321,25 @@ def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimi
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
     if not file.is_file() or "optimizer" not in rank.state:
         raise CorruptCheckpointError(
-            f"{file}: holds no optimizer state, although the run saved it (DLRover keeps it in "
-            f"rank_*/{OPTIMIZER_FILE}, and these are not there either); {ddp_buckets.REMEDY}"
+            f"{file}: holds no optimizer state, although the run saved it (rank_*/{OPTIMIZER_FILE} "
+            f"of DLRover is missing too); {ddp_buckets.REMEDY}"
         )
-    held = (rank.model, rank.weights, args, rank.state["optimizer"])
+    common_args = (rank.model, rank.weights, args, rank.state["optimizer"])
     if not distributed:
-        return legacy_optimizer.plain(*held, str(file), experts=experts)
+        return legacy_optimizer.plain(*common_args, str(file), experts=experts)
     stored = safe_pickle.load(file, str(file), mmap=True)
-    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts, accept=accept)
+    return legacy_optimizer.distributed(
+        *common_args, stored, str(file), experts=experts, accept=accept
+    )
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    result: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for rank in ranks:
         states = rank.state.get("rng_state")
         if isinstance(states, list):
-            found.setdefault((rank.model.pp, rank.model.tp), states)
-    return found
+            result.setdefault((rank.model.pp, rank.model.tp), states)
+    return result
 
 
 def _objects(ranks: list[RankFiles]) -> dict[str, Any]:

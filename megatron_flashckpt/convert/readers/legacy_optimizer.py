@@ -1,4 +1,4 @@
-"""The optimizer state in Megatron's legacy files, as parts with a place in the global tensors."""
+"""Optimizer state in Megatron's legacy files, as parts with positions in the global tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Weights = dict[tuple[int, str], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The optimizer state of one rank."""
+    """Optimizer state of one rank."""
 
     parts: list[Part]
     hyper_parameters: list[dict[str, Any]]
-    """In the form of `hyper_parameters.hyper_parameters`."""
+    """Param groups, steps and scalers, in the form of `hyper_parameters.hyper_parameters`."""
 
 
 def distributed(
@@ -44,24 +44,24 @@ def distributed(
     Args:
         saved: `optimizer` of the rank's state dict.
         stored: contents of `distrib_optim.pt`.
-        place: of that file, for messages.
+        place: path of that file, for messages.
         accept: do not compare 16-bit weights with their masters.
 
     Raises:
-        UnsupportedError: written before 2024, without the sizes of buckets.
-        CorruptCheckpointError: the buffers are not those of this model, or contradict the weights.
+        UnsupportedError: the file was written before 2024 and lacks the sizes of buckets.
+        CorruptCheckpointError: the buffers belong to another model, or contradict the weights.
     """
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
     states = stored if isinstance(stored, list) else [stored]
     if len(states) != len(subs):
         raise CorruptCheckpointError(
-            f"{place}: state of {len(states)} optimizers, by the args there are {len(subs)}; "
-            f"{ddp_buckets.REMEDY}"
+            f"{place}: has the state of {len(states)} optimizers, expected {len(subs)} by the "
+            f"args; {ddp_buckets.REMEDY}"
         )
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
         if state is None:
-            # Dense state is in the files of the first replica's ranks only.
+            # Only the files of the first replica's ranks have dense state.
             continue
         held = {key: value for key, value in state.items() if isinstance(key, int)}
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
@@ -85,15 +85,18 @@ def distributed(
 def _stored_numels(
     state: dict[str, Any], tensors: list[dict[str, Any]], place: str
 ) -> list[tuple[int, ...]]:
-    """Return the sizes of each buffer's buckets, or its own size, as the file says them."""
+    """Return the sizes of each buffer's buckets, or the buffer's own size, from the file."""
     if state.get("buckets_coalesced"):
         return [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
     if "per_bucket_numel_unpadded" in state:  # until core 0.6
-        sizes = [next(iter(each.values())) for each in state["per_bucket_numel_unpadded"]]
+        sizes = [
+            next(iter(bucket_numels.values()))
+            for bucket_numels in state["per_bucket_numel_unpadded"]
+        ]
         return [tuple(int(numel) for numel in of_buffer) for of_buffer in sizes]
     raise UnsupportedError(
-        f"{place}: does not say how large its buckets are (written before 2024); convert the "
-        "weights alone with --weights-only, or load and save it once with a Megatron of 2024"
+        f"{place}: lacks the sizes of its buckets (written before 2024); convert the weights alone "
+        "with --weights-only, or load and save the checkpoint once with a Megatron of 2024"
     )
 
 
@@ -104,19 +107,21 @@ def _buffer_parts(
     place: str,
     remedy: str | None,
 ) -> list[Part]:
-    def read(kind: str, at: ddp_buckets.Place, start: int, end: int) -> torch.Tensor:
+    def read(kind: str, param_place: ddp_buckets.Place, start: int, end: int) -> torch.Tensor:
         stored = tensors[kind]
         if isinstance(stored, list):  # a tensor per bucket
-            stored, base = stored[at.bucket], at.start
+            stored, base = stored[param_place.bucket], param_place.start
         else:
-            base = buffer.coalesced_start(at)
+            base = buffer.coalesced_start(param_place)
         flat: torch.Tensor = stored[base + start : base + end]
         return flat
 
-    def weight(at: ddp_buckets.Place) -> torch.Tensor:
-        return weights[at.chunk, at.parameter.name]
+    def weight(param_place: ddp_buckets.Place) -> torch.Tensor:
+        return weights[param_place.chunk, param_place.parameter.name]
 
-    samples = {kind: it[0] if isinstance(it, list) else it for kind, it in tensors.items()}
+    samples = {
+        kind: value[0] if isinstance(value, list) else value for kind, value in tensors.items()
+    }
     states = {
         kind: tensor.dtype for kind, tensor in samples.items() if isinstance(tensor, torch.Tensor)
     }
@@ -132,18 +137,22 @@ def plain(
     *,
     experts: bool,
 ) -> Found:
-    """Return the state of optimizers that hold whole parameters, with masters or without.
+    """Return the state of optimizers that do not shard parameters, with masters or without.
 
     Raises:
-        CorruptCheckpointError: the state is not that of this model, or contradicts the weights.
+        CorruptCheckpointError: the state belongs to another model, or contradicts the weights.
     """
     parts: list[Part] = []
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
-    for chunks, each in zip(subs, _listed(saved), strict=True):
-        inner = each.get("optimizer", each)
-        held = list(_of_parameters(chunks, weights, args, inner, each, place))
+    for chunks, saved_state in zip(subs, _listed(saved), strict=True):
+        inner = saved_state.get("optimizer", saved_state)
+        held = list(_of_parameters(chunks, weights, args, inner, saved_state, place))
         ddp_buckets.verify(
-            ((it.name, weight, master) for it, weight, master, _ in held if master is not None),
+            (
+                (parameter.name, weight, master)
+                for parameter, weight, master, _ in held
+                if master is not None
+            ),
             place,
         )
         for parameter, weight, master, state in held:
@@ -173,8 +182,8 @@ def _of_parameters(
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         if len(group["params"]) != len(parameters):
             problems.append(
-                f"group {number} has {len(group['params'])} parameters, by the args "
-                f"{len(parameters)}"
+                f"group {number} has {len(group['params'])} parameters, expected "
+                f"{len(parameters)} by the args"
             )
     if problems:
         raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {ddp_buckets.REMEDY}")
@@ -187,43 +196,43 @@ def _of_parameters(
 
 
 class GroupClass(NamedTuple):
-    """Which parameters Megatron puts into one param group."""
+    """Class of the parameters in one param group of Megatron."""
 
     decayed: bool
-    """False: without weight decay."""
+    """True if the group has weight decay."""
     decoupled: bool
-    """Whether with the learning rate of `--decoupled-lr`."""
+    """True if the group has the learning rate of `--decoupled-lr`."""
     scaled: bool
-    """Whether with what `--use-mup` scales: epsilon, or else the learning rate."""
+    """True if `--use-mup` scales the group's epsilon, or else its learning rate."""
 
 
 def group_classes(groups: Sequence[dict[str, Any]], args: Any) -> list[GroupClass]:
-    """Return which parameters are in each param group."""
+    """Return the class of the parameters in each param group."""
     rate = getattr(args, "decoupled_lr", None)
     mup = _width(args) != 1
     epsilons = {group["eps"] for group in groups if "eps" in group}
     scaled_epsilon = None
     if mup and _scales_epsilon(args) and len(epsilons) > 1:
-        # A restart may have changed --adam-eps, but not which of the two is the scaled one.
+        # A restart may change --adam-eps, but the scaled epsilon stays the smaller or larger one.
         scaled_epsilon = min(epsilons) if _width(args) > 1 else max(epsilons)
-    found = []
+    classes = []
     for group in groups:
-        # Up to core 0.15 the one mark, since then the other.
-        apart = group.get("is_decoupled_lr") or group.get("default_config") is False
+        # Up to core 0.15 `is_decoupled_lr` marks the group, since then `default_config`.
+        is_marked = group.get("is_decoupled_lr") or group.get("default_config") is False
         scaled = scaled_epsilon is not None and group.get("eps") == scaled_epsilon
-        # With both flags, groups with a scaled epsilon are the hidden layers' and the output's.
-        decoupled = rate is not None and bool(apart)
+        # With both flags, the groups of hidden layers and of the output have a scaled epsilon.
+        decoupled = rate is not None and bool(is_marked)
         if decoupled and mup and (scaled or not _scales_epsilon(args)):
             decoupled = group.get("max_lr") == rate
         if mup and not _scales_epsilon(args):
-            scaled = bool(apart) and not decoupled
+            scaled = bool(is_marked) and not decoupled
         weight_decay = group.get("wd_mult", group.get("pre_wd_mult"))
-        found.append(GroupClass(weight_decay != 0.0, decoupled, scaled))
-    return found
+        classes.append(GroupClass(weight_decay != 0.0, decoupled, scaled))
+    return classes
 
 
 def class_of(parameter: LocalTensor, args: Any) -> GroupClass:
-    """Return what `group_classes` returns for the group that the parameter is in."""
+    """Return the class of the group that holds `parameter`; see `group_classes`."""
     decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
     if getattr(args, "apply_wd_to_qk_layernorm", False):
         decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
@@ -233,13 +242,13 @@ def class_of(parameter: LocalTensor, args: Any) -> GroupClass:
     elif _scales_epsilon(args):
         scaled = parameter.scaled
     else:
-        # SGD scales the rates of all others, and --decoupled-lr takes its own before either.
+        # SGD scales the rates of all other parameters; --decoupled-lr takes precedence.
         scaled = not decoupled and parameter.scaled != (_optimizer_name(args) == "sgd")
     return GroupClass(decayed, decoupled, scaled)
 
 
 def _width(args: Any) -> float:
-    """Return how much wider the model is than that which `--use-mup` scales from."""
+    """Return the model's width relative to the base model of `--use-mup`."""
     base = getattr(args, "mup_base_hidden_size", None)
     if not getattr(args, "use_mup", False) or not base:
         return 1.0
@@ -263,34 +272,34 @@ def grouped(
     """Return the parameters of each group, with their chunks, in the order of the optimizer.
 
     Args:
-        place: of the groups, for messages.
+        place: path of the groups' file, for messages.
 
     Raises:
-        UnsupportedError: the settings of the groups do not say which parameters are in which.
+        UnsupportedError: the groups' settings do not determine the group of each parameter.
     """
     classes = group_classes(groups, args)
-    found: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
+    members: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
     unclear = set()
     for number, parameters in chunks:
         for parameter in parameters:
             wanted = class_of(parameter, args)
             if classes.count(wanted) == 1:
-                found[classes.index(wanted)].append((number, parameter))
+                members[classes.index(wanted)].append((number, parameter))
             else:
                 unclear.add(parameter.name)
     if unclear:
         telling = differing(groups)
         raise UnsupportedError(
-            f"{place}: which param group holds {', '.join(sorted(unclear))} cannot be told from "
-            f"the groups' settings {', '.join(described(group, telling) for group in groups)} and "
-            f"the checkpoint's args; {ddp_buckets.REMEDY}"
+            f"{place}: the param group of {', '.join(sorted(unclear))} does not follow from the "
+            f"groups' settings {', '.join(described(group, telling) for group in groups)} and the "
+            f"checkpoint's args; {ddp_buckets.REMEDY}"
         )
-    return found
+    return members
 
 
 def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
     """Return groups, steps and scaler of `optimizer` in a rank's state dict."""
-    return [_hyper_parameters(each.get("optimizer", each), each) for each in _listed(saved)]
+    return [_hyper_parameters(state.get("optimizer", state), state) for state in _listed(saved)]
 
 
 def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -301,8 +310,8 @@ def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str,
     }
     if len(steps) > 1:
         raise UnsupportedError(
-            f"parameters of one optimizer have different steps {sorted(steps)}, but a checkpoint "
-            "has one for all of them; convert the weights alone with --weights-only"
+            f"parameters of one optimizer have different steps {sorted(steps)}, but the result can "
+            "hold only one; convert the weights alone with --weights-only"
         )
     return {
         "param_groups": [
@@ -315,5 +324,5 @@ def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str,
 
 
 def _listed(saved: Any) -> list[dict[str, Any]]:
-    """Return the state dicts of sub-optimizers; a single one is not in a list."""
+    """Return the state dicts of sub-optimizers; Megatron saves a single one without a list."""
     return saved if isinstance(saved, list) else [saved]

@@ -1,12 +1,12 @@
-"""Open a checkpoint in Megatron's `torch_dist` format.
+"""Reader of Megatron's `torch_dist` format.
 
-    .metadata       global shape, chunks and their place in the files, of every tensor and object
+    .metadata       global shape, chunks and file positions of every tensor and object
     __R_T.distcp    chunks and objects, each as `torch.save` writes it
     common.pt       args, scheduler, counters, param groups
     metadata.json   names the format
 
-Model tensors have their key as name, optimizer tensors `optimizer.state.<state>.<key>`. Chained
-optimizers of older releases have `chained_<n>.` before that.
+The name of a model tensor is its key, that of an optimizer tensor `optimizer.state.<state>.<key>`.
+Chained optimizers of older releases have the prefix `chained_<n>.`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CONFIG = "metadata.json"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
 _SHARD = re.compile(r"(?P<key>.+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
-#: Names of the fp32 copy: the distributed optimizer's, and all others'.
+#: Names of the fp32 masters: the distributed optimizer's, and those of others.
 _MASTERS = ("param", "fp32_param", "master_param")
-#: Model tensors that are buffers. The format does not tell them from parameters.
+#: Model tensors that are buffers, which the format does not distinguish from parameters.
 _BUFFERS = ("expert_bias", "global_tokens_per_expert", "ga_steps", "local_tokens_per_expert")
 RESHARDABLE = "fully_reshardable"
 
@@ -50,13 +50,13 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
     """Return the checkpoint in `directory`.
 
     Raises:
-        UnsupportedError: something unknown is stored, or a model that is needed to tell what is
-            what cannot be rebuilt.
+        UnsupportedError: the directory holds unknown objects, or the model cannot be rebuilt,
+            which some layouts of optimizer state require.
         CorruptCheckpointError: files are damaged or missing.
     """
     reader = Reader(directory)
     common = _common(directory)
-    if iteration == 0:  # a release may say what it was trained to
+    if iteration == 0:  # a release may have the last iteration of its training
         common["iteration"] = 0
     tensors, doubles = _tensors(reader, with_optimizer=not options.weights_only)
     saved = common.pop("optimizer", None)
@@ -69,8 +69,8 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
     if optimizer is not None and sharding == RESHARDABLE:
         suspicion = (
             "megatron-core 0.15.0 to 0.19.0 wrote wrong optimizer state in the format "
-            "'fully_reshardable' if there was more than one gradient bucket and padding at the "
-            "end of them (mended in August 2026); the checkpoint does not say who wrote it"
+            "'fully_reshardable' if it had more than one gradient bucket, with end padding (fixed "
+            "in August 2026); the checkpoint does not state the release that wrote it"
         )
     return Contents(
         place=str(directory),
@@ -93,7 +93,7 @@ def _common(directory: Path) -> dict[str, Any]:
         raise CorruptCheckpointError(f"{place}: is missing; convert another iteration") from None
     if not isinstance(common, dict) or "args" not in common:
         raise CorruptCheckpointError(
-            f"{place}: holds no training arguments, so it is not one of Megatron-LM's checkpoints"
+            f"{place}: holds no training arguments, so it is not a checkpoint of Megatron-LM"
         )
     args = common["args"]
     if isinstance(args, types.SimpleNamespace):
@@ -105,14 +105,14 @@ def _common(directory: Path) -> dict[str, Any]:
 
 
 def _optimizers(saved: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return what `Contents.optimizer` holds; a chained optimizer's state is one level deeper."""
+    """Return `Contents.optimizer`; a chained optimizer's state is one level deeper."""
     if saved and all(isinstance(number, int) for number in saved):
         return [_optimizer(saved[number]) for number in sorted(saved)]
     return [_optimizer(saved)]
 
 
 def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    # FP32Optimizer keeps the inner optimizer's state without a level of its own.
+    # FP32Optimizer saves the inner optimizer's state without the key `optimizer`.
     inner = saved.get("optimizer", saved)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -132,8 +132,8 @@ def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
 def _tensors(
     reader: Reader, *, with_optimizer: bool
 ) -> tuple[list[GlobalTensor], list[GlobalTensor]]:
-    """Return all tensors that have names, and the doubles of fp32 parameters."""
-    found: dict[tuple[str, str], GlobalTensor] = {}
+    """Return all tensors that are not stored by bucket, and the doubles of fp32 parameters."""
+    tensors: dict[tuple[str, str], GlobalTensor] = {}
     for name, stored in reader.tensors.items():
         if _BUCKET.match(name):
             continue
@@ -152,16 +152,18 @@ def _tensors(
                 "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
                 "the weights alone with --weights-only"
             )
-        found[kind, tensor.key] = tensor
-    # The distributed optimizer lists fp32 parameters too, which are their own masters.
+        tensors[kind, tensor.key] = tensor
+    # The distributed optimizer also stores fp32 parameters, which are their own masters.
     doubles = [
         tensor
-        for (kind, key), tensor in found.items()
-        if kind == MASTER and (WEIGHT, key) in found and found[WEIGHT, key].dtype == tensor.dtype
+        for (kind, key), tensor in tensors.items()
+        if kind == MASTER
+        and (WEIGHT, key) in tensors
+        and tensors[WEIGHT, key].dtype == tensor.dtype
     ]
     for tensor in doubles:
-        del found[tensor.kind, tensor.key]
-    return list(found.values()), doubles
+        del tensors[tensor.kind, tensor.key]
+    return list(tensors.values()), doubles
 
 
 def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str) -> GlobalTensor:
@@ -179,10 +181,10 @@ def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str
 def _flattened(
     reader: Reader, name: str, stored: StoredTensor, kind: str, key: str
 ) -> GlobalTensor:
-    """Return a tensor whose boxes are stored as ranges of their flattening (see `StoredTensor`)."""
-    whole = stored.original_shape or ()
+    """Return a tensor whose boxes are stored as flattened ranges (see `StoredTensor`)."""
+    whole_shape = stored.original_shape or ()
     counts = stored.shape[:-1]
-    extent = tuple(n // count for n, count in zip(whole, counts, strict=True))
+    extent = tuple(n // count for n, count in zip(whole_shape, counts, strict=True))
     runs: dict[Box, dict[int, Shape]] = defaultdict(dict)
     for offset in sorted(stored.chunks):
         *numbers, start = offset
@@ -190,20 +192,20 @@ def _flattened(
         runs[low, extent][start] = offset
 
     def read_box(box: Box) -> torch.Tensor:
-        found = torch.empty(math.prod(extent), dtype=stored.dtype)
-        left = found.numel()
+        flat = torch.empty(math.prod(extent), dtype=stored.dtype)
+        missing = flat.numel()
         for start, offset in runs[box].items():
             chunk = reader.chunk(name, offset).reshape(-1)
-            found[start : start + chunk.numel()] = chunk
-            left -= chunk.numel()
-        if left:
+            flat[start : start + chunk.numel()] = chunk
+            missing -= chunk.numel()
+        if missing:
             raise CorruptCheckpointError(
-                f"{reader.directory}: {name}: {left} elements of the box at {box[0]} are missing"
+                f"{reader.directory}: {name}: {missing} elements of the box at {box[0]} are missing"
             )
-        return found.view(extent)
+        return flat.view(extent)
 
     read = functools.partial(_read, set(runs), tuple(runs), read_box, stored.dtype, name)
-    return GlobalTensor(key, kind, stored.dtype, whole, tuple(runs), read)
+    return GlobalTensor(key, kind, stored.dtype, whole_shape, tuple(runs), read)
 
 
 def _read(
@@ -239,16 +241,16 @@ def _random_states(reader: Reader) -> dict[tuple[int, int], list[dict[str, Any]]
 
 
 def _objects(reader: Reader) -> dict[str, Any]:
-    found = {
+    states = {
         name: reader.object(name)[0]
         for name, key, _ in _shards(reader)
         if key.endswith("._extra_state")
     }
-    return {name: held for name, held in found.items() if held is not None}
+    return {name: state for name, state in states.items() if state is not None}
 
 
 def _groups_by_bucket(reader: Reader, optimizer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the param groups of all data-parallel groups, which have an object each."""
+    """Return the param groups, merged from the objects of all data-parallel groups."""
     states: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, key, _ in _shards(reader):
         match = _BUCKET.match(key)

@@ -1,1 +1,1 @@
-"""One module per format that is written. `formats` picks one."""
+"""Writers: one module per destination format; `formats` selects the module."""

@@ -1,4 +1,4 @@
-"""Write a committed checkpoint of ours: whole boxes, in files of bounded size."""
+"""Writer of our own format: boxes in files of bounded size, committed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron_flashckpt.storage.opening import open_storage
 
 @dataclasses.dataclass
 class _Shard:
-    """One file: the boxes in it, and the place in the parallel layout that it stands for."""
+    """File of the result: its boxes, and the coordinates of the rank that it represents."""
 
     coordinates: Coordinates
     boxes: list[tuple[GlobalTensor, Box]]
@@ -48,7 +48,7 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
     """Write `contents` as a committed checkpoint under `root`; return its directory.
 
     Raises:
-        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+        ConfigError: a checkpoint of that iteration exists and may not be replaced.
     """
     directory = checkpoint_directory(root, contents.iteration)
     with new_directory(directory, overwrite=options.overwrite, mark=False) as fresh:
@@ -67,9 +67,9 @@ def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
         layout = PlanCache().layout([pieces[position] for position in positions])
         meta = _meta(contents, storage, layout, rank, len(shards), shard.coordinates)
         pending.metas[rank] = meta
-        held = [*shard.boxes, None]
+        boxes = [*shard.boxes, None]
         tensors = (
-            state.tensor if (box := held[position]) is None else box[0].read(box[1])
+            state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
             for position in positions
         )
         write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
@@ -80,8 +80,8 @@ def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
 def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
     """Return the boxes in files of about `limit_nbytes`.
 
-    A rank that loads takes its side state from the file that stands for its place in the parallel
-    layout, so every place (and replica, where replicas differ) has one, even an empty one.
+    A rank loads its side state from the file with its coordinates. So every place in the parallel
+    layout, and every replica if replicas differ, has a file, even without boxes.
     """
     files: list[list[tuple[GlobalTensor, Box]]] = [[]]
     free = limit_nbytes
@@ -98,16 +98,16 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
     replicas = 1 + max(place.dp for place in places)
     shards = []
     for number, boxes in enumerate(files):
-        # More files than places: the further ones stand for further replicas.
-        turn, which = divmod(number, len(places))
-        place = places[which]
+        # If there are more files than places, the further files represent further replicas.
+        turn, position = divmod(number, len(places))
+        place = places[position]
         dp = place.dp + turn * replicas
         shards.append(_Shard(msgspec.structs.replace(place, dp=dp), boxes))
     return shards
 
 
 def _places(contents: Contents) -> list[Coordinates]:
-    """Return the places in the parallel layout whose side state differs."""
+    """Return the coordinates in the parallel layout whose side state differs."""
     args = contents.args
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     ways = getattr(args, "tensor_model_parallel_size", None) or 1
@@ -127,7 +127,8 @@ def _rank_state(contents: Contents, place: Coordinates) -> dict[str, Any]:
         "rng": rng[min(place.dp, len(rng) - 1)] if rng else None,
         "optimizer": contents.optimizer or [],
         "rerun": None,
-        # A job reads them from the first rank at its place, wherever the module now is.
+        # All objects: a load reads them from the first file with the rank's coordinates, and under
+        # another layout a module may be on any rank.
         "objects": contents.objects,
     }
 
@@ -161,7 +162,7 @@ def _meta(
 
 
 def _chunks(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors, one after the other, in chunks; at most one box is held."""
+    """Yield the concatenated bytes of all tensors in chunks; at most one box is in memory."""
     chunk = bytearray(CHUNK_NBYTES)
     filled = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Write Megatron's legacy format, for the parallel layout that the checkpoint's args name."""
+"""Writer of Megatron's legacy format, for the parallel layout in the checkpoint's args."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     """Write `contents` as an iteration of `root`; return its directory.
 
-    Needs memory for the files of one model-parallel rank.
+    The function needs memory for the files of one model-parallel rank.
 
     Raises:
-        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+        ConfigError: a checkpoint of that iteration exists and may not be replaced.
         UnsupportedError: the model cannot be rebuilt from the args.
-        MissingStateError: the model of the args has other tensors than `contents`.
+        MissingStateError: the tensors of the args' model differ from those of `contents`.
     """
     models = rank_models(contents.args)
     tensors = by_kind(contents.tensors)
@@ -46,8 +46,8 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     experts = ddp_buckets.has_experts(models)
     legacy = legacy_gpt.is_legacy_gpt(contents.args)
     args = copy.copy(contents.args)
-    said = {"ckpt_format": "torch", "use_dist_ckpt": False}
-    vars(args).update({name: value for name, value in said.items() if hasattr(args, name)})
+    changes = {"ckpt_format": "torch", "use_dist_ckpt": False}
+    vars(args).update({name: value for name, value in changes.items() if hasattr(args, name)})
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:
@@ -81,9 +81,9 @@ def _chunk_state(
     chunk: Chunk, tensors: dict[str, ByKey], objects: dict[str, Any], *, legacy: bool
 ) -> dict[str, Any]:
     held = {
-        it.name: local_tensor(it.geometry, it.numel, tensors[kind]).view(it.shape)
+        tensor.name: local_tensor(tensor.geometry, tensor.numel, tensors[kind]).view(tensor.shape)
         for kind, of_kind in ((WEIGHT, chunk.parameters), (BUFFER, chunk.buffers))
-        for it in of_kind
+        for tensor in of_kind
     }
     keys = dict(chunk.objects)
     state = {
@@ -105,17 +105,17 @@ def _refuse_another_model(
     resizable = set()
     for model in models:
         for chunk in model.chunks:
-            for it in (*chunk.parameters, *chunk.buffers):
-                wanted |= {run.key: run.global_shape for run in it.geometry.runs}
-                resizable |= {run.key for run in it.geometry.runs if it.geometry.resizable}
+            for tensor in (*chunk.parameters, *chunk.buffers):
+                wanted |= {run.key: run.global_shape for run in tensor.geometry.runs}
+                resizable |= {run.key for run in tensor.geometry.runs if tensor.geometry.resizable}
     problems = [
-        f"{key} is {known.get(key, 'not there')}, by the args {wanted.get(key, 'not there')}"
+        f"{key} is {known.get(key, 'missing')}, expected {wanted.get(key, 'none')} by the args"
         for key in sorted(known.keys() | wanted.keys())
         if known.get(key) != wanted.get(key)
         and not (key in resizable and key in known and known[key][1:] == wanted[key][1:])
     ]
     if problems:
         raise MissingStateError(
-            f"{contents.place}: holds another model than the GPT that its args describe: "
-            f"{'; '.join(problems)}; convert to torch_dist, which needs no model"
+            f"{contents.place}: its model differs from the GPT that its args describe: "
+            f"{'; '.join(problems)}; convert to torch_dist, which does not depend on the model"
         )

@@ -1,4 +1,4 @@
-"""The optimizer state of one rank, as Megatron's legacy files hold it."""
+"""Optimizer state of one rank in the form of Megatron's legacy files."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ _Chunks = list[tuple[int, list[LocalTensor]]]
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What goes into the files of one rank."""
+    """Optimizer contents of one rank's files."""
 
     state: Any
     """`optimizer` of the rank's state dict."""
     buffers: Any
-    """Contents of `distrib_optim.pt`; None: no such file."""
+    """Contents of `distrib_optim.pt`; None if the rank has no such file."""
 
 
 def of_rank(
     model: RankModel, contents: Contents, tensors: dict[str, ByKey], *, experts: bool
 ) -> Written:
-    """Return the state of the optimizers of a rank.
+    """Return the state of a rank's optimizers.
 
     Raises:
-        MissingStateError: masters or moments of a parameter are missing; all are named.
+        MissingStateError: masters or moments are missing; the message names all.
     """
     subs = ddp_buckets.sub_optimizers(model, contents.args, experts=experts)
     saved = _saved(contents, len(subs), experts=experts)
     if not getattr(contents.args, "use_distributed_optimizer", False):
         _refuse_incomplete(contents, subs, tensors, ())
         states = [
-            _plain(chunks, each, contents, tensors)
-            for chunks, each in zip(subs, saved, strict=True)
+            _plain(chunks, entry, contents, tensors)
+            for chunks, entry in zip(subs, saved, strict=True)
         ]
         return Written(_listed(states), None)
     if not ddp_buckets.is_early(contents.args):
-        saved = [_as_met(each, chunks) for each, chunks in zip(saved, subs, strict=True)]
+        saved = [_as_met(entry, chunks) for entry, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
     held = [
-        # As Megatron does: dense state is in the files of the first replica's ranks only.
+        # As in Megatron, only the files of the first replica's ranks have dense state.
         None
         if not model.first_replica and not (experts and number == len(subs) - 1)
         else _buffers(model, contents.args, chunks, tensors)
         for number, chunks in enumerate(subs)
     ]
-    return Written(_listed([_without_tensors(each) for each in saved]), _listed(held))
+    return Written(_listed([_without_tensors(entry) for entry in saved]), _listed(held))
 
 
 def _listed(states: list[Any]) -> Any:
-    """Return the state of a single sub-optimizer as it is, as Megatron does."""
+    """Return the list, or the state of a single sub-optimizer without a list, as Megatron does."""
     return states[0] if len(states) == 1 else states
 
 
 def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, Any]]:
-    """Return groups, step and scaler of each of `count` sub-optimizers."""
-    found = []
+    """Return param groups, step and scaler of each of `count` sub-optimizers."""
+    result = []
     for number in range(count):
         wanted = experts and number == count - 1
         entries = [
@@ -77,30 +77,30 @@ def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, A
         if not entries:
             raise MissingStateError(
                 f"{contents.place}: has no param groups of "
-                f"{'expert' if wanted else 'dense'} parameters, which the layout of its args needs"
+                f"{'expert' if wanted else 'dense'} parameters, which the model of its args has"
             )
         groups = [group for entry in entries for group in entry["param_groups"]]
-        found.append({**entries[0], "param_groups": groups})
-    return found
+        result.append({**entries[0], "param_groups": groups})
+    return result
 
 
 def _as_met(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
-    """Return `saved` with its groups in the order in which this rank's parameters meet them.
+    """Return `saved` with its groups in the order in which this rank's parameters use them.
 
-    Until core 0.13 Megatron makes the groups of a rank in that order, and its distributed optimizer
-    loads them by number: on a stage without embedding those without weight decay come first. Later
-    ones load them by their settings.
+    Until core 0.13 Megatron creates the groups of a rank in that order, and its distributed
+    optimizer loads them by number: on a stage without embedding the group without weight decay is
+    first. Later releases load groups by their settings.
     """
     first = next((parameters[0] for _, parameters in chunks if parameters), None)
     if first is None:
         return saved
     without = len(first.shape) == 1 or first.name.endswith(".bias")
-    groups = sorted(saved["param_groups"], key=lambda it: (_multiplier(it) == 0.0) != without)
+    groups = sorted(saved["param_groups"], key=lambda group: (_multiplier(group) == 0.0) != without)
     return {**saved, "param_groups": groups}
 
 
 def _multiplier(group: dict[str, Any]) -> float | None:
-    """Return what multiplies the weight decay of a group, under either of Megatron's names."""
+    """Return the factor of a group's weight decay, under either of Megatron's names."""
     return group.get("wd_mult", group.get("pre_wd_mult"))
 
 
@@ -114,7 +114,7 @@ def _refuse_incomplete(
     tensors: dict[str, ByKey],
     states: tuple[str, ...],
 ) -> None:
-    lost = []
+    missing = []
     keys = {
         run.key
         for chunks in subs
@@ -125,16 +125,16 @@ def _refuse_incomplete(
     for key in sorted(keys):
         has_masters = any(dtype.itemsize == 2 for dtype in tensors[WEIGHT][key].dtypes)
         kinds = (MASTER, *states) if has_masters else states
-        lost += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
-    if lost:
+        missing += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
+    if missing:
         raise MissingStateError(
-            f"{contents.place}: has no {', '.join(lost)}; convert the weights alone with "
+            f"{contents.place}: lacks {', '.join(missing)}; convert the weights alone with "
             "--weights-only"
         )
 
 
 def _without_tensors(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return what the distributed optimizer keeps in the state dict; its groups have the step."""
+    """Return the distributed optimizer's entry of the state dict; its groups have the step."""
     step = saved["step"]
     groups = [
         group if step is None else {**group, "step": int(step)} for group in saved["param_groups"]
@@ -160,7 +160,7 @@ def _buffers(
         return _early_buffers(
             ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.EARLY), args, tensors
         )
-    found: dict[Any, Any] = {"buckets_coalesced": True}
+    result: dict[Any, Any] = {"buckets_coalesced": True}
     for number, buffer in enumerate(
         ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.RULES[0])
     ):
@@ -168,38 +168,40 @@ def _buffers(
         held: dict[str, Any] = {}
         for name, kind in _kinds(buffer).items():
             flat = torch.zeros(buffer.numel, dtype=torch.float32)
-            for at in buffer.places:
-                start = buffer.coalesced_start(at)
-                local = local_tensor(at.parameter.geometry, at.parameter.numel, tensors[kind])
-                flat[start : start + at.parameter.numel] = local
+            for place in buffer.places:
+                start = buffer.coalesced_start(place)
+                local = local_tensor(place.parameter.geometry, place.parameter.numel, tensors[kind])
+                flat[start : start + place.parameter.numel] = local
             held[name] = flat
-        found[number] = {(buffer.dtype, grad_dtype): {**held, "numel_unpadded": buffer.numel}}
-    return found
+        result[number] = {(buffer.dtype, grad_dtype): {**held, "numel_unpadded": buffer.numel}}
+    return result
 
 
 def _early_buffers(
     layout: list[ddp_buckets.Buffer], args: Any, tensors: dict[str, ByKey]
 ) -> dict[Any, Any]:
-    """Return buffers as Megatron of early 2024 keeps them: bucket by bucket, with end padding."""
+    """Return buffers in the form of Megatron of early 2024: by bucket, with end padding."""
     replicas = args.data_parallel_size * getattr(args, "context_parallel_size", 1)
-    padded = [tuple(-(-n // replicas) * replicas for n in it.bucket_numels) for it in layout]
+    padded = [
+        tuple(-(-n // replicas) * replicas for n in buffer.bucket_numels) for buffer in layout
+    ]
     dtypes = [_grad_dtype(buffer, args) for buffer in layout]
-    found: dict[Any, Any] = {
-        "per_bucket_numel": [{t: list(it)} for t, it in zip(dtypes, padded, strict=True)],
+    result: dict[Any, Any] = {
+        "per_bucket_numel": [{t: list(buffer)} for t, buffer in zip(dtypes, padded, strict=True)],
         "per_bucket_numel_unpadded": [
-            {t: list(it.bucket_numels)} for t, it in zip(dtypes, layout, strict=True)
+            {t: list(buffer.bucket_numels)} for t, buffer in zip(dtypes, layout, strict=True)
         ],
     }
     for number, (buffer, numels, dtype) in enumerate(zip(layout, padded, dtypes, strict=True)):
         held = {}
         for name, kind in _kinds(buffer).items():
             flats = [torch.zeros(numel, dtype=torch.float32) for numel in numels]
-            for at in buffer.places:
-                local = local_tensor(at.parameter.geometry, at.parameter.numel, tensors[kind])
-                flats[at.bucket][at.start : at.start + at.parameter.numel] = local
+            for place in buffer.places:
+                local = local_tensor(place.parameter.geometry, place.parameter.numel, tensors[kind])
+                flats[place.bucket][place.start : place.start + place.parameter.numel] = local
             held[name] = flats
-        found[number] = {dtype: held}
-    return found
+        result[number] = {dtype: held}
+    return result
 
 
 def _grad_dtype(buffer: ddp_buckets.Buffer, args: Any) -> torch.dtype:
@@ -216,7 +218,7 @@ def _kinds(buffer: ddp_buckets.Buffer) -> dict[str, str]:
 def _plain(
     chunks: _Chunks, saved: dict[str, Any], contents: Contents, tensors: dict[str, ByKey]
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer of whole parameters, by their index."""
+    """Return the state dict of an optimizer that does not shard parameters, by their index."""
     states = [kind for kind in tensors if kind not in (WEIGHT, BUFFER, MASTER)]
     args = contents.args
     members = grouped(chunks, args, saved["param_groups"], contents.place)

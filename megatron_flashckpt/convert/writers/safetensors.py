@@ -1,10 +1,10 @@
-"""Consolidated weights by global name, in the files that the Hugging Face tools expect.
+"""Writer of consolidated weights by global name, in files for the Hugging Face tools.
 
     model-00001-of-0000N.safetensors ...
     model.safetensors.index.json       {"metadata": {"total_size": N}, "weight_map": {name: file}}
 
-Layers and experts, which Megatron stacks along leading axes, are taken apart again and named as in
-Megatron's state dict. Tensors are written box by box, so a tensor larger than memory is no problem.
+Megatron stacks layers and experts along leading axes; this writer separates them and names them as
+Megatron's state dict does. It writes tensors box by box, so a tensor may be larger than memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """One tensor of the result: a region of a global tensor without its stacking axes."""
+    """Tensor of the result: a region of a global tensor without its stacking axes."""
 
     name: str
     source: GlobalTensor
@@ -54,7 +54,7 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
     """Write all weights and buffers into `directory`, the index last; return it.
 
     Raises:
-        ConfigError: the directory is not empty, and may not be replaced.
+        ConfigError: the directory is not empty and may not be replaced.
     """
     tensors = [
         named
@@ -63,13 +63,13 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
         for named in _unstacked(tensor)
     ]
     files = list(_files(sorted(tensors, key=lambda named: named.name), options.shard_nbytes))
-    # Users may name a link to the directory; only what it leads to is replaced.
+    # If the path is a link, replace its target, not the link.
     with new_directory(directory.resolve(), overwrite=options.overwrite) as fresh:
         weight_map = {}
-        for number, held in enumerate(files, 1):
+        for number, file_tensors in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            _write(fresh / file, held)
-            weight_map.update({named.name: file for named in held})
+            _write(fresh / file, file_tensors)
+            weight_map.update({named.name: file for named in file_tensors})
         total = sum(named.nbytes for named in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
@@ -93,21 +93,21 @@ def _unstacked(tensor: GlobalTensor) -> Iterator[_Named]:
 
 
 def _files(tensors: list[_Named], limit_nbytes: int) -> Iterator[list[_Named]]:
-    """Yield the tensors of each file; a tensor that is too large has one of its own."""
-    held: list[_Named] = []
+    """Yield the tensors of each file; a tensor above the limit has a file of its own."""
+    file_tensors: list[_Named] = []
     free = limit_nbytes
     for named in tensors:
-        if held and named.nbytes > free:
-            yield held
-            held, free = [], limit_nbytes
-        held.append(named)
+        if file_tensors and named.nbytes > free:
+            yield file_tensors
+            file_tensors, free = [], limit_nbytes
+        file_tensors.append(named)
         free -= named.nbytes
-    if held:
-        yield held
+    if file_tensors:
+        yield file_tensors
 
 
 def _write(path: Path, tensors: list[_Named]) -> None:
-    # Wide elements first: every tensor lies aligned, which torch needs to view it in place.
+    # Wide elements first, so that every tensor is aligned, which torch needs for views.
     tensors = sorted(tensors, key=lambda named: -named.dtype.itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -130,7 +130,7 @@ def _write(path: Path, tensors: list[_Named]) -> None:
 def _slabs(named: _Named) -> Iterator[torch.Tensor]:
     """Yield the region in row-major order, in parts that need each box of the source once.
 
-    It is cut where the source has cut its first axis; the other axes cannot be written in parts.
+    The parts follow the source's boxes along the first axis; row-major order allows no other split.
     """
     offset, extent = named.region
     axis = len(extent) - len(named.shape)

@@ -1,7 +1,7 @@
-"""Write Megatron's `torch_dist` format, as Megatron itself loads it under any parallel layout.
+"""Writer of Megatron's `torch_dist` format, which Megatron loads with any parallel layout.
 
 The distributed optimizer's state is written as `fully_reshardable` (every state in the shape of its
-parameter), which megatron-core reads since 0.15; the plain one's in its only form.
+parameter), which megatron-core reads since 0.15. The plain optimizer's state has only one form.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     """Write `contents` as a checkpoint under `root`; return its directory.
 
     Raises:
-        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
-        UnsupportedError: layers that share a key are of several types. Megatron itself refuses to
+        ConfigError: a checkpoint of that iteration exists and may not be replaced.
+        UnsupportedError: layers that share a key have several types. Megatron itself refuses to
             save such a model in this format.
     """
     for tensor in contents.tensors:
@@ -63,8 +63,8 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         files = _Files(fresh, options.shard_nbytes)
-        for name, held in _objects(contents):
-            files.add_object(name, held)
+        for name, value in _objects(contents):
+            files.add_object(name, value)
         for name, tensor in _named(contents, distributed=distributed):
             files.add_tensor(name, tensor)
         files.finish()
@@ -75,7 +75,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
 
 
 class _Files:
-    """The `.distcp` files and the table of contents. At most one box is in memory."""
+    """The `.distcp` files and their metadata. At most one box is in memory."""
 
     def __init__(self, directory: Path, limit_nbytes: int) -> None:
         self._directory = directory
@@ -84,9 +84,9 @@ class _Files:
         self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
-    def add_object(self, name: str, held: Any) -> None:
+    def add_object(self, name: str, value: Any) -> None:
         # A list, because one rank may hold several objects of one name.
-        self._append(MetadataIndex(name), [held])
+        self._append(MetadataIndex(name), [value])
         self._described[name] = BytesStorageMetadata()
 
     def add_tensor(self, name: str, tensor: GlobalTensor) -> None:
@@ -104,9 +104,9 @@ class _Files:
         with open(self._directory / METADATA, "wb") as file:
             pickle.dump(Metadata(self._described, storage_data=self._storage), file)
 
-    def _append(self, index: MetadataIndex, held: Any) -> None:
+    def _append(self, index: MetadataIndex, value: Any) -> None:
         name = f"__0_{self._number}.distcp"
-        start, end = save(held, self._directory / name, append=True)
+        start, end = save(value, self._directory / name, append=True)
         self._storage[index] = _StorageInfo(name, start, end - start)
         if end >= self._limit_nbytes:
             self._number += 1
@@ -119,7 +119,7 @@ def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, Glob
         if tensor.kind in (WEIGHT, BUFFER):
             yield tensor.key, tensor
             if distributed and tensor.dtype == torch.float32 and tensor.key in stepped:
-                # Where the parameter is its own master, Megatron asks for it a second time.
+                # Megatron reads a parameter that is its own master a second time.
                 yield f"optimizer.state.param.{tensor.key}", tensor
         elif tensor.kind == MASTER:
             master = "param" if distributed else "fp32_param"
@@ -131,8 +131,8 @@ def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, Glob
 def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
     """Yield random states and extra states by Megatron's unique key.
 
-    Megatron asks for an extra state, mostly an empty one, of every module that could have one.
-    Which these are depends on the layer implementation; what is not asked for is ignored.
+    Megatron reads an extra state, mostly an empty one, for every module that could have one. The
+    set depends on the layer implementation, so all are written; Megatron ignores the others.
     """
     grid = [max(numbers) + 1 for numbers in zip(*contents.rng, strict=True)]
     for place, states in sorted(contents.rng.items()):
@@ -159,14 +159,14 @@ def _unique_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> st
 
 
 def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
-    """Return what `common.pt` holds: all that is neither a tensor nor kept per rank."""
+    """Return the contents of `common.pt`: state that is neither a tensor nor per rank."""
     args = argparse.Namespace(**vars(contents.args))
     args.ckpt_format, args.use_dist_ckpt = "torch_dist", True
-    # Megatron does not ask for what these say was not saved.
+    # With these flags Megatron does not read the state that is missing.
     args.no_save_optim = contents.optimizer is None
     args.no_save_rng = not contents.rng
     common = {**contents.common, "args": args}
-    # Since core 0.16; older releases do not look at it.
+    # Used since core 0.16; older releases ignore it.
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if distributed:
         metadata["distrib_optim_sharding_type"] = RESHARDABLE
@@ -182,7 +182,7 @@ def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
 
 
 def _chained(optimizer: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the entries by the optimizer that Megatron makes of them: experts have one apart."""
+    """Return the entries by Megatron's optimizers: experts have an optimizer of their own."""
     dense = [entry for entry in optimizer if not _is_expert(entry)]
     experts = [entry for entry in optimizer if _is_expert(entry)]
     return [part for part in (dense, experts) if part]
@@ -204,7 +204,7 @@ def _optimizer_state(
     groups = [dict(group) for entry in entries for group in entry["param_groups"]]
     inner: dict[str, Any] = {"param_groups": groups}
     if step is not None:
-        # Fused optimizers keep it in the groups, torch's own per parameter (here: in common).
+        # Fused optimizers have the step in the groups, torch's own per parameter (here: in common).
         for group in groups:
             group["step"] = int(step)
         if not distributed and all(entry["step"] is not None for entry in entries):

@@ -1,1 +1,1 @@
-"""Local models of every rank, rebuilt from args; for `convert` only. Start reading at `model`."""
+"""Local models of all ranks, rebuilt from args; used only by `convert`. Start with model.py."""

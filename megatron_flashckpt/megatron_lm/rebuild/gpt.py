@@ -1,4 +1,4 @@
-"""The GPT that args describe, as far as names and shapes go: Megatron's local layers."""
+"""GPT of Megatron's local layers with the names and shapes that args describe."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ except ImportError:  # before core 0.9
 
 
 def call_known(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
-    """Call `function` with those of `settings` that this release of it has."""
+    """Call `function` with the `settings` that it accepts in this release."""
     known = inspect.signature(function).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return function(**settings)
     return function(**{name: value for name, value in settings.items() if name in known})
 
 
 def model(args: argparse.Namespace, stage: int | None) -> Any:
-    """Return what this rank has of the model in its pipeline `stage` (None: not interleaved)."""
+    """Return this rank's part of the model in virtual pipeline `stage` (None: not interleaved)."""
     if stage is not None and hasattr(parallel_state, "set_virtual_pipeline_model_parallel_rank"):
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     config = stock_module("arguments").core_transformer_config_from_args(args)
-    # Only now: with experts the configuration insists on it, but torch's layer norm refuses it.
+    # Set late: with experts the configuration requires it, but torch's layer norm refuses it.
     config.sequence_parallel = False
     ends = {"ignore_virtual": False, "vp_stage": stage}
     return call_known(
@@ -57,7 +57,7 @@ def model(args: argparse.Namespace, stage: int | None) -> Any:
 
 
 def _block_spec(args: argparse.Namespace, config: Any, stage: int | None) -> Any:
-    """Return the local layers of a stage; their parameters are those of Transformer Engine's."""
+    """Return the local layers of a stage; Transformer Engine's layers have equal parameters."""
     # Grouped experts of Transformer Engine are renamed afterwards.
     config.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "local"
     settings = {
@@ -89,7 +89,7 @@ def _block_spec(args: argparse.Namespace, config: Any, stage: int | None) -> Any
 
 
 def _use_torch_norms(submodules: Any) -> None:
-    """Put torch's norm where Apex's is, which knows no RMSNorm, in all layers."""
+    """Replace Apex's norm, which has no RMSNorm, by torch's norm in all layers."""
     for field in dataclasses.fields(submodules):
         value = getattr(submodules, field.name)
         if value is FusedLayerNorm:

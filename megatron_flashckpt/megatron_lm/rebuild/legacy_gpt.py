@@ -1,9 +1,9 @@
-"""Megatron's legacy GPT (`megatron.model`, the default until core 0.7) as names and places alone.
+"""Megatron's legacy GPT (`megatron.model`, the default until core 0.7): names and positions only.
 
-The model classes are gone from later releases, so the local models of all ranks are laid out from
-the args: the parameters in the order in which the legacy modules register them, as that order
-decides where buckets keep them. A global key is the name in the state dict without the number of
-the layer; like layers are stacked along a first axis.
+Later releases do not have the model classes, so the local models of all ranks are computed from the
+args. Parameters are listed in the registration order of the legacy modules, because this order
+determines their positions in buckets. A global key is the name in the state dict without the
+layer's number; equal layers are stacked along a first axis.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 #: The word embeddings, on the first pipeline stage.
 WORDS = "language_model.embedding.word_embeddings.weight"
 _OUTPUT = "language_model.output_layer.weight"
-#: The copy of the word embeddings that the last pipeline stage has if they are tied.
+#: Copy of tied word embeddings on the last pipeline stage.
 TIED = "word_embeddings.weight"
-#: Their first axis is padded for the tensor parallel size.
+#: Tensors whose first axis is padded for the tensor parallel size.
 _RESIZABLE = (WORDS, TIED, _OUTPUT)
-#: With SwiGLU the gate and the other half lie one after the other in the local tensor.
+#: Tensors that, with SwiGLU, hold the gate and then the other half.
 _FUSED = (".dense_h_to_4h.weight", ".dense_h_to_4h.bias")
 _LAYERS = "language_model.encoder.layers"
 _EXTRA = "_extra_state"
@@ -36,27 +36,27 @@ _EMBEDDING = "embedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How tensor parallelism shards a parameter."""
+class Sharding:
+    """Sharding of a parameter by tensor parallelism."""
 
     axis: int
     size: int
-    """Ranks."""
+    """Number of tensor-parallel ranks."""
     rank: int
     strides: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Place of a layer in the stack of like layers."""
+    """Position of a layer in the stack of equal layers."""
 
     number: int
-    """From 0, over all pipeline stages."""
+    """Index from 0, over all pipeline stages."""
     count: int
 
 
 def is_legacy_gpt(args: Any) -> bool:
-    """Return whether the job of `args` trained a model of `megatron.model`, not megatron.core."""
+    """Return whether the job of `args` trained a model of `megatron.model` (not megatron.core)."""
     if hasattr(args, "use_legacy_models"):  # since core 0.8
         return bool(args.use_legacy_models)
     return getattr(args, "use_mcore_models", True) is False
@@ -67,32 +67,32 @@ def geometry(
     shape: Shape,
     *,
     layer: Layer | None,
-    cut: Cut | None,
+    sharding: Sharding | None,
     swiglu: bool,
     tensor_rank: int,
     replica: int,
 ) -> Geometry:
-    """Return where the local tensor `name` belongs.
+    """Return the geometry of the local tensor `name`.
 
     Args:
-        shape: of the local tensor.
+        shape: shape of the local tensor.
         layer: None for a parameter outside the layers.
-        cut: None for a parameter that all tensor-parallel ranks hold alike.
-        tensor_rank: of such a parameter, tensor rank 0 has the main copy.
+        sharding: None for a parameter that is equal on all tensor-parallel ranks.
+        tensor_rank: this rank; tensor rank 0 has the main copy of equal parameters.
 
     Raises:
-        UnsupportedError: sharded in strides along another axis than the first.
+        UnsupportedError: the tensor is sharded in strides along an axis other than the first.
     """
     key = WORDS if name == TIED else name
     if layer is not None:
         _, _, rest = name.removeprefix(f"{_LAYERS}.").partition(".")
         key = f"{_LAYERS}.{rest}"
-    if cut is not None and swiglu and name.endswith(_FUSED):
-        cut = dataclasses.replace(cut, strides=cut.strides * 2)
-    duplicate = (int(name == TIED), tensor_rank if cut is None else 0)
+    if sharding is not None and swiglu and name.endswith(_FUSED):
+        sharding = dataclasses.replace(sharding, strides=sharding.strides * 2)
+    duplicate = (int(name == TIED), tensor_rank if sharding is None else 0)
     return Geometry(
         name=name,
-        runs=tuple(_runs(name, key, shape, layer, cut)),
+        runs=tuple(_runs(name, key, shape, layer, sharding)),
         main=not any(duplicate),
         replica=replica,
         resizable=name in _RESIZABLE,
@@ -100,25 +100,27 @@ def geometry(
     )
 
 
-def _runs(name: str, key: str, shape: Shape, layer: Layer | None, cut: Cut | None) -> Iterator[Run]:
-    """Yield one run per stride: part `i` of the local tensor is part `i * TP + rank` of all."""
-    cut = cut or Cut(axis=0, size=1, rank=0)
-    if cut.strides > 1 and cut.axis != 0:
+def _runs(
+    name: str, key: str, shape: Shape, layer: Layer | None, sharding: Sharding | None
+) -> Iterator[Run]:
+    """Yield one run per stride: local part `i` is global part `i * TP + rank`."""
+    sharding = sharding or Sharding(axis=0, size=1, rank=0)
+    if sharding.strides > 1 and sharding.axis != 0:
         raise UnsupportedError(
-            f"{name}: is cut along axis {cut.axis} in {cut.strides} strides, which this release "
-            "does not save; use --use-mcore-models"
+            f"{name}: is sharded along axis {sharding.axis} in {sharding.strides} strides, which "
+            "this release does not save; use --use-mcore-models"
         )
     local = list(shape)
-    whole = [extent * (cut.size if n == cut.axis else 1) for n, extent in enumerate(local)]
-    local[cut.axis] //= cut.strides
+    full = [extent * (sharding.size if n == sharding.axis else 1) for n, extent in enumerate(local)]
+    local[sharding.axis] //= sharding.strides
     numel = math.prod(local)
     stacked = () if layer is None else ((layer.count, layer.number),)
-    for part in range(cut.strides):
+    for part in range(sharding.strides):
         offset = [0] * len(local)
-        offset[cut.axis] = (part * cut.size + cut.rank) * local[cut.axis]
+        offset[sharding.axis] = (part * sharding.size + sharding.rank) * local[sharding.axis]
         yield Run(
             key,
-            (*(extent for extent, _ in stacked), *whole),
+            (*(extent for extent, _ in stacked), *full),
             (*(index for _, index in stacked), *offset),
             (*(1 for _ in stacked), *local),
             0,
@@ -131,10 +133,10 @@ def _runs(name: str, key: str, shape: Shape, layer: Layer | None, cut: Cut | Non
 
 
 def rank_models(args: Any) -> list[RankModel]:
-    """Return the local models of the layout that `args` name, each place once.
+    """Return the local models of the layout in `args`, one per model-parallel coordinate.
 
     Raises:
-        UnsupportedError: another model than a dense GPT of Megatron's local layers.
+        UnsupportedError: the model is not a dense GPT of Megatron's local layers.
     """
     _refuse_unknown(args)
     ways, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -155,7 +157,7 @@ def rank_models(args: Any) -> list[RankModel]:
 
 
 def _refuse_unknown(args: Any) -> None:
-    foreign = {
+    unsupported = {
         "--transformer-impl transformer_engine": args.transformer_impl != "local",
         "--num-experts": getattr(args, "num_experts", None),
         "--retro-add-retriever": getattr(args, "retro_add_retriever", False),
@@ -164,7 +166,7 @@ def _refuse_unknown(args: Any) -> None:
             args.position_embedding_type not in ("learned_absolute", "rope")
         ),
     }
-    named = [name for name, value in foreign.items() if value]
+    named = [name for name, value in unsupported.items() if value]
     if named:
         raise UnsupportedError(
             f"the checkpoint's legacy model cannot be laid out from its args: {', '.join(named)}; "
@@ -186,7 +188,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
             name,
             shape,
             layer=layer,
-            cut=None if axis is None else Cut(axis, ways, tp),
+            sharding=None if axis is None else Sharding(axis, ways, tp),
             swiglu=args.swiglu,
             tensor_rank=tp,
             replica=0,
@@ -200,7 +202,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
             positions = "language_model.embedding.position_embeddings.weight"
             add(positions, (args.max_position_embeddings, hidden), None)
     for index, layer in enumerate(_layers(args, pp, number)):
-        for name, shape, axis in _of_layer(args):
+        for name, shape, axis in _layer_entries(args):
             if name.endswith(_EXTRA):
                 state_names.append(f"{_LAYERS}.{index}.{name}")
             else:
@@ -217,7 +219,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
 
 
 def _layers(args: Any, pp: int, number: int) -> list[Layer]:
-    """Return the layers of a chunk, in order."""
+    """Return the layers of a chunk in order."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     share = args.num_layers // args.pipeline_model_parallel_size // chunks
     start = number * (args.num_layers // chunks) + pp * share
@@ -225,10 +227,10 @@ def _layers(args: Any, pp: int, number: int) -> list[Layer]:
 
 
 _Entry = tuple[str, Shape, int | None]
-"""Name in the layer, local shape, and the axis that tensor parallelism shards."""
+"""Name in the layer, local shape, axis that tensor parallelism shards."""
 
 
-def _of_layer(args: Any) -> Iterator[_Entry]:
+def _layer_entries(args: Any) -> Iterator[_Entry]:
     hidden, ways = args.hidden_size, args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     projections = args.kv_channels * (args.num_attention_heads + 2 * groups)
@@ -250,8 +252,8 @@ def _norm(args: Any, name: str) -> Iterator[_Entry]:
         yield f"{name}.bias", (args.hidden_size,), None
 
 
-def _linear(name: str, whole: Shape, axis: int, ways: int, bias: bool) -> Iterator[_Entry]:
-    rows, columns = whole
+def _linear(name: str, shape: Shape, axis: int, ways: int, bias: bool) -> Iterator[_Entry]:
+    rows, columns = shape
     yield f"{name}.weight", (rows // ways, columns) if axis == 0 else (rows, columns // ways), axis
     if bias:
         # The bias of a row-parallel layer is added after the reduction.
@@ -263,9 +265,9 @@ def _linear(name: str, whole: Shape, axis: int, ways: int, bias: bool) -> Iterat
 
 
 def flattened(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's state dict with the names of its parameters.
+    """Return a model's state dict with full parameter names as keys.
 
-    A legacy model nests the state dicts of its modules; that of megatron.core comes back as it is.
+    A legacy model nests the state dicts of its modules; a dict of megatron.core stays unchanged.
     """
     flat: dict[str, Any] = {}
     for name, value in state.items():
@@ -278,16 +280,16 @@ def flattened(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of names as a legacy model nests it."""
-    found: dict[str, Any] = {}
+    """Return the state dict nested as in a legacy model; inverse of `flattened`."""
+    result: dict[str, Any] = {}
     for name, value in state.items():
         module, *rest = name.split(".")
         if module == "word_embeddings":
-            found.setdefault(_TIED_IN_FILES, {})[".".join(rest)] = value
+            result.setdefault(_TIED_IN_FILES, {})[".".join(rest)] = value
             continue
         part, *rest = rest
-        inner = found.setdefault(module, {}).setdefault(part, {})
+        inner = result.setdefault(module, {}).setdefault(part, {})
         if part == _EMBEDDING:
             inner = inner.setdefault(rest.pop(0), {})
         inner[".".join(rest)] = value
-    return found
+    return result

@@ -1,8 +1,8 @@
-"""The local models of every rank of a job, rebuilt from its args alone, in one process.
+"""Local models of all ranks of a job, rebuilt from its args in one process.
 
-Formats that keep local tensors do not say where these lie in the global ones. Megatron's own model
-does: it is built per rank on the meta device (no storage, no CUDA, no launched ranks), with the
-fake process groups that torch has for its own tests, and asked for its sharded state dict.
+Formats that store local tensors do not store their positions in the global tensors; Megatron's
+model has them. So the model of each rank is built on the meta device, without storage or CUDA, and
+its sharded state dict is read. The process groups are the fake groups of torch's own tests.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _REMEDY = (
     "let Megatron itself load and save it (--ckpt-convert-format torch_dist "
     "--ckpt-convert-save DIR --dist-ckpt-optim-fully-reshardable)"
 )
-#: Arguments without which there is no model; Megatron has no defaults for them.
+#: Arguments that a model needs and for which Megatron has no defaults.
 _NEEDED = (
     *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "params_dtype"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
-#: Only shapes are wanted: no random numbers, no CUDA, none of the libraries that only speed up.
+#: Settings for a model of shapes only: no random numbers, no CUDA, no accelerating libraries.
 _ONLY_SHAPES = {
     "perform_initialization": False,
     "use_cpu_initialization": True,
@@ -63,14 +63,14 @@ _ONLY_SHAPES = {
 
 
 def rank_models(args: Any) -> list[RankModel]:
-    """Return the local models of the layout that `args` name, each place once.
+    """Return the local models of the layout in `args`, one per model-parallel coordinate.
 
-    Torch's default process group and Megatron's parallel state are used meanwhile, and free again
-    afterwards. `args` are not changed.
+    The function uses torch's default process group and Megatron's parallel state and releases
+    both. `args` are not changed.
 
     Raises:
-        UnsupportedError: not a GPT of megatron.core that can be rebuilt, or this process is itself
-            a rank of a job.
+        UnsupportedError: the model is no GPT of megatron.core that can be rebuilt, or this process
+            is a rank of a job.
     """
     if dist.is_initialized():
         raise UnsupportedError(
@@ -80,34 +80,34 @@ def rank_models(args: Any) -> list[RankModel]:
     _refuse_incomplete(args)
     args = _completed(args)
     _refuse_unknown(args)
-    found: dict[tuple[int, int, int], RankModel] = {}
+    models: dict[tuple[int, int, int], RankModel] = {}
     world_size = _smallest_world(args)
     with _no_attention_backend():
         for rank in range(world_size):
             with _fake_rank(args, rank, world_size) as place:
-                if place not in found:
+                if place not in models:
                     first_replica = parallel.data_parallel()[1] == 0
                     groups = _group_numbers()
-                    found[place] = RankModel(*place, first_replica, *groups, _chunks(args))
-    return [found[place] for place in sorted(found)]
+                    models[place] = RankModel(*place, first_replica, *groups, _chunks(args))
+    return [models[place] for place in sorted(models)]
 
 
 def _refuse_incomplete(args: Any) -> None:
-    lacking = [name for name in _NEEDED if getattr(args, name, None) is None]
-    if not hasattr(args, "virtual_pipeline_model_parallel_size"):  # which may be None
-        lacking.append("virtual_pipeline_model_parallel_size")
-    if lacking:
+    missing = [name for name in _NEEDED if getattr(args, name, None) is None]
+    if not hasattr(args, "virtual_pipeline_model_parallel_size"):  # None is valid
+        missing.append("virtual_pipeline_model_parallel_size")
+    if missing:
         raise UnsupportedError(
             f"the checkpoint's model cannot be rebuilt from its args, which lack "
-            f"{', '.join(lacking)}; {_REMEDY}"
+            f"{', '.join(missing)}; {_REMEDY}"
         )
 
 
 def _completed(args: Any) -> argparse.Namespace:
-    """Return a copy of `args`, with the defaults of settings that its release did not have."""
+    """Return a copy of `args` with defaults for settings that the saving release did not have."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     arguments = stock_module("arguments")
-    if hasattr(arguments, "add_megatron_arguments"):  # not in old releases
+    if hasattr(arguments, "add_megatron_arguments"):  # missing in old releases
         arguments.add_megatron_arguments(parser)
     completed, _ = parser.parse_known_args([])
     for name, value in vars(args).items():
@@ -118,7 +118,7 @@ def _completed(args: Any) -> argparse.Namespace:
 
 def _refuse_unknown(args: argparse.Namespace) -> None:
     transformer_engine = args.transformer_impl != "local"
-    foreign = {
+    unsupported = {
         "--spec": getattr(args, "spec", None),
         "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
         "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
@@ -134,7 +134,7 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
             transformer_engine and getattr(args, "multi_latent_attention", False)
         ),
     }
-    named = [name for name, value in foreign.items() if value]
+    named = [name for name, value in unsupported.items() if value]
     if named:
         raise UnsupportedError(
             f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {_REMEDY}"
@@ -142,7 +142,7 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
 
 
 def _smallest_world(args: argparse.Namespace) -> int:
-    """Return the smallest number of ranks among which every place of the layout occurs."""
+    """Return the smallest number of ranks that includes every model-parallel coordinate."""
     ways = math.lcm(args.tensor_model_parallel_size, _expert_ranks(args))
     return int(args.pipeline_model_parallel_size) * ways
 
@@ -158,11 +158,11 @@ def _expert_ranks(args: argparse.Namespace) -> int:
 def _fake_rank(
     args: argparse.Namespace, rank: int, world_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Make this process rank `rank`; yield its `(tp, pp, ep)`. Nothing is communicated."""
+    """Make this process rank `rank`; yield its `(tp, pp, ep)`. No communication."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # init_process_group puts one that prints the rank in its place
+    hook = sys.excepthook  # init_process_group replaces the hook by one that prints the rank
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         settings = {
@@ -209,7 +209,7 @@ def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
             geometry = model_geometry(models)
     except UnsupportedError:
         raise
-    except Exception as error:  # whatever this release of Megatron objects to
+    except Exception as error:  # this release of Megatron may raise any exception
         raise UnsupportedError(
             "the checkpoint's model cannot be rebuilt from its args with this release of Megatron "
             f"({type(error).__name__}: {error}); {_REMEDY}"
@@ -222,7 +222,7 @@ def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
 
 @contextlib.contextmanager
 def _no_attention_backend() -> Iterator[None]:
-    """Let every model choose one, which it does by environment variables, for good."""
+    """Clear the variables that select an attention backend, because every model sets them anew."""
     names = [f"NVTE_{kind}_ATTN" for kind in ("FLASH", "FUSED", "UNFUSED")]
     before = {name: os.environ.pop(name, None) for name in names}
     try:
@@ -236,7 +236,7 @@ def _no_attention_backend() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_storage() -> Iterator[None]:
-    """Have tensors made on the meta device, those too that Megatron wants on the GPU."""
+    """Create tensors on the meta device, including those that Megatron creates on the GPU."""
     current_device, to_cuda = torch.cuda.current_device, torch.Tensor.cuda
     torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
@@ -274,7 +274,7 @@ def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
 
 
 def _is_embedding(parameter: torch.nn.Parameter, name: str) -> bool:
-    """Return what Megatron's `get_mup_config_overrides` asks of a parameter."""
+    """Return whether Megatron's `get_mup_config_overrides` treats a parameter as an embedding."""
     if getattr(parameter, "shared_embedding", False):
         return True
     return bool(getattr(parameter, "is_embedding_parameter", "embedding" in name.lower()))

@@ -1,4 +1,4 @@
-"""What one place of the model-parallel layout holds, without a model: names, shapes, geometry."""
+"""Names, shapes and geometry of the model at one model-parallel coordinate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class LocalTensor:
     geometry: Geometry
     shape: Shape
     expert: bool = False
-    """Whether it is replicated over the expert-data-parallel ranks."""
+    """True if the tensor is replicated over the expert-data-parallel ranks."""
     shared_embedding: bool = False
-    """Whether it is one of the copies of tied embeddings: it has a bucket of its own."""
+    """True if the tensor is a copy of tied embeddings, which has a separate bucket."""
     embedding_or_output: bool = False
-    """Whether `--decoupled-lr` is meant for it."""
+    """True if `--decoupled-lr` applies to the tensor."""
     scaled: bool = False
-    """Whether `--use-mup` takes it for a hidden layer's matrix, and not for a vector or embedding.
-    """
+    """True if `--use-mup` treats the tensor as a hidden layer's matrix."""
 
     @property
     def name(self) -> str:
@@ -43,21 +42,22 @@ class Chunk:
     """In registration order, which is the order of optimizers and buckets."""
     buffers: tuple[LocalTensor, ...]
     state_names: tuple[str, ...]
-    """The keys of the chunk's state dict, in order."""
+    """Keys of the chunk's state dict, in order."""
     objects: tuple[tuple[str, str], ...]
-    """Name and unique global key of what is not a tensor (Transformer Engine's extra state)."""
+    """Name and unique global key of non-tensor objects (Transformer Engine's extra state)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankModel:
-    """What the ranks at one place of the model-parallel layout hold."""
+    """Model of the ranks at one model-parallel coordinate."""
 
     tp: int
     pp: int
     ep: int
     first_replica: bool
-    """Whether the first data-parallel replica of the dense parameters is here."""
+    """True if the first data-parallel replica of the dense parameters is at this coordinate."""
     dense_group: int
+    """Number of the data-parallel group of the dense parameters."""
     expert_group: int
-    """Number of the data-parallel group of its dense and of its expert parameters."""
+    """Number of the data-parallel group of the expert parameters."""
     chunks: tuple[Chunk, ...]

@@ -1,4 +1,4 @@
-"""The local models of all ranks of a job, from its args, whichever model the job trained."""
+"""Local models of all ranks of a job, from its args, for every supported model class."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 
 
 def rank_models(args: Any) -> list[RankModel]:
-    """Return the local models of the layout that `args` name, each place once.
+    """Return the local models of the layout in `args`, one per model-parallel coordinate.
 
     Raises:
-        UnsupportedError: the model cannot be laid out.
+        UnsupportedError: the model cannot be rebuilt.
     """
     if legacy_gpt.is_legacy_gpt(args):
         return legacy_gpt.rank_models(args)
-    # Only now: a Megatron of early 2024, whose jobs trained the legacy GPT, cannot import it.
+    # Imported late: a Megatron of early 2024, whose jobs trained the legacy GPT, cannot import it.
     from megatron_flashckpt.megatron_lm.rebuild import model
 
     return model.rank_models(args)

@@ -1,9 +1,9 @@
 """Models of Transformer Engine layers, described without Transformer Engine.
 
-It needs CUDA, so models are rebuilt from Megatron's local layers. These hold the same parameters,
-under other names where Transformer Engine fuses: a layer norm belongs to the linear layer after
-it, the experts of a grouped GEMM to one module. Registration order, and with it the order of
-optimizers and buckets, follows the modules.
+Transformer Engine needs CUDA, so models are rebuilt from Megatron's local layers. These have the
+same parameters, but other names where Transformer Engine fuses modules. It fuses a layer norm with
+the next linear layer, and the experts of a grouped GEMM into one module. Registration order, and so
+the order of optimizers and buckets, follows the modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(we
 
 
 def renamed(chunk: Chunk, grouped_experts: bool) -> Chunk:
-    """Return `chunk`, made of local layers, as one of Transformer Engine layers."""
+    """Return `chunk`, which has local layers, as a chunk of Transformer Engine layers."""
     names = {tensor.name for tensor in chunk.parameters}
     tensors = [_renamed(tensor, names, grouped_experts) for tensor in chunk.parameters]
     places = {tensor.name: place for place, tensor in enumerate(tensors)}
@@ -40,7 +40,7 @@ def _renamed(tensor: LocalTensor, names: set[str], grouped_experts: bool) -> Loc
     if layer:
         if f"{layer}mlp.linear_fc1.weight" in names:
             return _with_name(tensor, f"{layer}mlp.linear_fc1.layer_norm_{leaf}")
-        # Before experts the norm is a module of its own, and has its own key.
+        # The norm before experts is a separate module with its own key.
         (run,) = tensor.geometry.runs
         key = run.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         runs = (dataclasses.replace(run, key=key),)
@@ -56,14 +56,14 @@ def _with_name(tensor: LocalTensor, name: str) -> LocalTensor:
 
 
 def _order(name: str, places: dict[str, int]) -> tuple[int, ...]:
-    """Return what sorts names into registration order; others stay where local layers have them."""
+    """Return a sort key for registration order; unfused parameters keep the local layers' order."""
     module, _, leaf = name.rpartition(".")
     if leaf.startswith("layer_norm_"):
         # The fused layer registers its norm before its own weight.
         return (places[f"{module}.weight"], 0, places[name])
     grouped = re.fullmatch(r"(weight|bias)(\d+)", leaf)
     if grouped:
-        # Module by module, and in each all weights before all biases.
+        # Module by module; in each module all weights before all biases.
         layer, _, linear = module.rpartition(".")
         first = min(place for other, place in places.items() if other.startswith(f"{layer}."))
         return (first, 1, int(linear[-1]), int(grouped[1] == "bias"), int(grouped[2]))

@@ -64,7 +64,7 @@ def test_a_partner_that_is_gone_costs_one_warning_and_no_save(tmp_path: Path) ->
             persisted = f"rank 0: persisted iteration {iteration}"
             eventually("the shard", lambda it=persisted: it in made.log(0))
         eventually("the warning", lambda: warnings(made, 0))
-        assert "if this node is lost meanwhile the job goes on from storage" in made.log(0)
+        assert "if this node is lost meanwhile, the job resumes from storage" in made.log(0)
         assert len(warnings(made, 0)) == 1
 
 

@@ -146,8 +146,8 @@ def test_a_contribution_that_was_cut_off_makes_the_parity_worthless_not_wrong() 
         (lambda h: h.add((0,), 0, "save10", 0, memoryview(b"x" * 1001)), "do not follow"),
         (lambda h: h.add((0,), 1, "save10", 0, memoryview(b"x")), "took its place"),
         (lambda h: h.add((1,), 0, "save10", 0, memoryview(b"x")), "took its place"),
-        (lambda h: h.end((0,), 0, "save10"), "not all of it"),
-        (lambda h: h.end((0,), 0, "save99"), "not all of it"),
+        (lambda h: h.end((0,), 0, "save10"), "not all of its bytes"),
+        (lambda h: h.end((0,), 0, "save99"), "not all of its bytes"),
         (lambda h: h.read((0,), "save10", 0, 1), "took its place"),
     ],
 )

@@ -222,7 +222,7 @@ def resume(report: Report, rank: Rank) -> None:
     assert slab is not None
     states = sorted(SlotState(slot.header.state).name for slot in slab.slots)
     report.must("the slot of the torn save is empty", "EMPTY" in states, ", ".join(states))
-    rank.checkpointer.link.adopt(offers[0].save_id if offers else None, 1)
+    rank.checkpointer.link.resume_from(offers[0].save_id if offers else None, 1)
     keep(rank, 3)
     rank.checkpointer.link.stager.wait()
     eventually("its outcome", lambda: rank.checkpointer.saves.poll(0.1))

@@ -1,0 +1,140 @@
+"""What copies on other nodes cost, by the number of nodes: none, a partner's copy, parity.
+
+The table that SCR published, with the agents of this package: each "node" is an agent and a rank on
+this machine, and the agents talk over loopback. A save is protected when the holders have every
+rank's part; without redundancy, when it is committed. Every save is written to storage, too. All
+nodes share the cores of this machine, so times are comparable for one number of nodes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.study import Result, Study, Table
+from megatron_flashckpt.memory.slot import SlotState
+from tests.support.cluster import Cluster, cluster
+from tests.support.trainer import content, eventually, new_save_id
+
+SCHEMES = ("none", "copy", "xor")
+NODES = (2, 3, 4, 8)
+#: A parity group is all nodes of the job, and has at least three.
+LEAST_OF_XOR = 3
+#: A master and its weight.
+_ELEMENT_NBYTES = 6
+_PATIENCE_S = 60.0
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Case:
+    """Agents that were introduced to each other, and what their saves took."""
+
+    def __init__(self, made: Cluster, scheme: str) -> None:
+        self._made = made
+        self._iteration = 0
+        self.protected_s: list[float] = []
+        self.cpu_s: list[float] = []
+        nodes = len(made.nodes)
+        if scheme == "none":
+            made.restart_trainers()
+        else:
+            made.start(scheme, 2 if scheme == "copy" else nodes)
+        self._holders = {"none": 0, "copy": 1, "xor": nodes - 1}[scheme]
+        """How many other nodes hold something of each rank's part."""
+        self._content = {
+            rank: content(rank, 1, trainer.layout.nbytes) for rank, trainer in made.trainers.items()
+        }
+
+    def save(self) -> None:
+        """Let every rank stage a checkpoint at the same time; wait until all is done with it."""
+        self._iteration += 1
+        save_id, slots = new_save_id(), {}
+        for rank, trainer in self._made.trainers.items():
+            slot = trainer.begin(self._iteration, save_id, _PATIENCE_S)
+            assert slot is not None, "no slot became free"
+            trainer.fill(slot, self._content[rank])
+            slots[rank] = slot
+        cpu_s, started = self._agents_cpu_s(), time.perf_counter()
+        for rank, slot in slots.items():
+            trainer = self._made.trainers[rank]
+            slot.set_state(SlotState.STAGED)
+            trainer.client.staged(slot.index)
+        if self._holders:
+            eventually("that all parts are held", self._is_held, _PATIENCE_S)
+            self.protected_s.append(time.perf_counter() - started)
+        for trainer in self._made.trainers.values():
+            outcome = trainer.outcome(_PATIENCE_S)
+            assert outcome.error is None, outcome.error
+        if not self._holders:
+            self.protected_s.append(time.perf_counter() - started)
+        self.cpu_s.append(self._agents_cpu_s() - cpu_s)
+
+    def _is_held(self) -> bool:
+        counts = self._made.said_held(self._iteration)
+        return all(count >= self._holders for count in counts.values())
+
+    def _agents_cpu_s(self) -> float:
+        used = 0.0
+        for node in self._made.nodes:
+            for pid in node.agents():
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                used += (int(fields[11]) + int(fields[12])) / _TICK
+        return used
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=float, default=64, help="state of one node")
+    parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield seconds and processor seconds of a save, medians over the rounds."""
+    numel = int(options.mib * 2**20 / _ELEMENT_NBYTES)
+    nbytes = numel * _ELEMENT_NBYTES
+    rows = []
+    for nodes in options.nodes:
+        schemes = [name for name in SCHEMES if name != "xor" or nodes >= LEAST_OF_XOR]
+        for scheme, case in _measure(nodes, schemes, numel, options.rounds, root).items():
+            per_gb = statistics.median(case.cpu_s) / (nodes * nbytes / 1e9)
+            rows.append((f"{nodes}", scheme, statistics.median(case.protected_s), per_gb))
+    yield Table(
+        f"{nbytes / 1e6:.0f} MB on each node, medians of {options.rounds} saves after a first one, "
+        "interleaved; protected: held by other nodes (none: committed)",
+        {
+            "nodes": "",
+            "redundancy": "",
+            "protected after, s": ".3f",
+            "agents' CPU s per GB of state": ".2f",
+        },
+        rows,
+    )
+
+
+def _measure(
+    nodes: int, schemes: list[str], numel: int, rounds: int, root: Path
+) -> dict[str, Case]:
+    """Return the cases of one number of nodes, whose saves took turns."""
+    with contextlib.ExitStack() as stack:
+        cases = {}
+        for scheme in schemes:
+            # A short name: the path of a socket has 107 bytes at most.
+            where = stack.enter_context(tempfile.TemporaryDirectory(dir=root))
+            made = stack.enter_context(cluster(Path(where), [1] * nodes, numel=numel))
+            cases[scheme] = Case(made, scheme)
+        for number in range(rounds + 1):
+            for at in range(len(schemes)):
+                cases[schemes[(at + number) % len(schemes)]].save()
+        for case in cases.values():
+            # The first save also makes the slots, here and on the holders.
+            del case.protected_s[0], case.cpu_s[0]
+        return cases
+
+
+STUDY = Study("redundancy", "what copies on other nodes cost, by the nodes", add_options, run)

@@ -1,0 +1,1 @@
+"""`python -m benchmarks train`: what checkpoints cost a run of real Megatron's own loop."""

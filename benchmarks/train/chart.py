@@ -1,0 +1,86 @@
+"""The chart of `python -m benchmarks train`: what a save costs beside the step of the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from benchmarks.study import Result
+from benchmarks.train.report import machine_line, rounds_of, usual_steps
+
+_OURS, _OTHERS, _LIMIT = "#1b7f5c", "#9aa5b1", "#c0392b"
+_PANELS = (
+    ("lost_per_save_s", "training lost per save (seconds)"),
+    ("first_save_step_s", "step with the first save (seconds)"),
+)
+
+
+def draw_figures(results: Sequence[Result], path: Path) -> None:
+    """Draw the figures that are among the results of a run, if any system saved in it."""
+    for figures in results:
+        if isinstance(figures, dict):
+            _draw(figures, path)
+
+
+def _draw(figures: dict[str, Any], path: Path) -> None:
+    systems = {
+        name: system
+        for name, system in figures["systems"].items()
+        if system["saves"] and _PANELS[0][0] in system["figures"]
+    }
+    if not systems:
+        return
+    labels = [system["label"].replace(", ", ",\n", 1) for system in systems.values()]
+    colours = [_OURS if name == "flashckpt" else _OTHERS for name in systems]
+    figure, axes = pyplot.subplots(
+        1, 2, sharey=True, figsize=(11, 1.8 + 0.62 * len(systems)), layout="constrained"
+    )
+    for axis, (key, title) in zip(axes, _PANELS, strict=True):
+        values = [system["figures"][key] for system in systems.values()]
+        medians = [value["median"] for value in values]
+        spread = [
+            [value["median"] - value["least"] for value in values],
+            [value["most"] - value["median"] for value in values],
+        ]
+        axis.barh(range(len(values)), medians, color=colours, height=0.62)
+        axis.errorbar(
+            medians, range(len(values)), xerr=spread, fmt="none", ecolor="#333333", capsize=3
+        )
+        for position, value in enumerate(values):
+            axis.annotate(
+                f"{value['median']:.2f} s",
+                (max(value["most"], 0), position),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=10,
+            )
+        most = max(value["most"] for value in values)
+        axis.set_xlim(min([0, *(value["least"] for value in values)]), 1.2 * most)
+        axis.set_yticks(range(len(values)), labels, fontsize=10)
+        axis.set_xlabel(title, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    if steps := usual_steps(figures):
+        usual = next(iter(steps.values()))
+        axes[1].axvline(usual, color=_LIMIT, linewidth=1, linestyle="--")
+        axes[1].set_title(f"dashed: a step without a save, {usual:.2f} s", fontsize=9, loc="right")
+    size = max((system["figures"]["gb"]["median"] for system in systems.values()), default=0)
+    schedule = figures["schedule"]
+    figure.suptitle(
+        f"What checkpoints cost real Megatron training: {figures['ranks']} ranks, "
+        f"{size:.2f} GB every {schedule['interval']} steps",
+        fontsize=12,
+    )
+    figure.supxlabel(
+        f"{rounds_of(figures)}\n{machine_line(figures)}",
+        fontsize=7,
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,124 @@
+"""The arithmetic of `python -m benchmarks train`: from wall clocks to what a save costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.train.measure import RESUMED_STEPS, Losses, Measured, Schedule
+
+#: The figures of a round that are reported, by their name in the JSON file.
+LABELS = {
+    "lost_per_save_s": "lost per save",
+    "first_save_step_s": "first save's step",
+    "lost_in_all_s": "lost in all",
+    "exit_s": "exit",
+    "storage_load_s": "load: storage",
+    "memory_load_s": "load: memory",
+    "storage_restart_s": "restart: storage",
+    "memory_restart_s": "restart: memory",
+    "gb": "GB",
+}
+
+
+def differing(expected: Losses, found: Losses, iterations: Sequence[int]) -> list[int]:
+    """Return the iterations of these whose losses are missing or not equal."""
+    return [
+        number
+        for number in iterations
+        if number not in expected or found.get(number) != expected[number]
+    ]
+
+
+def objections(schedule: Schedule, run: Measured, baseline: Measured) -> list[str]:
+    """Return why a run is no result, in the light of the same run without saves."""
+    reasons = []
+    every = range(1, schedule.iterations + 1)
+    if wrong := differing(baseline.losses, run.losses, every):
+        reasons.append(f"trained otherwise than without saves from iteration {wrong[0]} on")
+    for source, restart in run.restarts.items():
+        first = restart.resumed_from + 1
+        steps = range(first, first + RESUMED_STEPS)
+        # Ranks that have saved again were killed one step after the save.
+        if wrong := differing(baseline.losses, restart.losses, steps):
+            reasons.append(f"resumed from {source} with another loss in iteration {wrong[0]}")
+    return reasons
+
+
+def lost_per_save(schedule: Schedule, run: Measured, baseline: Measured) -> float | None:
+    """Return the seconds that each save after the first costs the training loop.
+
+    The clock runs from the end of the iteration before the second save to the end of the run's
+    last iteration, with the saves and without; the last save comes after it. What is lost is
+    divided by the saves that were made in that time, because a system may leave some out.
+    """
+    begin, end = schedule.saved_at[1], schedule.iterations
+    made = [number for number in schedule.saved_at[1:] if number in run.saved]
+    if not made:
+        return None
+    seconds = [each.ended_at[end] - each.ended_at[begin] for each in (run, baseline)]
+    return (seconds[0] - seconds[1]) / len(made)
+
+
+def lost_in_all(run: Measured, baseline: Measured) -> float:
+    """Return how much longer the run took, from the start of its ranks to its end."""
+    seconds = [max(each.ended_at.values()) + each.exit_s for each in (run, baseline)]
+    return seconds[0] - seconds[1]
+
+
+def first_save_step_s(schedule: Schedule, run: Measured) -> float:
+    """Return the wall clock of the step that begins with the first save."""
+    first = schedule.interval
+    return run.ended_at[first + 1] - run.ended_at[first]
+
+
+def usual_step_s(baseline: Measured) -> float:
+    """Return the median of a step without saves; the first two are slower."""
+    ends = [at for _, at in sorted(baseline.ended_at.items())][1:]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
+
+
+def figures_of(schedule: Schedule, run: Measured, baseline: Measured) -> dict[str, float | None]:
+    """Return the figures of a system in one round, by the names of `LABELS`."""
+    figures: dict[str, float | None] = {
+        "lost_per_save_s": lost_per_save(schedule, run, baseline),
+        "first_save_step_s": first_save_step_s(schedule, run),
+        "lost_in_all_s": lost_in_all(run, baseline),
+        "exit_s": run.exit_s,
+        "gb": run.nbytes / 1e9,
+    }
+    for source, restart in run.restarts.items():
+        figures[f"{source}_load_s"] = restart.load_s
+        figures[f"{source}_restart_s"] = restart.first_step_s
+    return figures
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A figure over the rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def spreads(rounds: Sequence[dict[str, Any]]) -> dict[str, Spread]:
+    """Return each figure over a system's rounds; one that was never measured is not in it."""
+    result = {}
+    for name in LABELS:
+        values = [figures[name] for figures in rounds if figures.get(name) is not None]
+        if values:
+            result[name] = Spread.of(values)
+    return result

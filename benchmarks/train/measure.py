@@ -1,0 +1,304 @@
+"""One system in one round: a whole run with its saves, then restarts from what it has saved."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.resources import drop_from_cache
+from benchmarks.train.job import Job, JobError, Megatron, running
+from benchmarks.train.storage_limit import StorageLimit
+from benchmarks.train.systems import System
+from tests.compat.tree import Run as Printed
+
+#: The file that names the newest checkpoint, and DLRover's second one.
+TRACKER, _DLROVER_TRACKER = "latest_checkpointed_iteration.txt", "dlrover_latest.txt"
+#: New steps after a restart, whose losses are compared.
+RESUMED_STEPS = 2
+#: How long the last save may take to be committed after its job has ended.
+_COMMIT_S = 60.0
+
+#: By iteration: losses of all ranks, exactly or as printed, in a fixed order.
+Losses = dict[int, list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a run saves: every `interval` iterations, `saves` times, and at its end."""
+
+    interval: int
+    saves: int
+
+    @property
+    def iterations(self) -> int:
+        """The length of the run. One more save follows its last iteration."""
+        return self.interval * (self.saves + 1) - 1
+
+    @property
+    def saved_at(self) -> list[int]:
+        """The iterations with a save, without the last one of the run."""
+        return [self.interval * number for number in range(1, self.saves + 1)]
+
+    @property
+    def resumed_from(self) -> int:
+        """The checkpoint from which new ranks start; at least one save follows it."""
+        return self.interval * (self.saves - 1)
+
+
+@dataclasses.dataclass
+class Restart:
+    """A start of new ranks from a checkpoint."""
+
+    resumed_from: int
+    load_s: float
+    """By Megatron's own timer around `load_checkpoint`."""
+    first_step_s: float
+    """From the start of the ranks, or from the kill before, to the end of the first new step."""
+    losses: Losses
+
+
+@dataclasses.dataclass
+class Measured:
+    """What one system did in one round."""
+
+    ended_at: dict[int, float]
+    """By iteration, seconds since the start of the ranks."""
+    exit_s: float
+    """From the end of the last iteration until all ranks have ended and the last save is durable"""
+    losses: Losses
+    owed_s: float = 0.0
+    """Of `exit_s`: fsync of the last checkpoint's files, which the system has not done itself."""
+    saved: list[int] = dataclasses.field(default_factory=list)
+    """The iterations of its checkpoints."""
+    nbytes: int = 0
+    """Of one checkpoint."""
+    restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
+    """By source: `storage`, `memory`."""
+
+
+@dataclasses.dataclass
+class Session:
+    """What is the same for every run of a study."""
+
+    schedule: Schedule
+    root: Path
+    timeout_s: float
+    """The longest that any job may take."""
+    progress: Callable[[str], None]
+    """Is told what goes on."""
+    limit: StorageLimit | None = None
+
+    def measure(self, system: System, megatron: Megatron) -> Measured:
+        """Run a system once, and restart from its checkpoints.
+
+        Raises:
+            JobError: a job failed or took too long.
+        """
+        where = self.root / "run"
+        where.mkdir()
+        try:
+            # A short name: the path of a socket has 107 bytes at most.
+            with tempfile.TemporaryDirectory(prefix="fc") as agents:
+                return _Measuring(self, system, megatron, where, Path(agents)).measure()
+        finally:
+            shutil.rmtree(where, ignore_errors=True)
+            # No system writes while the next one trains.
+            os.sync()
+
+    def warm_up(self, megatron: Megatron) -> None:
+        """Train one iteration, so that the first run of a study does not start slower."""
+        nothing = System("warm-up", "warm-up", saves=False)
+        session = dataclasses.replace(self, schedule=Schedule(interval=2, saves=0))
+        # What fails here is reported by the run that comes after it.
+        with contextlib.suppress(JobError):
+            session.measure(nothing, megatron)
+
+
+class _Measuring:
+    def __init__(
+        self, session: Session, system: System, megatron: Megatron, where: Path, agents: Path
+    ) -> None:
+        self._session = session
+        self._schedule = session.schedule
+        self._system = system
+        self._megatron = megatron
+        self._where, self._agents = where, agents
+        self._checkpoints = where / "checkpoints"
+
+    def measure(self) -> Measured:
+        result = self._whole_run()
+        if self._system.saves:
+            early = [number for number in result.saved if number <= self._schedule.resumed_from]
+            if not early:
+                raise JobError(f"there is no checkpoint before iteration {max(result.ended_at)}")
+            self._cut_back(early[-1])
+            drop_from_cache(self._files(self._checkpoints))
+            self._restart(result, early[-1])
+            self._check_limit(result)
+        return result
+
+    def _check_limit(self, result: Measured) -> None:
+        """Raise JobError if the last save or the load went past the storage's limit."""
+        times = {"save": result.exit_s, "load": result.restarts["storage"].load_s}
+        for what, seconds in times.items():
+            if self._session.limit and self._session.limit.was_passed(result.nbytes, seconds):
+                raise JobError(f"its {what} took {seconds:.1f} s: the storage's limit did not hold")
+
+    def _whole_run(self) -> Measured:
+        last = self._schedule.iterations
+        deadline = self._deadline()
+        with self._running("whole", save=self._system.saves, load=False) as job:
+            ended_at = job.wait(deadline)
+            if last not in job.ended_at:
+                raise job.error(f"ended before iteration {last}")
+            result = Measured(
+                {number: at - job.started_at for number, at in sorted(job.ended_at.items())},
+                ended_at - job.ended_at[last],
+                self._losses("whole", job),
+            )
+            if self._system.saves:
+                newest = self._await_commit(job, last)
+                committed_at = time.perf_counter()
+                for file in self._files(self._directory(newest)):
+                    _fsync(file)
+                result.owed_s = time.perf_counter() - committed_at
+                result.exit_s = time.perf_counter() - job.ended_at[last]
+                result.saved = sorted(
+                    int(directory.name[5:]) for directory in self._checkpoints.glob("iter_*")
+                )
+                result.nbytes = sum(
+                    file.stat().st_size for file in self._files(self._directory(newest))
+                )
+            job.await_agent()
+        return result
+
+    def _restart(self, result: Measured, first: int) -> None:
+        """Start new ranks from checkpoint `first`, and from memory where the system can."""
+        again = self._system.from_memory
+        newest = first + self._schedule.interval if again else first
+        with self._running("storage", save=again, load=True) as job:
+            deadline = self._deadline()
+            self._await_steps(job, newest, deadline, at_least=1 if again else RESUMED_STEPS)
+            if again:
+                job.wait_for(lambda: self._tracked() == newest, f"save {newest}", deadline)
+            killed_at = job.kill()
+            result.restarts["storage"] = Restart(
+                first,
+                job.load_s,
+                self._first_step_s(job, first, job.started_at),
+                self._losses("storage", job),
+            )
+            if not again:
+                return
+            # The agent of the killed ranks lives on, and has the newest checkpoint in memory.
+            with self._running("memory", save=True, load=True) as other:
+                self._await_steps(other, newest, self._deadline(), at_least=RESUMED_STEPS)
+                other.kill()
+                if f"iteration {newest} was restored from memory" not in other.log:
+                    raise other.error("did not restore from memory")
+                result.restarts["memory"] = Restart(
+                    newest,
+                    other.load_s,
+                    self._first_step_s(other, newest, killed_at),
+                    self._losses("memory", other),
+                )
+
+    def _running(
+        self, name: str, *, save: bool, load: bool
+    ) -> contextlib.AbstractContextManager[Job]:
+        arguments = ["--train-iters", str(self._schedule.iterations)]
+        arguments += self._system.flags
+        if save:
+            arguments += ["--save", str(self._checkpoints)]
+            arguments += ["--save-interval", str(self._schedule.interval)]
+        if load:
+            arguments += ["--load", str(self._checkpoints)]
+        env = {
+            "LOSS_LOG": str(self._where / f"{name}-losses"),
+            "FLASHCKPT_RUNTIME_DIR": str(self._agents),
+            "TMPDIR": str(self._where),
+        }
+        if limit := self._session.limit:
+            env |= limit.environment(self._checkpoints)
+        kind = {"whole": "training", "storage": "restart from storage"}.get(
+            name, f"restart from {name}"
+        )
+        self._session.progress(f"{kind}: starting")
+
+        def on_iteration(iteration: int) -> None:
+            self._session.progress(f"{kind}: step {iteration} of {self._schedule.iterations}")
+
+        return running(self._megatron, self._system.runner, arguments, env, on_iteration)
+
+    def _deadline(self) -> float:
+        return time.perf_counter() + self._session.timeout_s
+
+    def _await_steps(self, job: Job, resumed_from: int, deadline: float, *, at_least: int) -> None:
+        """Return when so many iterations after `resumed_from` have ended."""
+        wanted = resumed_from + at_least
+        job.wait_for(lambda: wanted in job.ended_at, f"iteration {wanted}", deadline)
+
+    def _first_step_s(self, job: Job, resumed_from: int, began_at: float) -> float:
+        first = min(job.ended_at)
+        if first != resumed_from + 1:
+            raise job.error(f"resumed with iteration {first}, not {resumed_from + 1}")
+        return job.ended_at[first] - began_at
+
+    def _await_commit(self, job: Job, iteration: int) -> int:
+        """Return the newest checkpoint: that of `iteration`, if the system leaves out no save."""
+        deadline = time.perf_counter() + _COMMIT_S
+        if self._system.leaves_out_saves and (newest := self._tracked()) is not None:
+            return newest
+        while self._tracked() != iteration:
+            if time.perf_counter() > deadline:
+                raise job.error(f"ended, but its newest checkpoint is that of {self._tracked()}")
+            time.sleep(0.005)
+        return iteration
+
+    def _tracked(self) -> int | None:
+        try:
+            return int((self._checkpoints / TRACKER).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _cut_back(self, iteration: int) -> None:
+        """Remove all checkpoints after that of `iteration`."""
+        for directory in self._checkpoints.glob("iter_*"):
+            if int(directory.name[5:]) > iteration:
+                shutil.rmtree(directory)
+        for tracker in (TRACKER, _DLROVER_TRACKER):
+            if (self._checkpoints / tracker).exists():
+                (self._checkpoints / tracker).write_text(str(iteration))
+
+    def _directory(self, iteration: int) -> Path:
+        return self._checkpoints / f"iter_{iteration:07d}"
+
+    @staticmethod
+    def _files(directory: Path) -> list[Path]:
+        return [path for path in directory.rglob("*") if path.is_file()]
+
+    def _losses(self, name: str, job: Job) -> Losses:
+        """Return the exact losses that the script wrote, or those that an old Megatron printed."""
+        losses: Losses = {}
+        for file in sorted(self._where.glob(f"{name}-losses.*")):
+            for line in file.read_text().splitlines():
+                iteration, _, loss = line.partition(" ")
+                losses.setdefault(int(iteration), []).append(f"{file.suffix[1:]}:{loss}")
+        if losses:
+            return losses
+        printed = Printed(job.log, self._where).figures
+        return {number: [str(loss), str(norm)] for number, (loss, norm) in printed.items()}
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,85 @@
+"""Texts made of the figures of `python -m benchmarks train`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train.figures import LABELS, Spread
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """Return the figures that an earlier run wrote.
+
+    Raises:
+        SystemExit: the file is not such a run's.
+    """
+    try:
+        results = json.loads(path.read_text())
+        return next(each for each in results if isinstance(each, dict) and "systems" in each)
+    except (OSError, ValueError, StopIteration) as error:
+        raise SystemExit(
+            f"{path}: not the figures of `python -m benchmarks train` ({error!r})"
+        ) from error
+
+
+def cells(figures: dict[str, Any]) -> list[list[str]]:
+    """Return the table's rows: label, each figure of `LABELS`, number of rounds."""
+    rows = []
+    for system in figures["systems"].values():
+        row = [system["label"]]
+        for name in LABELS:
+            value = system["figures"].get(name)
+            hidden = value is None or (not system["saves"] and name not in _OF_BASELINES)
+            row.append("-" if hidden else str(Spread(**value)))
+        rows.append([*row, str(len(system["rounds"]))])
+    return rows
+
+
+#: What a run without saves has.
+_OF_BASELINES = ("first_save_step_s", "exit_s")
+
+
+def usual_steps(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step without a save, by the run without saves."""
+    return {
+        name: statistics.median(system["usual_step_s"])
+        for name, system in figures["systems"].items()
+        if system["usual_step_s"]
+    }
+
+
+def machine_line(figures: dict[str, Any]) -> str:
+    """Return what the figures depend on, in a line."""
+    machine = figures["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
+        f"{machine['file_system']}, Linux {machine['kernel']}; {versions}; {figures['started']}"
+    )
+
+
+def rounds_of(figures: dict[str, Any]) -> str:
+    """Return what the figures are, by the number of rounds."""
+    if figures["rounds"] == 1:
+        return "one round"
+    return f"medians of {figures['rounds']} interleaved rounds (least to most)"
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """Return the table for a document, with a line about the run below it."""
+    header = ["", *LABELS.values(), "rounds"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in cells(figures)]
+    schedule = figures["schedule"]
+    steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
+    lines += [
+        "",
+        f"Seconds. {figures['ranks']} ranks, a save every {schedule['interval']} steps; "
+        f"{rounds_of(figures)}; a step without a save: {steps}. "
+        f"{machine_line(figures)}; {figures['seconds']} s in all.",
+    ]
+    lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""Storage of a limited bandwidth for real processes: `limited.c` in front of their file calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("limited.c")
+#: Measured times may be this much below what the limit allows: parts of files may be kept.
+_TOLERANCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageLimit:
+    """A bandwidth that all processes of a job share, for reads and writes together."""
+
+    library: Path
+    mb_s: float
+
+    @classmethod
+    def made(cls, directory: Path, mb_s: float) -> StorageLimit:
+        """Compile the library into `directory`.
+
+        Raises:
+            SystemExit: there is no C compiler.
+        """
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        if compiler is None:
+            raise SystemExit("--storage-mb-s needs a C compiler: install gcc or clang")
+        library = directory / "limited.so"
+        command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(_SOURCE), "-ldl"]
+        subprocess.run(command, check=True)
+        return cls(library, mb_s)
+
+    def environment(self, root: Path) -> dict[str, str]:
+        """Return what processes are started with whose files below `root` are limited."""
+        clock = root.with_suffix(".clock")
+        clock.write_bytes(bytes(8))
+        return {
+            "LD_PRELOAD": str(self.library),
+            "TRAIN_LIMIT_ROOT": str(root.resolve()),
+            "TRAIN_LIMIT_BYTES_S": str(self.mb_s * 1e6),
+            "TRAIN_LIMIT_CLOCK": str(clock),
+            "FLASHCKPT_AGENT__ENVIRONMENT": "[LD_PRELOAD, TRAIN_LIMIT_*]",
+        }
+
+    def was_passed(self, nbytes: int, seconds: float) -> bool:
+        """Return whether so many bytes took less time than the limit allows."""
+        return seconds < _TOLERANCE * nbytes / (self.mb_s * 1e6)

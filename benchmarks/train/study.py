@@ -1,0 +1,249 @@
+"""What checkpoints cost a run of real Megatron, by the wall clock of its own training loop.
+
+Two CPU ranks, which keep two cores busy, train the same model on the same data with every system
+(`systems.py`), and once more without saves. A round runs every system once; the order changes from
+round to round. What a system trains must equal the run without saves, and what it has saved is
+loaded by new ranks, whose losses must equal that run's, too: else it has no result in that round.
+Before ranks load from storage the checkpoint is dropped from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.driver import machine
+from benchmarks.study import Result, Study, Table
+from benchmarks.train.figures import LABELS, figures_of, objections, spreads, usual_step_s
+from benchmarks.train.job import RANKS, JobError, Megatron
+from benchmarks.train.measure import Measured, Schedule, Session
+from benchmarks.train.progress import Progress
+from benchmarks.train.report import cells, markdown, read_figures, rounds_of, usual_steps
+from benchmarks.train.storage_limit import StorageLimit
+from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installed, old_trees
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+_USUAL, _QUICK = Schedule(interval=5, saves=4), Schedule(interval=3, saves=2)
+#: Of one system in one round on two quiet cores, for the estimate alone.
+_SYSTEM_S = {False: 36.0, True: 13.0}
+#: All checkpoints of one run.
+_DISK_NBYTES = {False: 3e9, True: 3e8}
+#: Other processes that keep more of the machine busy than this change the figures.
+_QUIET_LOAD = 0.5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, help="default: 3; with --quick 1")
+    parser.add_argument("--quick", action="store_true", help="a small model; shows that it runs")
+    names = [system.name for system in SYSTEMS]
+    parser.add_argument(
+        "--systems", nargs="+", choices=names, metavar="SYSTEM", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--dlrover", type=Path, help="directory in which DLRover is installed once, and kept"
+    )
+    parser.add_argument(
+        "--storage-mb-s", type=float, metavar="MB", help="limit the storage's bandwidth to this"
+    )
+    parser.add_argument(
+        "--replicated-optimizer", action="store_true", help="no --use-distributed-optimizer"
+    )
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="of each job")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        nargs="?",
+        const=RESULTS / "train.json",
+        metavar="FILE",
+        help="measure nothing; print the table of an earlier run (default: the published one)",
+    )
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield the figures of every system, by the median over the rounds."""
+    if options.markdown:
+        yield markdown(read_figures(options.markdown))
+        return
+    rounds = options.rounds or (1 if options.quick else 3)
+    schedule = _QUICK if options.quick else _USUAL
+    if shutil.disk_usage(root).free < (needed := _DISK_NBYTES[options.quick]):
+        raise SystemExit(f"{root}: {needed / 1e9:g} GB are needed; choose another place with --dir")
+    systems = _chosen(options.systems)
+    megatrons, left_out = _megatrons(systems, root, options)
+    systems = [system for system in systems if system.megatron in megatrons]
+    limit = StorageLimit.made(root, options.storage_mb_s) if options.storage_mb_s else None
+    load = os.getloadavg()[0]
+    for name, reason in left_out.items():
+        yield f"{name}: left out: {reason}"
+    yield (
+        f"rounds: {rounds}, each {len(systems)} runs of {schedule.iterations} steps with "
+        f"{schedule.saves + 1} saves: about "
+        f"{rounds * len(systems) * _SYSTEM_S[options.quick] / 60:.1f} minutes on two quiet cores"
+    )
+    if load > _QUIET_LOAD:
+        yield f"this machine is not quiet (load {load:.1f}): these figures will be too high"
+    began_at = time.time()
+    series = _Series(systems, megatrons, schedule)
+    with Progress(rounds * len(systems)) as progress:
+        session = Session(schedule, root, options.timeout_s, progress.detail, limit)
+        if not options.quick:
+            for name in sorted({system.megatron for system in systems if not system.saves}):
+                session.warm_up(megatrons[name])
+        for number in range(rounds):
+            series.round(session, number, rounds, progress)
+    yield from series.errors
+    figures = {
+        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began_at)),
+        "seconds": round(time.time() - began_at),
+        "machine": machine(root),
+        "load_before": load,
+        "quick": options.quick,
+        "storage_mb_s": options.storage_mb_s,
+        "distributed_optimizer": not options.replicated_optimizer,
+        "ranks": RANKS,
+        "schedule": dataclasses.asdict(schedule),
+        "rounds": rounds,
+        "left_out": left_out,
+        "errors": series.errors,
+        **series.figures(),
+    }
+    yield table_of(figures)
+    yield figures
+    changed = (options.quick, options.systems, options.storage_mb_s, options.replicated_optimizer)
+    if not any(changed):
+        # Only a whole run replaces the published figures.
+        options.json = options.json or RESULTS / "train.json"
+        options.png = options.png or RESULTS / "train.png"
+
+
+def _chosen(names: list[str] | None) -> list[System]:
+    """Return the systems of these names, and the runs without saves that they are compared with."""
+    chosen = [system for system in SYSTEMS if names is None or system.name in names]
+    baselines = {system.baseline for system in chosen}
+    return [system for system in SYSTEMS if system in chosen or system.name in baselines]
+
+
+def _megatrons(
+    systems: list[System], root: Path, options: argparse.Namespace
+) -> tuple[dict[str, Megatron], dict[str, str]]:
+    """Return the Megatrons by name, and why systems cannot run, by their label."""
+    model = {"quick": options.quick, "distributed": not options.replicated_optimizer}
+    megatrons = {"installed": installed(**model)}
+    left_out = {}
+    if any(system.megatron != "installed" for system in systems):
+        where = options.dlrover or root
+        try:
+            megatrons |= old_trees(root, where, **model)
+        except UnavailableError as error:
+            left_out["DLRover"] = str(error)
+    return megatrons, left_out
+
+
+class _Series:
+    """The rounds of a study and what came of them."""
+
+    def __init__(
+        self, systems: list[System], megatrons: dict[str, Megatron], schedule: Schedule
+    ) -> None:
+        self._systems, self._megatrons, self._schedule = systems, megatrons, schedule
+        self.errors: list[str] = []
+        self._rounds: dict[str, list[dict[str, float | None]]] = {s.name: [] for s in systems}
+        self._usual_steps: dict[str, list[float]] = {}
+        self._runs: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
+        self._failed: set[str] = set()
+
+    def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
+        """Run every system once that has not failed before; note the figures."""
+        runs: dict[str, Measured] = {}
+        at = number * 2 % len(self._systems)
+        for system in self._systems[at:] + self._systems[:at]:
+            progress.begin(f"round {number + 1} of {rounds}: {system.label}")
+            if system.name not in self._failed:
+                try:
+                    runs[system.name] = self._measure(session, system)
+                except (JobError, OSError) as error:
+                    self._fail(system, number, f"{error}; left out from here on")
+                    self._failed.add(system.name)
+            progress.advance()
+        for system in self._systems:
+            if system.name in runs:
+                self._judge(system, number, runs)
+
+    def _measure(self, session: Session, system: System) -> Measured:
+        megatron = self._megatrons[system.megatron]
+        try:
+            return session.measure(system, megatron)
+        except JobError as error:
+            if not system.hangs_with or system.hangs_with not in error.log:
+                raise
+        return session.measure(system, megatron)
+
+    def _judge(self, system: System, number: int, runs: dict[str, Measured]) -> None:
+        run, baseline = runs[system.name], runs.get(system.baseline)
+        if baseline is None:
+            self._fail(system, number, f"no run '{system.baseline}' to compare with")
+            return
+        if reasons := objections(self._schedule, run, baseline):
+            self._fail(system, number, "no result: " + "; ".join(reasons))
+            return
+        self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
+        self._runs[system.name].append(
+            {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}
+        )
+        if not system.saves:
+            self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
+        elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
+            left_out = ", ".join(map(str, sorted(missing)))
+            self._note(system, number, f"left out the saves of iterations {left_out}")
+
+    def _note(self, system: System, number: int, what: str) -> None:
+        self.errors.append(f"{system.label}, round {number + 1}: {what}")
+
+    _fail = _note
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is written to the JSON file."""
+        systems = {}
+        for system in self._systems:
+            values = spreads(self._rounds[system.name])
+            systems[system.name] = {
+                "label": system.label,
+                "saves": system.saves,
+                "baseline": system.baseline,
+                "figures": {name: dataclasses.asdict(value) for name, value in values.items()},
+                "rounds": self._rounds[system.name],
+                "runs": self._runs[system.name],
+                "usual_step_s": self._usual_steps.get(system.name, []),
+            }
+        return {"systems": systems}
+
+
+def table_of(figures: dict[str, Any]) -> Table:
+    """Return the printed table."""
+    labels = {name: system["label"] for name, system in figures["systems"].items()}
+    steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
+    return Table(
+        f"{figures['ranks']} ranks; seconds, {rounds_of(figures)}; a step: {', '.join(steps)}",
+        {"": "", **dict.fromkeys(LABELS.values(), ""), "rounds": ""},
+        [tuple(row) for row in cells(figures)],
+    )
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Draw the chart, if matplotlib is installed."""
+    try:
+        from benchmarks.train.chart import draw_figures
+    except ImportError as error:
+        print(f"no chart: {error}; pip install matplotlib", file=sys.stderr)
+        return
+    draw_figures(results, path)
+
+
+STUDY = Study("train", "what checkpoints cost real Megatron training", add_options, run, draw)

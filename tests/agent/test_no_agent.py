@@ -1,0 +1,165 @@
+"""A rank whose agent is gone, and that finds no other: the other nodes learn of its failures.
+
+Ranks that have an agent are FakeTrainers. The rank without one is what a training process has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from megatron_flashckpt.agent.client import connect
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
+from megatron_flashckpt.save import agent_connection, outcomes
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.tracing import Recorder
+from tests.agent.conftest import Node
+from tests.agent.test_cleanup import plant
+from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+
+#: The commit timeout of these agents is 60 s.
+SOON_S = 15.0
+
+
+class Rank:
+    """A rank of two, with its link to the agent of `node` and its saves, but without a model."""
+
+    def __init__(self, node: Node, root: Path, rank: int) -> None:
+        self.node, self.root, self.rank = node, root, rank
+        self.link = NodeLink(str(root), rank, node.config())
+        self.saves = PendingSaves(str(root), rank, self.link, Mock())
+
+    def stage(self, iteration: int, save_id: str) -> Slot:
+        """Begin a save and stage its slot; the agent is not told."""
+        slab = self.link.ensure_slab(4096, 4096)
+        slot = slab.slots[self.link.client().acquire(iteration, save_id, 1.0)]
+        self.saves.expect(save_id, memory_only=False)
+        self.saves.begin(save_id, iteration, Recorder())
+        slot.set_header(SlotHeader(SlotState.STAGED, iteration, save_id, 0, 4096))
+        return slot
+
+    def failure(self) -> str:
+        """Return why its only open save has failed."""
+        (outcome,) = eventually("its outcome", self.saves.poll)
+        assert outcome.failed_ranks == (self.rank,)
+        return outcome.error or ""
+
+    def kill_agent(self) -> None:
+        for pid in self.node.agents():
+            os.kill(pid, signal.SIGKILL)
+            eventually("the agent's end", lambda pid=pid: not is_alive(pid))
+
+    def close(self) -> None:
+        self.saves.close()
+        self.link.close(leave=False)
+
+
+@pytest.fixture
+def ranks(
+    node: Node, other_node: Node, root: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Rank, FakeTrainer]]:
+    """The rank `request.param`, and a trainer that is the other one, on another node."""
+    made = Rank(node, root, request.param)
+    config = other_node.config(commit_timeout_s=60.0)
+    yield made, other_node.trainer(root, 1 - request.param, 2, config=config)
+    made.close()
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no rank of this process find an agent from now on."""
+
+    def no_connection(*_: object) -> None:
+        raise AgentError("no agent answered")
+
+    monkeypatch.setattr(agent_connection, "connect", no_connection)
+
+
+both_ranks = pytest.mark.parametrize("ranks", [0, 1], indirect=True)
+
+
+@both_ranks
+def test_other_nodes_learn_of_a_save_whose_part_went_with_its_agent(
+    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later save comes, and no other agent."""
+    lonely, other = ranks
+    save_id = new_save_id()
+    slot = lonely.stage(1, save_id)
+    lonely.saves.handed_over(save_id)
+    other.stage(1, save_id)
+    refuse(monkeypatch)
+    lonely.kill_agent()
+    assert lonely.failure() == "no agent answered"
+    told = other.outcome(SOON_S).error or ""
+    assert told.startswith(f"rank {lonely.rank}: ")
+    assert slot.header.state == SlotState.FAILED, "no later agent writes it"
+
+
+@both_ranks
+def test_other_nodes_learn_of_a_save_for_which_there_was_no_agent(
+    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lonely, other = ranks
+    save_id = new_save_id()
+    refuse(monkeypatch)
+    other.stage(1, save_id)
+    lonely.saves.fail(1, save_id, "no agent answered")
+    assert lonely.failure() == "no agent answered"
+    lonely.saves.close()
+    assert other.outcome(SOON_S).error == f"rank {lonely.rank}: no agent answered"
+
+
+@pytest.mark.parametrize("ranks", [0], indirect=True)
+def test_rank_0_does_not_speak_for_an_agent_that_lives(
+    ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take its note for the word of the agent that commits, which may be committing."""
+    lonely, other = ranks
+    monkeypatch.setattr(outcomes, "_SEEK_S", 0.0)
+    save_id = new_save_id()
+    lonely.link.client()
+    lonely.link.replace_agent(lonely.link.current)  # type: ignore[arg-type]
+    refuse(monkeypatch)
+    eventually("it has an agent again", lambda: lonely.link.wait_prepared(0.0))
+    lonely.link.agent.close()
+    other.stage(1, save_id)
+    note = root / file_names.iteration_dir(1) / file_names.failure_name(0, save_id)
+    lonely.saves.fail(1, save_id, "no room")
+    assert lonely.failure() == "no room"
+    for _ in range(3):
+        lonely.link.wait_prepared(5.0)
+        lonely.saves.poll()
+    lonely.saves.close()
+    assert not note.exists()
+    monkeypatch.setattr(agent_connection, "connect", connect)
+
+    def told() -> bool:
+        lonely.saves.poll()
+        return note.exists()
+
+    eventually("it is served again, and its agent leaves the note", told)
+    assert other.outcome(SOON_S).error == "rank 0: no room"
+
+
+@pytest.mark.parametrize("ranks", [1], indirect=True)
+def test_a_run_that_was_overtaken_leaves_no_note(
+    ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lonely, other = ranks
+    lonely.link.agent.hold(other.claim())
+    later = other.claim("take_over")
+    assert later != lonely.link.agent.run
+    refuse(monkeypatch)
+    plant(root, 1)
+    lonely.saves.fail(1, new_save_id(), "no agent answered")
+    assert lonely.failure() == "no agent answered"
+    lonely.saves.close()
+    assert not list((root / file_names.iteration_dir(1)).iterdir())

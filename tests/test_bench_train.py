@@ -1,0 +1,263 @@
+"""`python -m benchmarks train`: its arithmetic, what it refuses, and that it tidies up."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.train import chart, figures, report, study, systems
+from benchmarks.train.job import JobError, Megatron
+from benchmarks.train.measure import Measured, Restart, Schedule, Session
+from benchmarks.train.progress import Progress
+from benchmarks.train.systems import System
+
+REPO = Path(__file__).resolve().parents[1]
+SCHEDULE = Schedule(interval=5, saves=4)
+FIRST_S, LATER_S, STEP_S = 10.0, 0.5, 2.0
+
+
+def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float = 1.0) -> Measured:
+    """Return a run of steps of 2 s whose saves cost 10 s once, and 0.5 s later."""
+    at, ended_at = 100.0, {}
+    for iteration in range(1, SCHEDULE.iterations + 1):
+        if iteration - 1 in (saved or []):
+            at += FIRST_S if iteration - 1 == SCHEDULE.interval else LATER_S
+        at += STEP_S + slower
+        ended_at[iteration] = at
+    losses = {iteration: [f"0:{iteration}", f"1:{iteration}"] for iteration in ended_at}
+    return Measured(ended_at, exit_s, losses, saved=[*(saved or []), SCHEDULE.iterations])
+
+
+def test_a_schedule_ends_with_a_save_that_is_not_at_its_interval() -> None:
+    assert SCHEDULE.saved_at == [5, 10, 15, 20]
+    assert SCHEDULE.iterations == 24
+    assert SCHEDULE.resumed_from == 15
+
+
+def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None:
+    run = run_of([5, 10, 15, 20], exit_s=4.0)
+    assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(LATER_S)
+    assert figures.first_save_step_s(SCHEDULE, run) == pytest.approx(FIRST_S + STEP_S)
+    assert figures.lost_in_all(run, run_of()) == pytest.approx(FIRST_S + 3 * LATER_S + 3.0)
+    late = {iteration: at + 6.0 for iteration, at in run.ended_at.items()}
+    assert figures.lost_in_all(dataclasses.replace(run, ended_at=late), run_of()) == pytest.approx(
+        FIRST_S + 3 * LATER_S + 9.0
+    ), "a slower start is lost, too"
+    assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
+
+
+def test_saves_that_a_system_leaves_out_do_not_make_the_others_cheaper() -> None:
+    run = run_of([5, 10, 20])
+    assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(LATER_S)
+    assert figures.lost_per_save(SCHEDULE, run_of([5]), run_of()) is None
+
+
+def test_steps_that_are_slower_beside_a_save_count_as_lost() -> None:
+    run = run_of([5, 10, 15, 20], slower=0.3)
+    expected = LATER_S + 14 * 0.3 / 3
+    assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(expected)
+
+
+def test_figures_are_medians_over_rounds_with_the_least_and_the_most() -> None:
+    rounds = [{"exit_s": value, "gb": None} for value in (3.0, 1.0, 2.5)]
+    (name, spread), *others = figures.spreads(rounds).items()
+    assert (name, others) == ("exit_s", [])
+    assert (spread.median, spread.least, spread.most) == (2.5, 1.0, 3.0)
+    assert str(spread) == "2.50 (1.00 to 3.00)"
+
+
+def test_a_run_that_trained_something_else_is_no_result() -> None:
+    run = run_of([5, 10, 15, 20])
+    assert figures.objections(SCHEDULE, run, run_of()) == []
+    run.losses[7] = ["0:7", "1:7.5"]
+    (reason,) = figures.objections(SCHEDULE, run, run_of())
+    assert "trained otherwise than without saves from iteration 7 on" in reason
+    del run.losses[7]
+    assert figures.objections(SCHEDULE, run, run_of()) == [reason]
+
+
+@pytest.mark.parametrize("losses", [{16: ["0:16", "1:9"], 17: ["0:17", "1:17"]}, {}], ids=str)
+def test_a_checkpoint_that_does_not_resume_the_run_is_no_result(losses: dict) -> None:
+    run, baseline = run_of([5, 10, 15, 20]), run_of()
+    good = {iteration: baseline.losses[iteration] for iteration in (16, 17)}
+    run.restarts["storage"] = Restart(15, 1.0, 2.0, good)
+    assert figures.objections(SCHEDULE, run, baseline) == []
+    run.restarts["memory"] = Restart(15, 1.0, 2.0, losses)
+    (reason,) = figures.objections(SCHEDULE, run, baseline)
+    assert reason == "resumed from memory with another loss in iteration 16"
+
+
+# ---------------------------------------------------------------------- rounds
+
+NONE, OURS, OTHER = (
+    System("none", "no saves", saves=False),
+    System("flashckpt", "ours"),
+    System("other", "another"),
+)
+
+
+class FakeSession(Session):
+    """Measures nothing: returns what a function says."""
+
+    def __init__(self, measured: Callable[[System], Measured]) -> None:
+        super().__init__(SCHEDULE, Path(), 1.0, lambda _: None)
+        self.order: list[str] = []
+        self._measured = measured
+
+    def measure(self, system: System, megatron: Megatron) -> Measured:
+        self.order.append(system.name)
+        return self._measured(system)
+
+
+def series_of(session: FakeSession, rounds: int) -> study._Series:
+    all_systems = [NONE, OURS, OTHER]
+    megatron = Megatron(Path(), (), {}, Path())
+    series = study._Series(all_systems, {"installed": megatron}, SCHEDULE)
+    with Progress(rounds * len(all_systems)) as progress:
+        for number in range(rounds):
+            series.round(session, number, rounds, progress)
+    return series
+
+
+def saving(system: System) -> Measured:
+    return run_of([5, 10, 15, 20] if system.saves else None)
+
+
+def test_every_round_runs_every_system_once_in_another_order() -> None:
+    session = FakeSession(saving)
+    series = series_of(session, 3)
+    orders = [tuple(session.order[at : at + 3]) for at in (0, 3, 6)]
+    assert len(set(orders)) == 3
+    assert all(sorted(order) == ["flashckpt", "none", "other"] for order in orders)
+    assert series.errors == []
+
+
+def test_a_system_that_fails_is_named_and_the_others_go_on() -> None:
+    def measured(system: System) -> Measured:
+        if system is OTHER:
+            raise JobError("ended with 1\n  RuntimeError: no space")
+        return saving(system)
+
+    session = FakeSession(measured)
+    series = series_of(session, 2)
+    (error,) = series.errors
+    assert error.startswith("another, round 1: ended with 1\n  RuntimeError: no space; left out")
+    assert session.order.count("other") == 1, "it is not tried again"
+    systems_ = series.figures()["systems"]
+    assert len(systems_["flashckpt"]["rounds"]) == 2
+    assert systems_["other"]["figures"] == {}
+
+
+def test_a_start_that_is_known_to_hang_is_tried_once_more() -> None:
+    hanging = System("other", "another", hangs_with="waiting for socket")
+    session = FakeSession(
+        lambda system: (_ for _ in ()).throw(JobError("late", "waiting for socket"))
+    )
+    series = study._Series([hanging], {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
+    with Progress(1) as progress:
+        series.round(session, 0, 1, progress)
+    assert session.order == ["other", "other"]
+    assert len(series.errors) == 1
+
+
+def test_a_round_in_which_a_system_computed_something_else_has_no_figures_of_it() -> None:
+    def measured(system: System) -> Measured:
+        run = saving(system)
+        if system is OURS:
+            run.losses[24] = ["0:nan"]
+        return run
+
+    series = series_of(FakeSession(measured), 1)
+    (error,) = series.errors
+    assert "ours, round 1: no result: trained otherwise" in error
+    ours = series.figures()["systems"]["flashckpt"]
+    assert (ours["rounds"], ours["figures"]) == ([], {})
+
+
+def test_saves_that_were_left_out_are_told() -> None:
+    def measured(system: System) -> Measured:
+        run = run_of([5, 10, 20]) if system is OTHER else saving(system)
+        return dataclasses.replace(run, saved=run.saved[:-1]) if system is OURS else run
+
+    series = series_of(FakeSession(measured), 1)
+    assert series.errors == [
+        "ours, round 1: left out the saves of iterations 24",
+        "another, round 1: left out the saves of iterations 15",
+    ]
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+@pytest.fixture
+def results() -> dict:
+    """Return what a run writes."""
+    series = series_of(FakeSession(saving), 3)
+    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
+    return {
+        "ranks": 2,
+        "rounds": 3,
+        "started": "today",
+        "seconds": 600,
+        "schedule": {"interval": 5, "saves": 4},
+        "machine": {**machine, "versions": {"torch": "2"}},
+        "left_out": {"DLRover": "no clone"},
+        **series.figures(),
+    }
+
+
+def test_a_chart_is_drawn_of_what_was_measured(results: dict, tmp_path: Path) -> None:
+    path = tmp_path / "train.png"
+    chart.draw_figures(["a line", study.table_of(results), results], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    chart.draw_figures([{**results, "systems": {}}], path)
+    assert not path.exists(), "there is nothing to draw"
+
+
+def test_the_table_of_a_document_is_made_of_the_file(
+    results: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps(["a line", results]))
+    before = file.stat().st_mtime_ns
+    parser = argparse.ArgumentParser()
+    study.STUDY.add_to(parser.add_subparsers())
+    options = parser.parse_args(["train", "--markdown", str(file)])
+    printed = io.StringIO()
+    options.command(Console(file=printed, soft_wrap=True), options)
+    lines = printed.getvalue().splitlines()
+    assert lines[0].startswith("|  | lost per save | first save's step |")
+    (ours,) = [line for line in lines if line.startswith("| ours |")]
+    assert ours.split(" | ")[1:3] == ["0.50", "12.00"]
+    assert "| no saves | - | 2.00 |" in printed.getvalue()
+    assert "a CPU, 2 cores" in printed.getvalue()
+    assert "DLRover was left out: no clone." in printed.getvalue()
+    assert file.stat().st_mtime_ns == before
+    (tmp_path / "other.json").write_text('["a line"]')
+    with pytest.raises(SystemExit, match="not the figures of"):
+        report.read_figures(tmp_path / "other.json")
+
+
+def test_dlrover_is_left_out_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    options = argparse.Namespace(quick=True, dlrover=None, replicated_optimizer=False)
+    chosen = study._chosen(["dlrover", "flashckpt"])
+    assert [system.name for system in chosen] == ["none", "flashckpt", "none-old", "dlrover"]
+    megatrons, left_out = study._megatrons(chosen, tmp_path, options)
+    assert list(megatrons) == ["installed"]
+    assert "set MEGATRON_LM" in left_out["DLRover"]
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    with pytest.raises(
+        systems.UnavailableError, match=r"^'git archive .* failed: fatal: not a git"
+    ):
+        systems.old_trees(tmp_path, tmp_path, quick=True)

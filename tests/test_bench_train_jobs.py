@@ -1,0 +1,262 @@
+"""Jobs of `python -m benchmarks train`: measured, and ended whatever happens; one is real."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.train import figures, measure, report, study
+from benchmarks.train.job import JobError, Megatron, running
+from benchmarks.train.measure import Schedule, Session
+from benchmarks.train.storage_limit import StorageLimit
+from benchmarks.train.systems import System
+from tests.support.trainer import eventually
+
+REPO = Path(__file__).resolve().parents[1]
+#: Trains nothing, but prints, saves and loads as Megatron does.
+TRAINING = """
+import argparse, os, time
+from pathlib import Path
+parser = argparse.ArgumentParser()
+for name in ("train-iters", "save-interval"):
+    parser.add_argument(f"--{name}", type=int)
+for name in ("save", "load"):
+    parser.add_argument(f"--{name}", type=Path)
+args, rank, first = parser.parse_args(), os.environ["RANK"], 0
+left_out = [int(number) for number in os.environ["LEFT_OUT"].split()]
+if args.load:
+    first = int((args.load / "latest_checkpointed_iteration.txt").read_text())
+    print("    load-checkpoint ....: (1.5, 2.0)")
+for number in range(first + 1, args.train_iters + 1):
+    with open(f"{os.environ['LOSS_LOG']}.{rank}", "a") as log:
+        print(number, float(number).hex(), file=log)
+    print(f" iteration {number:8d}/ {args.train_iters} |", flush=True)
+    is_due = args.save and (number % args.save_interval == 0 or number == args.train_iters)
+    if rank == "0" and is_due and number not in left_out:
+        directory = args.save / f"iter_{number:07d}"
+        directory.mkdir(parents=True)
+        (directory / "shard").write_bytes(bytes(1000))
+        (args.save / "latest_checkpointed_iteration.txt").write_text(str(number))
+    if args.load:
+        time.sleep(0.1)
+"""
+PLAIN = System("plain", "plain")
+
+
+def session_of(tmp_path: Path) -> Session:
+    return Session(Schedule(interval=2, saves=3), tmp_path, 60.0, lambda _: None)
+
+
+def training(tmp_path: Path, left_out: str = "") -> Megatron:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    return Megatron(script, (), {**os.environ, "LEFT_OUT": left_out}, tmp_path)
+
+
+def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    run = session_of(tmp_path).measure(PLAIN, training(tmp_path))
+    assert list(run.ended_at) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(run.ended_at.values()) == list(run.ended_at.values())
+    assert (run.saved, run.nbytes) == ([2, 4, 6, 7], 1000)
+    assert run.losses[7] == [f"{rank}:{float(7).hex()}" for rank in (0, 1)]
+    (restart,) = run.restarts.values()
+    assert (restart.resumed_from, restart.load_s) == (4, 0.002)
+    # Its ranks do not wait for each other, so one may have been killed before.
+    assert set(restart.losses[5]) <= set(run.losses[5])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_saves_has_no_checkpoint(tmp_path: Path) -> None:
+    nothing = dataclasses.replace(PLAIN, saves=False)
+    run = session_of(tmp_path).measure(nothing, training(tmp_path))
+    assert (len(run.ended_at), run.saved, run.restarts) == (7, [], {})
+
+
+def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = dataclasses.replace(PLAIN, leaves_out_saves=True)
+    run = session_of(tmp_path).measure(known, training(tmp_path, "4 7"))
+    assert (run.saved, run.nbytes) == ([2, 6], 1000)
+    assert run.restarts["storage"].resumed_from == 2
+    monkeypatch.setattr(measure, "_COMMIT_S", 0.1)
+    with pytest.raises(JobError, match="its newest checkpoint is that of 6"):
+        session_of(tmp_path).measure(PLAIN, training(tmp_path, "7"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_storage_whose_limit_does_not_hold_is_an_error(tmp_path: Path) -> None:
+    limit = StorageLimit.made(tmp_path, mb_s=0.003)
+    session = dataclasses.replace(session_of(tmp_path), limit=limit)
+    # Its "load" reads nothing.
+    with pytest.raises(JobError, match=r"its load took .* the storage's limit"):
+        session.measure(PLAIN, training(tmp_path))
+
+
+def started(tmp_path: Path, script: str) -> Megatron:
+    file = tmp_path / "script.py"
+    file.write_text(f"import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n{script}")
+    return Megatron(file, (), dict(os.environ), tmp_path)
+
+
+def test_an_iteration_ends_when_its_line_is_printed(tmp_path: Path) -> None:
+    script = "print(f' iteration {rank + 1:8d}/ 2 |'); print('load-checkpoint ...: (12.0, 34.5)')"
+    seen: list[int] = []
+    with running(started(tmp_path, script), (sys.executable,), [], {}, seen.append) as made:
+        ended_at = made.wait(time.perf_counter() + 60)
+        made.wait_for(lambda: sorted(seen) == [1, 2], "two iterations", time.perf_counter() + 60)
+        assert made.ended_at.keys() == {1, 2}
+        assert all(made.started_at < at < ended_at + 1 for at in made.ended_at.values())
+        assert made.load_s == pytest.approx(0.0345)
+
+
+def test_when_a_rank_fails_the_other_ends_with_all_that_they_started(tmp_path: Path) -> None:
+    script = """
+if rank:
+    time.sleep(1000)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid)
+raise ValueError("no such thing")
+"""
+    with (
+        pytest.raises(JobError, match="ended with 1\n  ValueError: no such thing") as caught,
+        running(started(tmp_path, script), (sys.executable,), [], {}, print) as made,
+    ):
+        made.wait(time.perf_counter() + 60)
+    (line,) = [line for line in caught.value.log.splitlines() if line.startswith("child")]
+    assert not psutil.pid_exists(int(line.split()[1])) or (
+        psutil.Process(int(line.split()[1])).status() == psutil.STATUS_ZOMBIE
+    )
+    assert made.processes() == []
+
+
+def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
+    script = "time.sleep(1000)"
+    with (
+        pytest.raises(JobError, match="took too long"),
+        running(started(tmp_path, script), (sys.executable,), [], {}, print) as made,
+    ):
+        made.wait(time.perf_counter() + 0.2)
+    assert made.processes() == []
+
+
+def test_a_process_that_keeps_the_output_open_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    script = """
+if rank:
+    print("child", subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"]}).pid)
+"""
+    with running(started(tmp_path, script), (sys.executable,), [], {}, print) as made:
+        made.wait(time.perf_counter() + 60)
+        eventually("a child", lambda: "child" in made.log)
+        child = psutil.Process(int(made.log.split()[-1]))
+    assert child.is_running(), "nothing says that it is the job's"
+    child.kill()
+
+
+def test_an_agent_is_ended_with_its_job_although_it_has_another_environment(tmp_path: Path) -> None:
+    script = """
+kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
+if rank:
+    subprocess.Popen(["/bin/sleep", "1000"], env=kept, start_new_session=True, stdout=2)
+"""
+    agents = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / "agents")}
+    with running(started(tmp_path, script), (sys.executable,), [], agents, print) as made:
+        made.wait(time.perf_counter() + 60)
+        (agent,) = made.processes()
+    assert made.processes() == []
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_benchmark_that_is_ended_takes_its_ranks_along(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    script = f"open(r'{ranks}/' + str(os.getpid()), 'w').close(); time.sleep(1000)"
+    megatron = started(tmp_path, script)
+    code = f"""
+import os, signal, sys, time
+from pathlib import Path
+from benchmarks.train.job import Megatron, running
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+megatron = Megatron(Path({str(megatron.script)!r}), (), dict(os.environ), Path({str(tmp_path)!r}))
+with running(megatron, (sys.executable,), [], {{}}, print) as job:
+    job.wait(time.perf_counter() + 1000)
+"""
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, cwd=REPO
+    )
+    eventually("two ranks", lambda: len(list(ranks.iterdir())) == 2, within_s=60.0)
+    benchmark.terminate()
+    assert benchmark.wait(60) == 1
+    assert not any(psutil.pid_exists(int(rank.name)) for rank in ranks.iterdir())
+
+
+def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
+    limited, free = tmp_path / "limited", tmp_path / "free"
+    limited.mkdir()
+    free.mkdir()
+    limit = StorageLimit.made(tmp_path, mb_s=20)
+    code = "import os, sys; open(sys.argv[1], 'wb').write(bytes(4_000_000)); "
+    code += "assert len(open(sys.argv[1], 'rb').read()) == 4_000_000"
+
+    def seconds(directory: Path) -> float:
+        env = {**os.environ, **limit.environment(limited)}
+        started_at = time.perf_counter()
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, str(directory / str(n))], env=env)
+            for n in range(2)
+        ]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        return time.perf_counter() - started_at
+
+    assert seconds(limited) >= 16 / 20, "16 MB, written and read by the two"
+    assert (limited.parent / "limited.clock").read_bytes() != bytes(8)
+    seconds(free)
+    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "nothing is limited there"
+    assert limit.was_passed(40_000_000, 1.0)
+    assert not limit.was_passed(40_000_000, 2.0)
+
+
+# ---------------------------------------------------------------------- one real run
+
+
+def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_path: Path) -> None:
+    scratch, file = tmp_path / "s", tmp_path / "train.json"
+    scratch.mkdir()
+    published = study.RESULTS / "train.json"
+    before = published.stat().st_mtime_ns if published.exists() else None
+    arguments = ["train", "--quick", "--systems", "flashckpt", "--dir", str(scratch)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments, "--json", str(file)],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "minutes on two quiet cores" in done.stdout.splitlines()[0]
+    found = report.read_figures(file)
+    assert found["errors"] == []
+    ours = found["systems"]["flashckpt"]
+    (run,) = ours["runs"]
+    assert run["saved"] == [3, 6, 8]
+    assert len(run["ended_at"]) == 8
+    assert ours["figures"].keys() == figures.LABELS.keys()
+    assert 0.01 < ours["figures"]["gb"]["median"] < 0.1
+    assert not list(scratch.iterdir())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
+    after = published.stat().st_mtime_ns if published.exists() else None
+    assert after == before, "a quick run does not replace the published figures"

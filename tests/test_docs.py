@@ -1,0 +1,135 @@
+"""The documents hold together: links, the list of pages, generated pages, files that they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_flashckpt import config
+from megatron_flashckpt.config import Config, load_config
+from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
+from tests import reference_pages
+
+REPO = Path(__file__).resolve().parents[1]
+DOCS = REPO / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+#: Read on their own, or on a code hosting site.
+FILES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "SECURITY.md"]
+DOCUMENTS = [*(file for file in FILES if file.exists()), *PAGES]
+_CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]*`", re.M | re.S)
+_LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
+_HEADING = re.compile(r"^#+ +(.+?)\s*$", re.M)
+
+
+def named(document: Path) -> str:
+    return str(document.relative_to(REPO))
+
+
+def links(text: str) -> list[str]:
+    """Return the targets of all links and images in a page."""
+    return _LINK.findall(_CODE.sub("", text))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a heading of `page` has both on the site and on a hosting site."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    both = set()
+    for heading in _HEADING.findall(text):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        hosted = re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+        if hosted == re.sub(r"[-\s]+", "-", hosted):
+            both.add(hosted)
+    return both
+
+
+def problem(document: Path, link: str) -> str | None:
+    """Return what is wrong with a link, or None."""
+    if link.startswith(("https://", "mailto:")):
+        return None
+    path, _, anchor = link.partition("#")
+    target = (document.parent / path).resolve() if path else document
+    if not target.exists():
+        return "names no file"
+    if document.is_relative_to(DOCS) and not target.is_relative_to(DOCS):
+        return "leaves docs/, which the site does not have: name the file as code"
+    if anchor and anchor not in anchors(target):
+        return "names no heading"
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_every_link_resolves(document: Path) -> None:
+    found = {link: problem(document, link) for link in links(document.read_text())}
+    assert {link: what for link, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "link", ["gone.md", "#gone", "index.md#gone", "../README.md", "/etc/gone", "http://insecure"]
+)
+def test_a_broken_link_is_found(link: str) -> None:
+    assert links(f"see [it]({link}), not `[code](x.md)`") == [link]
+    assert problem(DOCS / "index.md", link)
+
+
+def test_the_list_of_pages_has_every_page_once() -> None:
+    nav = msgspec.yaml.decode((REPO / "mkdocs.yml").read_bytes())["nav"]
+    listed = sorted(listed_pages(nav))
+    assert listed == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+def listed_pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from listed_pages(entry)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_page_has_one_title(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    assert len(re.findall(r"^# ", text, re.M)) == 1
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    written = (reference_pages.DIRECTORY / name).read_text()
+    assert written == reference_pages.PAGES[name](), "run python -m tests.reference_pages"
+
+
+def test_every_variable_of_the_configuration_page_takes_its_default() -> None:
+    page = (reference_pages.DIRECTORY / "configuration.md").read_text()
+    shown = re.findall(r"default `([^`]+)`; `(FLASHCKPT_\w+)`", page)
+    assert len(shown) > 40
+    for default, variable in shown:
+        assert load_config(None, {variable: default}) == Config(), variable
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_every_file_of_the_repository_that_a_page_names_exists(document: Path) -> None:
+    folders = "tests|scripts|configs|patches|benchmarks|examples"
+    paths = re.findall(rf"`((?:{folders})/[\w./]*[\w/])", document.read_text())
+    assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_every_command_and_setting_that_a_page_names_exists(document: Path) -> None:
+    text = document.read_text()
+    page = (reference_pages.DIRECTORY / "command-line.md").read_text()
+    known = {title.split()[0] for title in re.findall(r"^## flashckpt (.+)$", page, re.M)}
+    assert set(re.findall(r"(?:^ *|`|\$ |&& )flashckpt ([a-z]+)", text, re.M)) <= known
+    fields = set(config._FIELDS)
+    sections = r"`((?:agent|replicated|retention|trace)\.[a-z_]+)[`:]"
+    assert set(re.findall(sections, text)) - {"agent.log", "agent.sock"} <= fields
+    variables = {"FLASHCKPT_" + field.replace(".", "__").upper() for field in fields}
+    named_here = {name.rstrip("_") for name in re.findall(r"\bFLASHCKPT_[A-Z_]+", text)}
+    assert named_here <= {*variables, config.FILE_VARIABLE, FAULT_VARIABLE, "FLASHCKPT"}
+
+
+def test_the_readme_fits_on_a_screen_and_a_half() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 120
