@@ -187,6 +187,17 @@ class AgentClient:
             os.close(fd)
             time.sleep(_RETRY_S)
 
+    def saves_of_node(self) -> tuple[tuple[int, str], ...]:
+        """Return iteration and id of every save that any rank has in a slot on this node.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
+        if fd is not None:
+            os.close(fd)
+        return reply.saves
+
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Report the save that training resumes from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)

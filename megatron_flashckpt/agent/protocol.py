@@ -107,6 +107,8 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     """An earlier process of this rank still runs and may write to the slab's other slots."""
     is_digesting: bool = False
     """True if offers without digests will have them soon: send the request again."""
+    saves: tuple[tuple[int, str], ...] = ()
+    """Iteration and id of every save that any rank has in a slot on this node."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):

@@ -74,12 +74,14 @@ class RequestHandler:
             rank = self._served(number, process)
             match request:
                 case p.TakeSlab():
+                    saves = self._node.saves()
                     if rank.slots is None:
-                        return (p.SlabOffer(False, ()),)
+                        return (p.SlabOffer(False, (), saves=saves),)
                     read_only = rank.slots.former_pid() > 0
                     self._saves.digest_unread(rank)
                     offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
-                    reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
+                    is_digesting = rank.slots.is_digesting
+                    reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
                     return reply, rank.slots.slab.fd
                 case p.Hold():
                     self._hold(number, RunKey(request.epoch, request.run_id))

@@ -34,6 +34,9 @@ class SlotInfo:
     """The slot is being read only for its digests, and must not be overwritten."""
     recovered: bool = False
     """The slot came from other nodes."""
+    elsewhere: bool = False
+    """The slot came from the slot of the rank on its former node, whose agent persists it. Two
+    agents must never write one shard: one of them could overwrite the shard after the commit."""
 
 
 class RankSlots:
@@ -167,11 +170,13 @@ class RankSlots:
         return sorted(indices, key=lambda index: self.infos[index].sequence)
 
     def recovered(self, save_id: str | None) -> list[int]:
-        """Return the slots of this save that came from other nodes and are not persisted yet."""
+        """Return the slots of this save that came from other nodes and no agent persists yet."""
         return [
             slot.index
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
-            if info.recovered and not info.claimed and slot.header.save_id == save_id
+            if info.recovered
+            and not (info.claimed or info.elsewhere)
+            and slot.header.save_id == save_id
         ]
 
     def saves_after(self, index: int) -> set[str]:

@@ -129,6 +129,15 @@ class Node:
         """Return the save directory at the path that one of its trainers uses."""
         return FencedStorage(open_storage(root, self.direct_io), self.fence)
 
+    def saves(self) -> tuple[tuple[int, str], ...]:
+        """Return iteration and id of every save in a slot of any rank. The caller holds the lock.
+
+        The ranks may be those of an earlier run.
+        """
+        held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
+        saves = {(offer.iteration, offer.save_id) for offers in held for offer in offers}
+        return tuple(sorted(saves))
+
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:
             slots = {number: rank.slots for number, rank in self.ranks.items()}
@@ -137,6 +146,12 @@ class Node:
     def install(self, number: int, slots: RankSlots) -> None:
         """Give a rank slots that came from other nodes."""
         with self.changed:
+            # Recovered slots do not tell what is in storage. Those of the ranks that this node had
+            # in the former run do, but they are offered to no rank.
+            former = [
+                rank.slots.committed for rank in self.ranks.values() if rank.slots is not None
+            ]
+            self.committed = max(self.committed, *former, -1)
             self.replace_slots(self.ranks[number], slots)
 
     def retire_slots(self, rank: Trainer) -> None:

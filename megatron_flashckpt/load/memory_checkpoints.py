@@ -28,16 +28,26 @@ class InMemory:
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     """Return the checkpoints that *all* ranks hold, newest first. Collective.
 
-    With `redundancy`, ranks whose node was lost first get back what the others still hold of them.
+    With `redundancy`, ranks whose node was lost, and ranks that are on another node than before,
+    first get back what the other nodes still hold of them.
     """
     link, config = checkpointer.link, checkpointer.config
-    if config.redundancy != "none":
+    is_redundant = config.redundancy != "none"
+    if is_redundant:
         checkpointer.start_run()
-    (slab, offers), everyone = gathered(lambda: _told(link.take_slab()))
+
+    def taken() -> tuple[_Taken, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]]:
+        own, told = _told(link.take_slab())
+        # If all ranks are on other nodes than before, no rank has an offer. What the nodes hold of
+        # their former ranks then tells which saves to recover.
+        return own, (told, link.saves_of_node() if is_redundant and not told else ())
+
+    (slab, offers), replies = gathered(taken)
+    everyone = [told for told, _ in replies]
     reach("load.taken")
-    newest = newest_saves(everyone, config.slots)
+    newest = newest_saves(everyone, config.slots, [saves for _, saves in replies])
     lacking = lacking_ranks(everyone, newest)
-    if config.redundancy != "none" and newest and lacking:
+    if is_redundant and newest and lacking:
 
         def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
             if checkpointer.rank not in lacking:
@@ -73,8 +83,11 @@ def _lineage(offers: list[dict[str, Any]]) -> frozenset[str]:
 def _committed(offers: list[dict[str, Any]]) -> int:
     """Return the newest iteration known to be committed, by the offers of one save of all ranks.
 
-    The agent of rank 0 knows, because it moves the tracker. If it is gone, the others know of this
-    very save; but not ranks that got it from other nodes.
+    The agent that had rank 0 knows, because it moved the tracker; rank 0 may be on another node
+    now. If that agent is gone, the others know of the saves that their own slots hold; but not of
+    those that came from other nodes.
     """
-    durable = all(offer["durable"] or offer["recovered"] for offer in offers)
-    return int(max(offers[0]["committed"], offers[0]["iteration"] if durable else -1))
+    own = [offer for offer in offers if not offer["recovered"]]
+    durable = bool(own) and all(offer["durable"] for offer in own)
+    known = max(offer["committed"] for offer in offers)
+    return int(max(known, offers[0]["iteration"] if durable else -1))

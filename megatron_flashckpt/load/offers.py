@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
-def newest_saves(everyone: list[list[dict[str, Any]]], count: int) -> tuple[str, ...]:
-    """Return the newest saves that any rank holds: what all of them may have had in their slots."""
+def newest_saves(
+    everyone: list[list[dict[str, Any]]],
+    count: int,
+    of_nodes: Iterable[Iterable[tuple[int, str]]] = (),
+) -> tuple[str, ...]:
+    """Return the newest saves that any rank holds: what all of them may have had in their slots.
+
+    If no rank holds a save, return the newest saves of all nodes: the ranks may have changed nodes.
+
+    Args:
+        of_nodes: iteration and id of the saves that are in slots of each node, of whatever rank.
+    """
     seen = {(offer["iteration"], offer["save_id"]) for theirs in everyone for offer in theirs}
+    seen = seen or {save for saves in of_nodes for save in saves}
     return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
 
 

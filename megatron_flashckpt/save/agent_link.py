@@ -263,6 +263,10 @@ class NodeLink:
             self._attached_to = client
         return slab, offers
 
+    def saves_of_node(self) -> tuple[tuple[int, str], ...]:
+        """Return iteration and id of every save that any rank has in a slot on this node."""
+        return self.client().saves_of_node()
+
     def reclaim(self) -> None:
         """Make a read-only slab writable if the earlier process has ended since the load.
 

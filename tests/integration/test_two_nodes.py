@@ -72,11 +72,21 @@ class Lost:
     nodes: int
     sent: int
     """How many times an agent has to say that another one holds something."""
+    node: int | None = 1
+    """The node that is lost; None: none is."""
+    order: tuple[int, ...] | None = None
+    """The node of each rank after the restart, if that is another one than before."""
 
 
-@pytest.mark.parametrize(
-    "lost", [Lost("copy", 2, sent=2), Lost("xor", 3, sent=6)], ids=lambda lost: lost.redundancy
-)
+LOST = {
+    "copy": Lost("copy", 2, sent=2),
+    "copy, two nodes swapped": Lost("copy", 2, sent=2, node=None, order=(1, 0)),
+    "xor": Lost("xor", 3, sent=6),
+    "xor, all ranks moved": Lost("xor", 3, sent=6, node=0, order=(1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("lost", LOST.values(), ids=LOST.keys())
 def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
     tmp_path: Path, whole: Result, where: Path, lost: Lost
 ) -> None:
@@ -96,15 +106,17 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
     killed = job(tmp_path, "lost", ranks=nodes, nodes=nodes, env=dying)
     assert killed.returncode != 0
     assert [save["calls"] for save in killed.named("save")] == [[]] * nodes, "a save communicates"
-    (agent,) = agents_under(tmp_path / "run/1")
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    shutil.rmtree(tmp_path / "run/1")
+    if lost.node is not None:
+        (agent,) = agents_under(tmp_path / f"run/{lost.node}")
+        os.kill(agent, signal.SIGKILL)
+        eventually("the end of the agent", lambda: not is_alive(agent))
+        shutil.rmtree(tmp_path / f"run/{lost.node}")
     shards = list((tmp_path / "lost/iter_0000003").glob("*.safetensors"))
     assert len(shards) == nodes
     for shard in shards:
         shard.write_bytes(b"")
-    replaced = succeeded(job(tmp_path, "lost", "replaced", ranks=nodes, nodes=nodes, env=env))
+    again = {"ranks": nodes, "nodes": nodes, "order": lost.order, "env": env}
+    replaced = succeeded(job(tmp_path, "lost", "replaced", **again))
     assert "iteration 3 was restored from memory" in replaced.log
     assert "restored from memory: rank 0 copied " in replaced.log
     for iteration in (4, 5, 6):

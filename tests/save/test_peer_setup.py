@@ -67,3 +67,10 @@ def test_ranks_that_lack_all_of_the_newest_saves_ask_for_them() -> None:
     assert newest == ("s30", "s20")
     assert lacking_ranks(everyone, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()
+
+
+def test_ranks_that_hold_nothing_ask_for_the_newest_saves_of_their_nodes() -> None:
+    of_nodes = [((1, "old"), (2, "a")), (), ((2, "a"), (3, "b"))]
+    assert newest_saves([[], [], []], 2, of_nodes) == ("b", "a")
+    own = [{"iteration": 1, "save_id": "old"}]
+    assert newest_saves([own, [], []], 2, of_nodes) == ("old",), "what a rank holds comes first"

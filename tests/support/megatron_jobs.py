@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,7 @@ def run_job(
     *,
     ranks: int = 4,
     nodes: int = 1,
+    order: Sequence[int] | None = None,
     door: str = "launch",
     max_restarts: int = 0,
     env: dict[str, str] | None = None,
@@ -99,6 +101,7 @@ def run_job(
 
     Args:
         ranks: over all nodes.
+        order: the nodes, which are numbered, by their ranks; another one than before swaps nodes.
         door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
             imports swapped by our patch), or `stock` (Megatron alone).
         torchrun: have torchrun start the ranks. Else they are forked from a process that has
@@ -128,7 +131,7 @@ def run_job(
     places = [environment]
     if nodes > 1:
         # Each "node" of this one machine has its own agent.
-        runs = [str(tmp_path / f"run/{node}") for node in range(nodes)]
+        runs = [str(tmp_path / f"run/{node}") for node in order or range(nodes)]
         places = [{**environment, "FLASHCKPT_RUNTIME_DIR": run} for run in runs]
     if torchrun or door == "swap":
         status = _torchrun(command, name, ranks, places, logs, max_restarts, timeout_s)

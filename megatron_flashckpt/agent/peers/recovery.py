@@ -54,6 +54,8 @@ class Plan:
 
     label: Label
     pieces: tuple[_Piece, ...]
+    is_in_slot: bool = False
+    """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
 
     @property
     def nodes(self) -> list[int]:
@@ -69,7 +71,7 @@ def plans(rank: int, replies: Mapping[int, m.Found]) -> dict[str, Plan]:
     for node, reply in sorted(replies.items()):
         for label in reply.labels:
             read = _of_slot(node, rank, label.save_id, 0, label.nbytes)
-            by_save[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),))
+            by_save[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),), True)
         for combined in reply.held:
             held.setdefault(combined.label.save_id, []).append((node, combined))
     for save_id, parts in held.items():
@@ -159,6 +161,7 @@ def recover(
     for index, plan in good.items():
         slots.infos[index].digests = plan.label.digests
         slots.infos[index].recovered = True
+        slots.infos[index].elsewhere = plan.is_in_slot
     return slots
 
 

@@ -6,6 +6,7 @@ Several nodes on this machine, a runtime directory and an agent each, talk over 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from pathlib import Path
 
@@ -140,6 +141,76 @@ def test_ranks_that_the_launcher_gave_to_other_nodes_find_their_checkpoints(tmp_
         for rank in range(3):
             made.trainers[rank].client.recover((save,))
             assert_recovered(made, rank, [10])
+
+
+def test_after_two_nodes_were_swapped_each_shard_is_written_once_by_its_former_agent(
+    tmp_path: Path,
+) -> None:
+    """A second writer would overwrite a shard that may be committed by then."""
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        save_id = new_save_id()
+        shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
+        with held_back(shard) as let_go:
+            made.stage(10, save_id)
+            made.await_held(10, 1)
+            made.nodes.reverse()
+            made.start("copy")
+            for rank in range(2):
+                trainer = made.trainers[rank]
+                assert trainer.take() == ()
+                assert trainer.client.saves_of_node() == ((10, save_id),)
+                trainer.client.recover((save_id,))
+                assert_recovered(made, rank, [10])
+            for trainer in made.trainers.values():
+                trainer.client.adopt(save_id, 10)
+            assert not (made.root / file_names.TRACKER).exists()
+            let_go()
+        eventually("the commit", (made.root / file_names.TRACKER).exists)
+        for rank, trainer in made.trainers.items():
+            expected = content(rank, 10, trainer.layout.nbytes)
+            assert read_rank(stored(made.root, 10), trainer) == expected
+        # The nodes were swapped, so node 1 is the former one of rank 0.
+        for rank, node in ((0, 1), (1, 0)):
+            assert re.findall(r"rank (\d): persisted iteration 10", made.log(node)) == [str(rank)]
+        assert {made.stage(20)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
+
+
+def claimed(made: Cluster) -> None:
+    """Have a new run claim the save directory, and all agents know of it."""
+    key = made.trainers[0].claim()
+    for trainer in made.trainers.values():
+        trainer.client.hold(key)
+
+
+def test_a_save_that_was_being_written_when_rank_0_moved_is_given_up_and_the_next_is_committed(
+    tmp_path: Path,
+) -> None:
+    """Only the agent that has rank 0 now may commit, and it does not have this save of rank 0."""
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        claimed(made)
+        save_id = new_save_id()
+        shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
+        with held_back(shard) as let_go:
+            made.stage(10, save_id)
+            made.await_held(10, 1)
+            made.nodes.reverse()
+            made.start("copy")
+            claimed(made)
+            for rank, trainer in made.trainers.items():
+                trainer.client.recover((save_id,))
+                assert_recovered(made, rank, [10])
+            for trainer in made.trainers.values():
+                trainer.client.adopt(save_id, 10)
+            let_go()
+        for node in range(2):
+            eventually("it is given up", lambda node=node: "10 was not saved" in made.log(node))
+        assert not (made.root / file_names.TRACKER).exists()
+        newer = made.stage(20)
+        for trainer in made.trainers.values():
+            assert trainer.outcome().save_id == newer, "no news of what an earlier run has staged"
+        assert (made.root / file_names.TRACKER).read_text() == "20"
 
 
 def test_a_rank_recovers_only_what_is_wanted(tmp_path: Path) -> None:

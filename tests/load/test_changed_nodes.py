@@ -1,0 +1,198 @@
+"""Every rank is on another node than before: what is in memory is found all the same.
+
+Each scenario has three agents with one rank each. Iteration 5 is committed, later ones are for
+memory only. Then the ranks start anew as processes of their own and ask for what is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_flashckpt import collectives
+from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.load.memory_checkpoints import held_in_memory
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.peer_setup import introduce
+from tests.support.cluster import Cluster
+from tests.support.trainer import content, new_save_id
+
+RANKS = 3
+Redundancy = Literal["none", "copy", "xor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """A restart: which nodes are lost before it, and the node of each rank after it."""
+
+    redundancy: Redundancy
+    lost: tuple[int, ...]
+    nodes: tuple[int, ...]
+    holders: int = 1
+    kept: tuple[int, ...] = (10,)
+    """Iterations that are saved to memory only, after iteration 5 was committed."""
+    is_first: bool = False
+    """True if nothing was saved before."""
+
+
+SAME, NEXT = (0, 1, 2), (1, 2, 0)
+RESTARTS = {
+    "same nodes": Restart("copy", (), SAME),
+    "other nodes": Restart("copy", (), NEXT),
+    "other nodes, later": Restart("copy", (), NEXT, kept=(10, 15)),
+    "first lost, copy": Restart("copy", (0,), NEXT),
+    "first lost, xor": Restart("xor", (0,), NEXT, holders=2),
+    "two lost": Restart("copy", (0, 1), NEXT),
+    "no redundancy": Restart("none", (), NEXT),
+    "first start": Restart("copy", (), SAME, is_first=True),
+}
+
+
+def _save(made: Cluster, restart: Restart) -> None:
+    """Commit iteration 5 and keep later ones in memory; then lose nodes."""
+    has_copies = restart.redundancy != "none"
+    if has_copies:
+        made.start(restart.redundancy, RANKS)
+    else:
+        made.restart_trainers()
+    if restart.is_first:
+        return
+    made.stage(5)
+    assert [trainer.outcome().error for trainer in made.trainers.values()] == [None] * RANKS
+    for iteration in restart.kept:
+        save_id = new_save_id()
+        for trainer in made.trainers.values():
+            assert trainer.keep(iteration, save_id).kept
+    if has_copies:
+        for iteration in (5, *restart.kept):
+            made.await_held(iteration, restart.holders)
+    made.lose(*restart.lost)
+
+
+def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[str]]]) -> None:
+    """Ask for what is in memory in each scenario, and write down what was found."""
+    os.environ.update(MASTER_ADDR="localhost", LOCAL_RANK="0")
+    for name, (root, redundancy, runtime_dirs) in places.items():
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{where / name}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        config = Config(
+            runtime_dir=runtime_dirs[rank],
+            redundancy=redundancy,
+            agent=AgentConfig(grace_s=600.0, address="127.0.0.1"),
+        )
+        link = NodeLink(root, rank, config)
+        calls = 0
+
+        def counted(
+            *args: Any, real: Callable[..., Any] = collectives._all_gathered
+        ) -> list[memoryview]:
+            nonlocal calls
+            calls += 1
+            return real(*args)
+
+        if redundancy != "none":
+            introduce(link, rank, config)
+        checkpointer: Any = SimpleNamespace(
+            link=link, config=config, rank=rank, start_run=lambda: None
+        )
+        with mock.patch.object(collectives, "_all_gathered", counted):
+            found = held_in_memory(checkpointer)
+        told = []
+        for held in found:
+            slot = held.slab.slots[held.offer.slot]
+            with slot.data() as data:
+                is_right = data == content(rank, held.offer.iteration, len(data))
+            told.append((held.offer.iteration, is_right, held.committed))
+        (where / f"{name}-{rank}").write_text(json.dumps([calls, told]))
+        dist.barrier()
+        link.close(leave=False)
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """Return by scenario and rank: collectives, and `(iteration, is right, committed)` of each."""
+    where = tmp_path_factory.mktemp("changed_nodes")
+    made = {}
+    try:
+        for name, restart in RESTARTS.items():
+            (where / "n" / name).mkdir(parents=True)
+            made[name] = Cluster(where / "n" / name, where / "n" / name / "save", [1] * RANKS)
+            for node in made[name].nodes:
+                # Ranks come back only when all scenarios are prepared.
+                node.config = functools.partial(node.config, grace_s=600.0)  # type: ignore[method-assign]
+            _save(made[name], restart)
+            for trainer in made[name].trainers.values():
+                trainer.hang_up()
+        places = {
+            name: (
+                str(made[name].root),
+                restart.redundancy,
+                [str(made[name].nodes[node].runtime_dir) for node in restart.nodes],
+            )
+            for name, restart in RESTARTS.items()
+        }
+        torch.multiprocessing.spawn(_ask, (where, places), RANKS)
+        yield {
+            name: [json.loads((where / f"{name}-{rank}").read_text()) for rank in range(RANKS)]
+            for name in RESTARTS
+        }
+    finally:
+        for each in made.values():
+            each.close()
+
+
+BOTH = [[10, True, 5], [5, True, 5]]
+LATER = [[15, True, 5], [10, True, 5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("other nodes", BOTH),
+        ("other nodes, later", LATER),
+        ("first lost, copy", BOTH),
+        ("first lost, xor", BOTH),
+    ],
+)
+def test_ranks_that_are_all_on_other_nodes_recover_what_is_in_memory(
+    found: dict[str, list[Any]], name: str, expected: list[Any]
+) -> None:
+    """The ranks learn that iteration 5, and no later one, is in storage.
+
+    If no rank knew that, a tracker that was set back would not be respected. If a later iteration
+    counted as committed, storage would seem to have been set back.
+    """
+    assert [told for _, told in found[name]] == [expected] * RANKS
+
+
+def test_ranks_on_the_same_nodes_agree_in_one_call(found: dict[str, list[Any]]) -> None:
+    assert found["same nodes"] == [[1, BOTH]] * RANKS
+
+
+@pytest.mark.parametrize("name", ["first start", "no redundancy"])
+def test_nothing_is_recovered_where_there_is_nothing_or_no_copies(
+    found: dict[str, list[Any]], name: str
+) -> None:
+    assert found[name] == [[1, []]] * RANKS
+
+
+def test_memory_that_not_all_ranks_can_have_is_not_used(found: dict[str, list[Any]]) -> None:
+    assert [told for _, told in found["two lost"]] == [[]] * RANKS
