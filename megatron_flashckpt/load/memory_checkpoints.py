@@ -28,8 +28,8 @@ class InMemory:
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     """Return the checkpoints that *all* ranks hold, newest first. Collective.
 
-    With `redundancy`, ranks whose node was lost, and ranks that are on another node than before,
-    first get back what the other nodes still hold of them.
+    With `redundancy`, ranks of a lost node, and ranks that run on another node than before, first
+    recover the copies that other nodes hold.
     """
     link, config = checkpointer.link, checkpointer.config
     is_redundant = config.redundancy != "none"
@@ -37,38 +37,38 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
         checkpointer.start_run()
 
     def taken() -> tuple[_Taken, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]]:
-        own, told = _told(link.take_slab())
-        # If all ranks are on other nodes than before, no rank has an offer. What the nodes hold of
-        # their former ranks then tells which saves to recover.
-        return own, (told, link.saves_of_node() if is_redundant and not told else ())
+        own, fields = _with_gathered_fields(link.take_slab())
+        # If all ranks run on other nodes than before, no rank has an offer. The saves that the
+        # nodes hold for their former ranks then show which saves to recover.
+        return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
 
     (slab, offers), replies = gathered(taken)
-    everyone = [told for told, _ in replies]
+    all_offers = [fields for fields, _ in replies]
     reach("load.taken")
-    newest = newest_saves(everyone, config.slots, [saves for _, saves in replies])
-    lacking = lacking_ranks(everyone, newest)
-    if is_redundant and newest and lacking:
+    newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
+    recovering = lacking_ranks(all_offers, newest)
+    if is_redundant and newest and recovering:
 
         def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
-            if checkpointer.rank not in lacking:
-                return _told((slab, offers))
+            if checkpointer.rank not in recovering:
+                return _with_gathered_fields((slab, offers))
             link.recover(newest)
-            return _told(link.take_slab())
+            return _with_gathered_fields(link.take_slab())
 
-        (slab, offers), everyone = gathered(recovered)
+        (slab, offers), all_offers = gathered(recovered)
     if slab is None:
         return []
-    mine = {offer.save_id: offer for offer in offers}
+    own = {offer.save_id: offer for offer in offers}
     return [
-        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs), _lineage(theirs))
-        for theirs in common_saves(everyone)
+        InMemory(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
+        for by_rank in common_saves(all_offers)
     ]
 
 
 _Taken = tuple[Slab | None, tuple[Offer, ...]]
 
 
-def _told(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
+def _with_gathered_fields(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
     """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
     return taken, [
         {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
@@ -81,11 +81,11 @@ def _lineage(offers: list[dict[str, Any]]) -> frozenset[str]:
 
 
 def _committed(offers: list[dict[str, Any]]) -> int:
-    """Return the newest iteration known to be committed, by the offers of one save of all ranks.
+    """Return the newest iteration known to be committed, from all ranks' offers of one save.
 
-    The agent that had rank 0 knows, because it moved the tracker; rank 0 may be on another node
-    now. If that agent is gone, the others know of the saves that their own slots hold; but not of
-    those that came from other nodes.
+    The agent that had rank 0 moved the tracker and knows that iteration; rank 0 may now be on
+    another node. If that agent is gone, the others know whether the saves in their own slots are
+    durable, except for saves that they recovered from other nodes.
     """
     own = [offer for offer in offers if not offer["recovered"]]
     durable = bool(own) and all(offer["durable"] for offer in own)

@@ -7,20 +7,20 @@ from typing import Any
 
 
 def newest_saves(
-    everyone: list[list[dict[str, Any]]],
+    all_offers: list[list[dict[str, Any]]],
     count: int,
-    of_nodes: Iterable[Iterable[tuple[int, str]]] = (),
+    node_saves: Iterable[Iterable[tuple[int, str]]] = (),
 ) -> tuple[str, ...]:
-    """Return the newest saves that any rank holds: what all of them may have had in their slots.
+    """Return the newest `count` saves that any rank holds; all ranks may have held these.
 
     If no rank holds a save, return the newest saves of all nodes: the ranks may have changed nodes.
 
     Args:
-        of_nodes: iteration and id of the saves that are in slots of each node, of whatever rank.
+        node_saves: iteration and id of the saves in the slots of each node, of any rank.
     """
-    seen = {(offer["iteration"], offer["save_id"]) for theirs in everyone for offer in theirs}
-    seen = seen or {save for saves in of_nodes for save in saves}
-    return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
+    held = {(offer["iteration"], offer["save_id"]) for offers in all_offers for offer in offers}
+    held = held or {save for saves in node_saves for save in saves}
+    return tuple(save_id for _, save_id in sorted(held, reverse=True)[:count])
 
 
 def lacking_ranks(all_offers: list[list[dict[str, Any]]], newest: tuple[str, ...]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Tells other nodes through storage that a save has failed, where this rank has no agent.
+"""Failure notes that a rank without an agent leaves in storage for the agents of other nodes.
 
-The agents of other nodes wait for this rank's part until `commit_timeout_s`. An agent of this node
-would leave the same notes; see `agent.persister.Saves.abandon`.
+Those agents otherwise wait for this rank's part until `commit_timeout_s`. An agent of this node
+leaves the same notes; see `agent.persister.Saves.abandon`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_flashckpt.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait of a job that ends for storage to take the notes.
+#: Seconds that an ending job waits until storage has taken the notes.
 _END_S = 10.0
 
 
 class FailureNotes:
-    """Puts notes in a thread of its own: storage may hang, and training must not wait for it."""
+    """Writes notes in a separate thread, because storage may hang and training must not wait."""
 
     def __init__(self, root: str, rank: int) -> None:
         self._root = root
@@ -36,10 +36,10 @@ class FailureNotes:
         self._thread: threading.Thread | None = None
 
     def add(self, iteration: int, save_id: str, reason: str, run: RunKey | None) -> None:
-        """Tell the other nodes that a save lacks this rank's part.
+        """Queue a note that this rank's part of a save is missing.
 
         Args:
-            run: of this rank; nothing is told if another run has claimed the save directory.
+            run: this rank's run. No note is left if another run has claimed the save directory.
         """
         self._work.put((iteration, save_id, reason, run))
         if self._thread is None:
@@ -49,7 +49,7 @@ class FailureNotes:
             self._thread.start()
 
     def close(self) -> None:
-        """Return when storage has taken all notes, or after a bounded wait."""
+        """Wait until storage has taken all notes, at most `_END_S` seconds."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join(_END_S)
