@@ -14,6 +14,7 @@ from megatron_flashckpt import config
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from tests import reference_pages
+from tests.test_imports import LAYERS
 
 REPO = Path(__file__).resolve().parents[1]
 DOCS = REPO / "docs"
@@ -129,6 +130,14 @@ def test_every_command_and_setting_that_a_page_names_exists(document: Path) -> N
     variables = {"FLASHCKPT_" + field.replace(".", "__").upper() for field in fields}
     named_here = {name.rstrip("_") for name in re.findall(r"\bFLASHCKPT_[A-Z_]+", text)}
     assert named_here <= {*variables, config.FILE_VARIABLE, FAULT_VARIABLE, "FLASHCKPT"}
+
+
+def test_the_architecture_page_shows_the_layers_of_imports() -> None:
+    text = (DOCS / "understanding/architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", text, re.M)
+    shown = [(int(level), set(re.findall(r"`(\w+)`", units))) for level, units in rows]
+    expected = [{unit or "__init__" for unit in layer} for layer in LAYERS]
+    assert shown == list(enumerate(expected, 1))[::-1]
 
 
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:
