@@ -140,5 +140,13 @@ def test_the_architecture_page_shows_the_layers_of_imports() -> None:
     assert shown == list(enumerate(expected, 1))[::-1]
 
 
+def test_the_page_on_benchmarks_lists_every_study() -> None:
+    code = "".join(file.read_text() for file in sorted((REPO / "benchmarks").rglob("*.py")))
+    studies = re.findall(r'Study\(\s*(?:name=)?"(\w+)"', code)
+    table = (DOCS / "understanding/benchmarks.md").read_text().partition("| study |")[2]
+    shown = re.findall(r"^\| `(\w+)` \|", table.partition("\n\n")[0], re.M)
+    assert sorted(shown) == sorted(["save", *studies])
+
+
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:
     assert len((REPO / "README.md").read_text().splitlines()) <= 120
