@@ -60,20 +60,20 @@ class FailureNotes:
             try:
                 self._leave(*note)
             except Exception:  # the notes of later saves must still be left
-                logger.exception("rank %d: other nodes are not told of a failure", self._rank)
+                logger.exception("rank %d: this failure was not reported to other nodes", self._rank)
 
     def _leave(self, iteration: int, save_id: str, reason: str, run: RunKey | None) -> None:
         storage = open_storage(self._root)
         if run is not None and _is_overtaken(storage, run):
             return
-        # Nor can it be written later.
+        # The note also rules out the next attempt at this save.
         for attempt in (save_id, next_attempt(save_id)):
             leave_note(storage, iteration, attempt, self._rank, f"rank {self._rank}: {reason}")
 
 
 def _is_overtaken(storage: Storage, run: RunKey) -> bool:
     try:
-        found = claims.read(storage)
+        claim = claims.read(storage)
     except (FlashCkptError, OSError):
         return False
-    return found is not None and found.key != run
+    return claim is not None and claim.key != run
