@@ -60,7 +60,7 @@ class FailureNotes:
             try:
                 self._leave(*note)
             except Exception:  # the notes of later saves must still be left
-                logger.exception("rank %d: this failure was not reported to other nodes", self._rank)
+                logger.exception("rank %d: other nodes do not learn of this failure", self._rank)
 
     def _leave(self, iteration: int, save_id: str, reason: str, run: RunKey | None) -> None:
         storage = open_storage(self._root)

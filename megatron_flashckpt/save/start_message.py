@@ -31,6 +31,7 @@ def print_start(
     node = node_memory.around(needs, checkpointer.rank)
     largest = max(need.slab_nbytes for need in needs)
     needed = sum(needs[rank].nbytes for rank in node.ranks)
+    ranks = f"{len(node.ranks)} rank{'s' if len(node.ranks) > 1 else ''}"
     check_s = time.perf_counter() - started
     interval = getattr(margs, "save_interval", None)
     lines = [
@@ -40,7 +41,7 @@ def print_start(
         f"{_memory_saves(margs)}; {_retention(config.retention, margs)}; "
         f"redundancy: {config.redundancy}",
         f"host memory: {config.slots} slots of {shown(expected.nbytes)} on rank 0, at most "
-        f"{shown(largest)} per rank; {shown(needed)} on this node ({len(node.ranks)} ranks) "
+        f"{shown(largest)} per rank; {shown(needed)} on this node ({ranks}) "
         f"of {shown(node.left_nbytes)} available",
         f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * check_s:.0f} ms; "
         + (
