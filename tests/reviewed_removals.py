@@ -243,19 +243,19 @@ REVIEWED: dict[Call, Reason] = {
             "_delete",
             "storage.delete(name)",
             "names of ours by pattern, of saves that nobody has under way, that never were committed; regular files",
-            "agent/test_cleanup.py::test_what_is_not_ours_stays_and_links_are_not_followed",
+            "agent/test_cleanup.py::test_foreign_files_stay_and_links_are_not_followed",
         ),
         (
             "_delete_directory",
             "storage.delete_directory(name)",
             EMPTY,
-            "agent/test_cleanup.py::test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty",
+            "agent/test_cleanup.py::test_a_directory_without_our_files_stays_even_if_it_is_empty",
         ),
         (
             "Sweeper.sweep",
             "leftovers.remove(self._storage)",
             "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
-            "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
+            "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept",
         ),
     ),
     **review(

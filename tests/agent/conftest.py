@@ -1,4 +1,4 @@
-"""A node of a job: a runtime directory, its agents, and nothing of them left after the test."""
+"""Fixtures for the nodes of a job; the end of a test removes every trace of a node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.trainer import (
 
 
 class Node:
-    """Where trainers of one node meet their agent; ends everything at the end of the test."""
+    """The runtime directory where trainers of a node meet their agent; `close` ends all of them."""
 
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
@@ -84,7 +84,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def other_node(tmp_path: Path) -> Iterator[Node]:
-    """Another node of the same job: its agent shares nothing with the first but storage."""
+    """Another node of the same job, whose agent shares only the storage with the first."""
     made = Node(tmp_path / "run2")
     yield made
     made.close()
@@ -92,13 +92,13 @@ def other_node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The save directory, which does not exist yet."""
+    """The path of a save directory that is still to be made."""
     return tmp_path / "save"
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own. Ask for it before `node`, whose agents write to it."""
+    """A file system of 1 MiB. Request this fixture before `node`, whose agents write to it."""
     path = tmp_path / "disk"
     path.mkdir()
     made = subprocess.run(
@@ -110,5 +110,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"this machine refuses to mount a tmpfs: {made.stderr.strip()}")
     yield path
-    # An agent of the test, which holds its directory open, may end a moment later.
+    # An agent of the test holds its directory open and may end a moment later.
     subprocess.run(["umount", "--lazy", str(path)], check=True)

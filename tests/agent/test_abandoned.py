@@ -1,4 +1,4 @@
-"""A save that training has abandoned, while the agent of another node commits it."""
+"""A save that training has abandoned while the agent of another node commits it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.support.trainer import eventually, new_save_id
 SAVE = "a" * 12
 
 
-def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
+def test_a_node_removes_no_files_of_a_save_that_rank_0_is_committing(
     node: Node, other_node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks tell their agents one after the other what training resumes from."""
+    """Ranks report to their agents one after the other which checkpoint training resumes from."""
     reached, save_id = tmp_path / "reached", new_save_id()
     monkeypatch.setenv(VARIABLE, f"agent:commit.common:1:STOP:{reached}")
     first = node.trainer(root, 0, 2, config=node.config(answer_timeout_s=600.0))
     monkeypatch.delenv(VARIABLE)
     second = other_node.trainer(root, 1, 2)
     second.stage(1, save_id)
-    asking = threading.Thread(target=first.stage, args=(1, save_id))  # it may not be answered yet
+    asking = threading.Thread(target=first.stage, args=(1, save_id))  # the agent may answer later
     asking.start()
     eventually("all but the manifest", reached.exists)
     (agent,) = node.agents()
@@ -54,8 +54,8 @@ def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
     assert_intact(root, 1, [first, second])
 
 
-def test_a_part_of_which_rank_0_of_this_node_has_none_goes_at_once(node: Node, root: Path) -> None:
-    """Rank 0 was killed before it had staged its part: nobody else can commit the save."""
+def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: Path) -> None:
+    """Rank 0 was killed before it staged its part, so no other node can commit the save."""
     first = node.trainer(root, 0, 2)
     second = node.trainer(root, 1, 2)
     second.client.hold(first.claim())
@@ -71,10 +71,10 @@ def test_a_part_of_which_rank_0_of_this_node_has_none_goes_at_once(node: Node, r
         trainer.client.adopt(None, 0)
     eventually("its end", lambda: not shard.exists())
     log = (node.directory(root) / LOG).read_text()
-    assert "removed" not in log, "not as what a crash has left: by the agent that wrote it"
+    assert "removed" not in log, "the agent removes its own shard, not an orphaned file"
 
 
-def test_other_nodes_learn_that_rank_0_has_staged_nothing(
+def test_other_nodes_learn_that_rank_0_staged_no_part(
     node: Node, other_node: Node, root: Path
 ) -> None:
     first, second = (node.trainer(root, rank, 3) for rank in range(2))
@@ -100,7 +100,7 @@ def test_other_nodes_learn_that_rank_0_has_staged_nothing(
 
 
 class _Telling(PosixStorage):
-    """Real storage, which calls `tell` before it puts the common state."""
+    """Real storage that calls `tell` before it puts the common state."""
 
     tell: Callable[[], None]
 
@@ -116,7 +116,7 @@ class _Telling(PosixStorage):
         super().put(name, data, durable, guard)
 
 
-def test_a_commit_under_way_ends_before_its_manifest(root: Path) -> None:
+def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
     storage = _Telling(root)
     save = persisted(storage, SAVE)
     storage.tell = lambda: setattr(save, "outlived", True)
@@ -126,7 +126,7 @@ def test_a_commit_under_way_ends_before_its_manifest(root: Path) -> None:
     assert not list(root.glob(f"{file_names.iteration_dir(5)}/[mcr]*[!d]"))
 
 
-def test_the_node_of_rank_0_tells_the_others_which_then_remove_their_part(root: Path) -> None:
+def test_other_nodes_remove_their_part_after_rank_0_reports_the_end(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE, rank, 2) for rank in range(2)]
     for save in saves:
         save.outlived = True
@@ -142,8 +142,8 @@ def test_the_node_of_rank_0_tells_the_others_which_then_remove_their_part(root: 
     assert [shard.exists() for shard in shards] == [False, False]
 
 
-def test_a_part_without_a_record_is_removed_at_once(root: Path) -> None:
-    """No agent can commit without it."""
+def test_a_shard_without_a_commit_record_is_removed_at_once(root: Path) -> None:
+    """No agent can commit a shard that lacks a record."""
     save = persisted(PosixStorage(root), SAVE, 1, 2)
     save.outlived = True
     (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE)).unlink()
@@ -152,7 +152,7 @@ def test_a_part_without_a_record_is_removed_at_once(root: Path) -> None:
     assert not (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists()
 
 
-def test_a_node_does_not_wait_for_that_of_rank_0_for_ever(
+def test_a_node_waits_for_rank_0_only_for_a_limited_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_flashckpt.agent.commit._ABANDONED_S", 0.0)
@@ -161,5 +161,5 @@ def test_a_node_does_not_wait_for_that_of_rank_0_for_ever(
     assert outcome_of(save, 60.0)[0]
     forget(save)
     assert (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists(), (
-        "its sweeper's"
+        "the sweep of orphaned files removes this shard"
     )

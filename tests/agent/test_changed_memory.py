@@ -1,7 +1,7 @@
-"""Memory that changes after its trainer has gone is neither restored nor written.
+"""Memory that changes after its trainer has gone: neither restored nor written.
 
-As soon as a trainer hangs up, the agent digests the slots that it has not read to their end, and
-offers them with these digests.
+When a trainer hangs up, the agent digests the slots that are not fully persisted, and offers them
+with these digests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.trainer import (
 
 
 def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
-    """Return what a load would take of the only chunk of a slot."""
+    """Return the bytes that a load would take from the only chunk of a slot."""
     assert trainer.slab is not None
     held = HeldSlot(trainer.slab, offer, trainer.rank)
     found = bytearray(held.data_nbytes(trainer.rank))
@@ -54,7 +54,7 @@ def flip(trainer: FakeTrainer, offer: Offer) -> None:
         data[len(data) // 2] ^= 4
 
 
-def test_a_slot_whose_persist_hangs_is_restored_and_written_only_as_its_trainer_left_it(
+def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_written(
     node: Node, root: Path
 ) -> None:
     save_id = new_save_id()
@@ -65,7 +65,7 @@ def test_a_slot_whose_persist_hangs_is_restored_and_written_only_as_its_trainer_
         crashed.kill()
         trainer = node.trainer(root)
         (offer,) = trainer.take()
-        assert offer.digests is not None, "nobody has read it"
+        assert offer.digests is not None, "the agent digested the slot at the hang-up"
         assert restored(trainer, offer) == content(0, 7, trainer.layout.nbytes)
         flip(trainer, offer)
         with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
@@ -97,10 +97,8 @@ def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_hangs_up(
         restored(again, offer)
 
 
-def test_what_an_earlier_agent_has_written_is_restored_only_as_that_was(
-    node: Node, root: Path
-) -> None:
-    """The next agent reads the digests in storage, not the memory that may have changed."""
+def test_a_slot_that_differs_from_its_shard_is_not_restored(node: Node, root: Path) -> None:
+    """The next agent reads the digests from storage, not the memory, which may have changed."""
     trainer = node.trainer(root)
     assert trainer.save(7).error is None
     (offer,) = trainer.take()
@@ -116,10 +114,10 @@ def test_what_an_earlier_agent_has_written_is_restored_only_as_that_was(
         restored(again, offer)
 
 
-def test_a_part_that_an_earlier_agent_has_written_is_restored_only_as_that_was(
+def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
     node: Node, root: Path
 ) -> None:
-    """Its digests were taken again when the trainer hung up, after the memory had changed."""
+    """The agent digested the slot again at the hang-up, after the memory had changed."""
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     save_id = new_save_id()
@@ -137,7 +135,7 @@ def test_a_part_that_an_earlier_agent_has_written_is_restored_only_as_that_was(
         first.reconnect()
         first.hang_up()
         again = node.trainer(root, 0, 2, config=config)
-        assert again.take()[0].digests is not None, "it was digested at the hang-up"
+        assert again.take()[0].digests is not None, "the agent digested the slot at the hang-up"
         let_go()
         assert second.outcome().error is None
     (offer,) = again.take()
@@ -146,7 +144,7 @@ def test_a_part_that_an_earlier_agent_has_written_is_restored_only_as_that_was(
 
 
 def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_path: Path) -> None:
-    """What is meant for memory only waits for its digests in a queue."""
+    """A slot of a memory-only save waits in a queue for its digests."""
     settings = msgspec.structs.asdict(settings_of(Config()))
     node = AgentNode(AgentOptions(root=str(tmp_path), **settings))
     saves = Saves(node, Committer(node))

@@ -1,4 +1,4 @@
-"""`Checkpointer` with a real agent, tensors of its own, and no model."""
+"""`Checkpointer` with a real agent and its own tensors, but no model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.agent.test_shard_writer import stored
 from tests.support.trainer import eventually, held_back
 
 RUN = "0123abcd"
-#: Elements of each tensor.
+#: Number of elements in one tensor.
 NUMEL = 1_500_000
 
 
-#: Megatron's arguments, as far as a save of such a job asks for them.
+#: The arguments of Megatron that a save of such a job reads.
 ARGS = argparse.Namespace(no_save_rng=True)
 
 
@@ -45,7 +45,7 @@ class Job:
         patch.setattr(parallel, "coordinates", Coordinates)
         patch.setattr(run_id, "from_store", lambda root: RUN)
         patch.setattr(side_state, "rank_state", self._rank_state)
-        #: What this rank has beside its tensors.
+        #: State of this rank in addition to its tensors.
         self.side_state: Callable[[], dict[str, Any]] = lambda: {"seed": 1}
         self.tensors = [torch.rand(NUMEL) for _ in range(4)]
         self.checkpointer = Checkpointer(str(root), config)
@@ -66,7 +66,7 @@ class Job:
         return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
 
     def save(self, iteration: int, **more: Any) -> str | None:
-        """Save, wait, and return the error if there was one."""
+        """Save and wait; return the error, or None."""
         self.checkpointer.save(self.request(iteration, **more))
         self.checkpointer.link.stager.wait()
         (outcome,) = eventually("its outcome", lambda: self.checkpointer.saves.poll(0.1))
@@ -111,7 +111,7 @@ def test_every_save_is_stored_bit_for_bit(
             tensor.add_(1)
 
 
-def test_the_agent_writes_nothing_before_everything_is_copied(
+def test_the_agent_writes_no_byte_before_all_tensors_are_copied(
     make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(config)
@@ -129,21 +129,19 @@ def test_the_agent_writes_nothing_before_everything_is_copied(
     assert before_staged == [False]
 
 
-def test_nothing_of_a_save_for_memory_only_is_written(
-    make: Any, config: Config, root: Path
-) -> None:
+def test_a_memory_only_save_writes_no_file(make: Any, config: Config, root: Path) -> None:
     job = make(config)
     assert job.save(1, memory_only=True) is None
     assert not (root / file_names.iteration_dir(1)).exists()
 
 
-def test_a_copy_that_fails_in_the_middle_leaves_no_shard_and_the_next_save_works(
+def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(
     make: Any, config: Config, root: Path
 ) -> None:
     job = make(config)
     whole = job.tensors
     assert job.save(1) is None
-    job.tensors = [*whole[:3], torch.empty(NUMEL, device="meta")]  # which has no bytes to copy
+    job.tensors = [*whole[:3], torch.empty(NUMEL, device="meta")]  # a meta tensor has no bytes
     error = job.save(2)
     assert error is not None
     assert "copying to host memory failed" in error
@@ -190,7 +188,7 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
     job.assert_stored(root, 3)
 
 
-def test_saves_of_a_rank_that_the_agent_serves_no_more_end_with_its_reason(
+def test_saves_of_a_refused_rank_fail_with_the_reason_of_the_agent(
     make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(config)
@@ -211,7 +209,7 @@ def test_saves_of_a_rank_that_the_agent_serves_no_more_end_with_its_reason(
     assert job.checkpointer.link.current is client
 
 
-def test_the_last_save_of_a_job_waits_for_a_slot_no_longer_than_for_its_commit(
+def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
     make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = msgspec.structs.replace(
@@ -236,11 +234,11 @@ def test_the_last_save_of_a_job_waits_for_a_slot_no_longer_than_for_its_commit(
     assert report.skipped
     assert "no slot became free within 1 s" in outcomes[3]
     assert all("raise 'drain_timeout_s'" in outcomes[iteration] for iteration in (1, 2, 3))
-    assert job.save(4) is None, "only the end of the job is in a hurry"
+    assert job.save(4) is None, "a save that is not the last one waits longer"
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
-def test_a_late_write_is_promised_only_if_there_is_an_agent(
+def test_an_error_promises_a_late_write_only_if_an_agent_lives(
     make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
 ) -> None:
     job = make(config)
@@ -262,10 +260,10 @@ class _Unsupported:
     """Side state that no load could restore."""
 
 
-def test_a_rank_that_cannot_save_takes_part_in_what_the_others_wait_for(
+def test_a_rank_that_cannot_save_still_joins_the_collectives(
     make: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`busy: skip` costs one collective; a rank that left it out would leave the others in it."""
+    """`busy: skip` costs one collective; without this rank, the other ranks would hang in it."""
     job = make(msgspec.structs.replace(config, busy="skip"))
     said: list[tuple[int, str]] = []
 
@@ -284,13 +282,13 @@ def test_a_rank_that_cannot_save_takes_part_in_what_the_others_wait_for(
         job.checkpointer.save(job.request(1))
     assert said == [(2, "max")] * 2
     job.side_state = whole
-    assert job.save(1) is None, "the state is saved if training asks for it again"
+    assert job.save(1) is None, "a repeated request for this iteration is saved"
 
 
-def test_a_rank_that_cannot_save_has_its_agent_tell_the_other_nodes(
+def test_the_agent_of_a_rank_that_cannot_save_notifies_the_other_nodes(
     make: Any, config: Config, root: Path
 ) -> None:
-    """Else they would wait for its part until `commit_timeout_s` is over."""
+    """Without the note, they would wait for the part of this rank until `commit_timeout_s`."""
     job = make(config)
     assert job.save(1) is None
     whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}

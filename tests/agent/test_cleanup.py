@@ -1,4 +1,4 @@
-"""What a killed agent left is removed by its successor; nothing else is."""
+"""Removal of files that a killed agent left: its successor removes these files and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.trainer import PATIENCE_S, eventually, is_alive, new_save_id,
 
 
 def listing(root: Path) -> set[str]:
-    """Return all paths below `root`, from which the agent may be removing others meanwhile."""
+    """Return all paths below `root`, while the agent may remove some of them."""
     return {
         os.path.relpath(os.path.join(where, name), root)
         for where, directories, files in os.walk(root)
@@ -34,7 +34,7 @@ def listing(root: Path) -> set[str]:
 
 
 def plant(root: Path, iteration: int, *files: str) -> list[Path]:
-    """Put files into the directory of an iteration; return all paths."""
+    """Put files into the directory of an iteration; return the paths of all."""
     directory = root / file_names.iteration_dir(iteration)
     directory.mkdir(parents=True, exist_ok=True)
     planted = [directory / name for name in files]
@@ -58,7 +58,7 @@ def half_a_save(save_id: str) -> tuple[str, ...]:
     )
 
 
-def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, root: Path) -> None:
+def test_a_commit_removes_orphaned_files_of_older_saves_only(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(10).error is None
     checkpoint = listing(root)
@@ -72,7 +72,7 @@ def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, ro
     again = node.trainer(root)
     assert again.save(20).error is None
     assert (root / file_names.iteration_dir(5)).exists(), (
-        "other nodes may want to know why it failed"
+        "other nodes may still read why the save failed"
     )
     assert again.save(30).error is None
     again.hang_up(leave=True)
@@ -85,9 +85,7 @@ def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, ro
     assert_intact(root, 30, [again])
 
 
-def test_when_a_job_goes_on_whatever_nobody_has_under_way_is_removed(
-    node: Node, root: Path
-) -> None:
+def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(10).error is None
     plant(root, 99, *half_a_save("cccccccccccc"))
@@ -96,7 +94,7 @@ def test_when_a_job_goes_on_whatever_nobody_has_under_way_is_removed(
     assert_intact(root, 10, [trainer])
 
 
-def test_another_rank_than_the_first_removes_nothing(node: Node, root: Path) -> None:
+def test_only_rank_0_removes_orphaned_files(node: Node, root: Path) -> None:
     ranks = [node.trainer(root, rank, 2) for rank in range(2)]
     (planted,) = plant(root, 99, file_names.shard_name(0, "cccccccccccc"))
     ranks[1].client.adopt(None, 0)
@@ -107,7 +105,7 @@ def test_another_rank_than_the_first_removes_nothing(node: Node, root: Path) -> 
     assert planted.exists()
 
 
-def test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty(root: Path) -> None:
+def test_a_directory_without_our_files_stays_even_if_it_is_empty(root: Path) -> None:
     (root / file_names.iteration_dir(3)).mkdir(parents=True)
     plant(root, 4, "notes.txt")
     before = listing(root)
@@ -117,9 +115,7 @@ def test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty(root: 
     assert listing(root) == before
 
 
-def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
-    node: Node, root: Path
-) -> None:
+def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert [trainer.save(iteration).error for iteration in (10, 20)] == [None, None]
     manifest = root / file_names.iteration_dir(20) / file_names.MANIFEST
@@ -135,8 +131,8 @@ def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
     eventually("the end of half a save", lambda: listing(manifest.parent) == before)
 
 
-def test_a_record_that_becomes_visible_late_goes_when_a_job_resumes(root: Path) -> None:
-    """An agent that was killed on another node had put it; the commit did not see it."""
+def test_a_record_that_became_visible_late_is_removed_when_a_job_resumes(root: Path) -> None:
+    """A killed agent of another node had put the record; the commit did not see the file."""
     storage = PosixStorage(root)
     commit(persisted(storage, "a" * 12))
     sweeper = Sweeper(storage)
@@ -151,7 +147,7 @@ def test_a_record_that_becomes_visible_late_goes_when_a_job_resumes(root: Path) 
     assert stored(root, 5)
 
 
-def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+def test_foreign_files_stay_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     foreign = plant(root, 3, "mp_rank_00", "notes.txt", "manifest.json.bak", ".x.0123abcd.tmp")
     elsewhere = tmp_path / "elsewhere"
     plant(elsewhere, 4, file_names.shard_name(0, "aaaaaaaaaaaa"))
@@ -172,8 +168,8 @@ def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path:
     }
 
 
-def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: Path) -> None:
-    """By an agent that hung, while a later run had its ranks and removed that iteration."""
+def test_a_recreated_directory_is_searched_again(node: Node, root: Path) -> None:
+    """An agent that hung makes it, after a later run has removed that iteration."""
     assert node.trainer(root).save(10).error is None
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):
@@ -186,7 +182,7 @@ def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: P
     assert not (root / file_names.iteration_dir(10)).exists()
 
 
-def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
+def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cleanup, "_LOOK_S", 0.01)
@@ -206,7 +202,7 @@ def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
     looked.set()
     late.join(PATIENCE_S)
     sweeper.sweep()
-    assert orphan.exists(), "it may be of a save that has begun meanwhile"
+    assert orphan.exists(), "the file may belong to a save that began meanwhile"
     for committed in (10, 20):
         sweeper.look(lambda _: False, committed)
         sweeper.sweep()
@@ -214,17 +210,17 @@ def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
     assert storage.present(file_names.iteration_dir(5), [file_names.MANIFEST])
 
 
-def test_a_save_that_is_under_way_is_not_touched(root: Path) -> None:
+def test_a_save_under_way_keeps_its_files(root: Path) -> None:
     (planted,) = plant(root, 7, file_names.shard_name(0, "aaaaaaaaaaaa"))
     sweeper = Sweeper(PosixStorage(root))
     sweeper.look_soon(lambda iteration: iteration == 7)
-    for committed in (6, 7):  # 7 will be the one before
+    for committed in (6, 7):  # 7 becomes the second-newest commit
         sweeper.look(lambda iteration: False, committed)
     sweeper.sweep()
     assert planted.exists()
     sweeper.look(lambda iteration: False, 8)
     manifest = planted.with_name(file_names.MANIFEST)
-    manifest.touch()  # committed in the last moment
+    manifest.touch()  # the commit happens at the last moment
     sweeper.sweep()
     assert planted.exists()
     manifest.unlink()
@@ -241,7 +237,7 @@ def test_a_killed_agents_files_are_gone_once_its_successor_has_committed(
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{killed}:KILL:{once}")
     first = node.trainer(root)
     agent = first.client.agent_pid
-    with contextlib.suppress(AgentError):  # it may not live to answer
+    with contextlib.suppress(AgentError):  # the agent may die before it answers
         first.stage(10, new_save_id())
     eventually("the death of the agent", lambda: not is_alive(agent))
     first.hang_up()

@@ -1,6 +1,6 @@
-"""Nodes that are gone, hung, slow, replaced or lie: training and saving go on, garbage is unused.
+"""Nodes that are gone, hung, slow, replaced or send garbage: training and saves continue.
 
-Each trainer's save must be committed as if there were no other node; what is held is second to it.
+The save of each trainer must be committed as if its node were alone. Redundant copies come second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_hung_partner_costs_one_warning_and_no_save(tmp_path: Path) -> None:
         eventually("the warning", lambda: warnings(made, 0))
         assert "no answer within" in warnings(made, 0)[0]
         os.kill(hung, signal.SIGCONT)
-        # Without another save: what is in the slot is tried again.
+        # No further save is needed: the agent sends the slot again.
         eventually("the newest is held", lambda: "rank 0: iteration 6 is held by" in made.log(0))
         assert len(warnings(made, 0)) == 1
 
@@ -68,8 +68,8 @@ def test_a_partner_that_is_gone_costs_one_warning_and_no_save(tmp_path: Path) ->
         assert len(warnings(made, 0)) == 1
 
 
-def test_a_slot_that_is_needed_again_is_not_waited_for(tmp_path: Path) -> None:
-    """The partner is slow; what it did not get in time is given up, the newest is sent."""
+def test_a_save_does_not_wait_for_a_slot_that_is_being_sent(tmp_path: Path) -> None:
+    """The partner is slow: the agent gives up the older copy and sends the newest one."""
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy", timeout_s=30)
         save_all(made, 1)
@@ -99,7 +99,7 @@ def unread(port: int) -> bool:
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
-def test_a_copy_whose_bytes_have_changed_is_not_used_and_it_is_said(
+def test_a_recovery_rejects_a_copy_whose_bytes_changed_and_warns(
     tmp_path: Path, scheme: str
 ) -> None:
     sizes = (1, 1) if scheme == "copy" else (1, 1, 1)
@@ -117,9 +117,9 @@ def test_a_copy_whose_bytes_have_changed_is_not_used_and_it_is_said(
 
 
 def damage_what_is_held(made: Cluster, holder: int, iteration: int) -> None:
-    """Flip a byte in the memory of an agent, in the middle of what it holds for others.
+    """Flip a byte in the middle of the data that an agent holds for other nodes.
 
-    Wherever that stands: the first place may be a buffer through which it came.
+    Every place in memory is changed, because the first one may be a receive buffer.
     """
     scheme, group = made.plans[0].scheme, made.plans[0].group
     topology = Topology(scheme, group, made.ranks)
@@ -145,7 +145,7 @@ def damage_what_is_held(made: Cluster, holder: int, iteration: int) -> None:
                 memory.seek(start + match.start())
                 memory.write(bytes([middle[0] ^ 1]))
                 flipped += 1
-    assert flipped, "it does not hold that"
+    assert flipped, "the agent does not hold this data"
 
 
 def stream(trainer: FakeTrainer, iteration: int) -> bytes:
@@ -158,28 +158,28 @@ def stream(trainer: FakeTrainer, iteration: int) -> bytes:
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
-def test_an_agent_that_takes_the_place_of_a_killed_one_is_known_to_the_others(
+def test_the_other_agents_accept_the_successor_of_a_killed_agent(
     tmp_path: Path, scheme: str
 ) -> None:
-    """It gets the keys and the port of the first, and what that held for others, without a save."""
+    """The successor gets the keys, the port and the held copies, and no save is needed."""
     sizes = (1, 1) if scheme == "copy" else (1, 1, 1)
     with cluster(tmp_path, sizes) as made:
         made.start(scheme, 3)
         save = save_all(made, 10)
         made.await_held(10, len(sizes) - 1)
         made.kill_agent(1)
-        # What its own ranks had staged is sent anew, too.
+        # The slots that its own ranks had staged are sent again, too.
         before = made.said_held(10)
         made.succeed(1)
         for rank in before:
-            # Others are asked again as well, and say that they have their part.
+            # The agents of other nodes are asked again too, and report that they have their part.
             more = before[rank] + (1 if rank == 1 else len(sizes) - 1)
             eventually("held again", lambda r=rank, n=more: made.said_held(10)[r] >= n)
         recover_lost(made, scheme, 3, 0, [save])
         assert_recovered(made, 0, [10])
 
 
-def test_an_agent_that_outlives_redundancy_sends_and_holds_nothing_more(tmp_path: Path) -> None:
+def test_an_agent_whose_redundancy_was_turned_off_sends_and_holds_no_copies(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         save_all(made, 10)
@@ -192,7 +192,7 @@ def test_an_agent_that_outlives_redundancy_sends_and_holds_nothing_more(tmp_path
             link.close(leave=False)
         assert [made.nodes[node].agents() for node in range(2)] == agents
         for node in range(2):
-            # Its port, its threads and its copies are gone.
+            # The port, the threads and the copies of the agent are gone.
             eventually("the port is closed", lambda n=node: not listens(made.peers[n].port))
         save_all(made, 20)
         assert made.said_held(20) == {0: 0, 1: 0}
@@ -206,7 +206,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) -> None:
+def test_25_saves_leak_no_descriptor_thread_or_memory(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1, 1), numel=100_000) as made:
         made.start("xor", 3)
         for iteration in range(1, 11):
@@ -225,7 +225,7 @@ def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) ->
         assert growth < 8 * MIB
 
 
-def test_agents_with_peers_leave_nothing_behind(tmp_path: Path) -> None:
+def test_agents_with_peers_leave_no_process_file_or_port(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         save_all(made, 1)
@@ -237,7 +237,7 @@ def test_agents_with_peers_leave_nothing_behind(tmp_path: Path) -> None:
         assert [list(node.runtime_dir.iterdir()) for node in made.nodes] == [[], []]
 
 
-def test_an_agent_without_peers_does_not_load_zeromq_nor_numpy(tmp_path: Path) -> None:
+def test_an_agent_without_peers_loads_neither_zeromq_nor_numpy(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         trainer = made.nodes[0].trainer(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""What a node holds for others: combined, bounded, and whole or not at all."""
+"""Copies and parity that a node holds for others: combined, bounded, and complete or unused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def label(rank: int, iteration: int, nbytes: int) -> Label:
 def give(
     held: Holdings, lane: Lane, rank: int, iteration: int, data: bytes, upto: int | None = None
 ) -> bool:
-    """Contribute the bytes that a rank's checkpoint consists of, in steps of 1,000."""
+    """Contribute the bytes of a rank's checkpoint in steps of 1,000."""
     said = label(rank, iteration, len(data))
     if not held.begin(Part(lane, 0, 1), said):
         return False
@@ -51,7 +51,7 @@ def iterations(held: Holdings, rank: int) -> list[int]:
     return sorted(each.label.iteration for each in held.held_of(rank))
 
 
-def test_a_copy_is_what_was_given() -> None:
+def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     held, data = Holdings(), os.urandom(4567)
     assert give(held, (3,), 3, 10, data)
     (found,) = held.held_of(3)
@@ -60,11 +60,11 @@ def test_a_copy_is_what_was_given() -> None:
     assert held.held_of(4) == []
 
 
-def test_parity_gives_back_each_contribution_from_the_others() -> None:
+def test_parity_restores_each_contribution_from_the_others() -> None:
     held, lane = Holdings(), (0, 1, 2)
     data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
     for rank in (2, 0, 1):
-        assert held.held_of(2) == [], "nothing before all have contributed"
+        assert held.held_of(2) == [], "parity is complete only after the last contribution"
         give(held, lane, rank, 10, data[rank])
     assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
     for lost in lane:
@@ -75,7 +75,7 @@ def test_parity_gives_back_each_contribution_from_the_others() -> None:
         assert total == data[lost].ljust(8000, b"\0")
 
 
-def test_parity_takes_the_memory_of_the_largest_contribution() -> None:
+def test_parity_needs_the_memory_of_the_largest_contribution() -> None:
     held, lane = Holdings(), (0, 1, 2)
     for iteration in range(5):
         for rank in lane:
@@ -84,21 +84,21 @@ def test_parity_takes_the_memory_of_the_largest_contribution() -> None:
     assert [len(record.memory or b"") for record in records] == [3000, 3000]
 
 
-def test_a_complete_save_goes_only_for_one_that_all_slots_are_full_of() -> None:
-    """Two slots at the sender, two places here; the memory of the oldest is used again."""
+def test_a_complete_save_is_evicted_only_when_every_place_holds_a_complete_save() -> None:
+    """The sender has two slots and this node two places; the oldest place is used again."""
     held = Holdings()
     data = {iteration: os.urandom(3000) for iteration in (10, 20, 30)}
     give(held, (0,), 0, 10, data[10])
     give(held, (0,), 0, 20, data[20], upto=2000)
     assert iterations(held, 0) == [10]
     give(held, (0,), 0, 30, data[30])
-    assert iterations(held, 0) == [10, 30], "what was begun and left made room, not the whole one"
+    assert iterations(held, 0) == [10, 30], "the incomplete save was evicted, not the complete one"
     give(held, (0,), 0, 40, data[20])
     assert iterations(held, 0) == [30, 40]
     assert held.read((0,), "save40", 0, 3000) == data[20]
 
 
-def test_memory_that_held_parity_before_starts_from_zero() -> None:
+def test_reused_parity_memory_starts_from_zero() -> None:
     held, lane = Holdings(), (0, 1)
     for iteration in (10, 20, 30):
         data = [os.urandom(2000), os.urandom(2000)]
@@ -109,7 +109,7 @@ def test_memory_that_held_parity_before_starts_from_zero() -> None:
         assert total == data[1]
 
 
-def test_a_save_older_than_all_that_is_here_is_declined() -> None:
+def test_a_save_older_than_every_held_save_is_declined() -> None:
     held = Holdings()
     for iteration in (20, 30):
         give(held, (0,), 0, iteration, b"new")
@@ -118,21 +118,21 @@ def test_a_save_older_than_all_that_is_here_is_declined() -> None:
     assert iterations(held, 0) == [20, 30]
 
 
-def test_what_is_here_is_not_taken_twice() -> None:
+def test_a_contribution_is_not_combined_twice() -> None:
     held = Holdings()
     assert give(held, (0,), 0, 10, b"data")
     assert not give(held, (0,), 0, 10, b"data")
     assert held.read((0,), "save10", 0, 4) == b"data"
 
 
-def test_a_contribution_that_was_cut_off_makes_the_parity_worthless_not_wrong() -> None:
+def test_an_interrupted_contribution_invalidates_the_parity() -> None:
     given_up: list[tuple[int, set[int]]] = []
     held, lane = Holdings(lambda *what: given_up.append(what)), (0, 1)
     give(held, lane, 1, 10, b"b" * 3000)
     give(held, lane, 0, 10, b"a" * 3000, upto=1000)
     assert given_up == []
     give(held, lane, 0, 10, b"a" * 3000)
-    assert given_up == [(10, {1})], "whoever gave its part must give it again"
+    assert given_up == [(10, {1})], "rank 1 must contribute again"
     assert iterations(held, 0) == []
     give(held, lane, 1, 10, b"b" * 3000)
     assert iterations(held, 0) == [10]
@@ -151,14 +151,18 @@ def test_a_contribution_that_was_cut_off_makes_the_parity_worthless_not_wrong() 
         (lambda h: h.read((0,), "save10", 0, 1), "took its place"),
     ],
 )
-def test_what_does_not_fit_is_declined(act: Callable[[Holdings], object], reason: str) -> None:
+def test_a_request_that_does_not_fit_is_declined(
+    act: Callable[[Holdings], object], reason: str
+) -> None:
     held = Holdings()
     held.begin(Part((0,), 0, 1), label(0, 10, 1000))
     with pytest.raises(HoldError, match=reason):
         act(held)
 
 
-def test_a_node_without_the_memory_declines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_free_memory_declines_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
     monkeypatch.setattr(holder, "available_nbytes", lambda: 2**20)
@@ -167,7 +171,7 @@ def test_a_node_without_the_memory_declines_and_says_so(monkeypatch: pytest.Monk
     assert iterations(held, 0) == [10]
 
 
-def test_adopting_drops_a_past_that_did_not_happen_and_lanes_of_other_nodes() -> None:
+def test_resuming_drops_newer_saves_and_foreign_parity_groups() -> None:
     held = Holdings()
     for rank, iteration in ((0, 10), (0, 20), (1, 20), (2, 10)):
         give(held, (rank,), rank, iteration, b"data")
@@ -178,7 +182,7 @@ def test_adopting_drops_a_past_that_did_not_happen_and_lanes_of_other_nodes() ->
 
 
 class NotedMemory(mmap.mmap):
-    """Notes which threads free memory: the kernel needs 0.1 s for a GB."""
+    """Memory that records which threads free it: the kernel needs 0.1 s for a GB."""
 
     freed_by: ClassVar[list[threading.Thread]] = []
 
@@ -201,10 +205,10 @@ class NotedMemory(mmap.mmap):
     ],
     ids=["of another past", "of another lane", "left unfinished", "too small"],
 )
-def test_dropped_memory_is_freed_by_a_thread_of_its_own(
+def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainers wait for whoever adopts, and other nodes for whoever begins."""
+    """Trainers wait for a `resume_from` request, and other nodes wait for `begin`."""
     monkeypatch.setattr(holder.mmap, "mmap", NotedMemory)
     NotedMemory.freed_by.clear()
     held = Holdings()

@@ -1,4 +1,4 @@
-"""Nodes with networks of their own: agents reach each other through a wire, and no other way."""
+"""Nodes with their own network namespaces: agents reach each other only through a wire."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def namespaces() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """Let this thread, and what it starts, have the network of a namespace."""
+    """Give this thread, and every process that it starts, the network of a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{name}") as there:
         assert libc.setns(there.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())

@@ -1,6 +1,6 @@
-"""A node is lost, its agent too: the replacement gets its ranks' checkpoints from other nodes.
+"""Recovery of a lost node and its agent: other nodes return the checkpoints of its ranks.
 
-Several nodes on this machine, a runtime directory and an agent each, talk over loopback.
+The nodes run on this machine, each with a runtime directory and an agent, and talk over loopback.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def assert_recovered(made: Cluster, rank: int, iterations: list[int]) -> None:
 
 
 def recover_lost(made: Cluster, scheme: str, group: int, lost: int, saves: list[str]) -> None:
-    """Lose a node, storage too; restart the job and let the new node's ranks recover."""
+    """Lose a node and the storage; restart the job and let the ranks of the new node recover."""
     made.lose(lost)
     for path in made.root.iterdir():
-        # The other agents still write there.
+        # The agents of the remaining nodes still write there.
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             path.unlink()
@@ -54,7 +54,7 @@ def recover_lost(made: Cluster, scheme: str, group: int, lost: int, saves: list[
 
 
 @pytest.mark.parametrize(("scheme", "group", "sizes", "holders"), SCHEMES)
-def test_each_node_in_turn_is_lost_and_gets_its_checkpoints_back_without_storage(
+def test_any_lost_node_recovers_its_checkpoints_without_storage(
     tmp_path: Path, scheme: str, group: int, sizes: tuple[int, ...], holders: int
 ) -> None:
     with cluster(tmp_path, sizes, numel=5000) as made:
@@ -71,7 +71,7 @@ def test_each_node_in_turn_is_lost_and_gets_its_checkpoints_back_without_storage
 
 
 @pytest.mark.parametrize(("scheme", "group", "sizes", "holders"), SCHEMES[1:3])
-def test_what_a_lost_node_held_for_others_is_made_again_when_training_goes_on(
+def test_copies_that_a_lost_node_held_are_sent_again_when_training_resumes(
     tmp_path: Path, scheme: str, group: int, sizes: tuple[int, ...], holders: int
 ) -> None:
     with cluster(tmp_path, sizes) as made:
@@ -88,7 +88,7 @@ def test_what_a_lost_node_held_for_others_is_made_again_when_training_goes_on(
             made.await_held(20, holders, beyond=held_before)
 
 
-def test_a_save_that_a_lost_node_had_not_persisted_is_made_durable_by_its_replacement(
+def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
     tmp_path: Path,
 ) -> None:
     with cluster(tmp_path, (1, 1)) as made:
@@ -112,10 +112,10 @@ def test_a_save_that_a_lost_node_had_not_persisted_is_made_durable_by_its_replac
             expected = content(rank, 10, trainer.layout.nbytes)
             assert read_rank(stored(made.root, 10), trainer) == expected
             eventually("a durable slot", lambda it=trainer: it.take()[0].durable)
-            assert trainer.client.poll().finished == (), "no news of what it did not save itself"
+            assert trainer.client.poll().finished == (), "a rank gets results of its own saves only"
 
 
-def test_two_lost_nodes_of_a_group_are_not_recovered_and_it_is_said(tmp_path: Path) -> None:
+def test_the_loss_of_two_nodes_of_a_group_is_reported_as_unrecoverable(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1, 1, 1)) as made:
         made.start("xor", 4)
         save = made.stage(10)
@@ -129,8 +129,10 @@ def test_two_lost_nodes_of_a_group_are_not_recovered_and_it_is_said(tmp_path: Pa
         assert [offer.iteration for offer in made.trainers[0].take()] == [10]
 
 
-def test_ranks_that_the_launcher_gave_to_other_nodes_find_their_checkpoints(tmp_path: Path) -> None:
-    """Node 0 is lost; the new node becomes the last one, as torchrun may have it."""
+def test_ranks_that_the_launcher_moved_to_other_nodes_find_their_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """Node 0 is lost; the launcher gives its replacement the last place, as torchrun may do."""
     with cluster(tmp_path, (1, 1, 1)) as made:
         made.start("copy")
         save = made.stage(10)
@@ -143,10 +145,10 @@ def test_ranks_that_the_launcher_gave_to_other_nodes_find_their_checkpoints(tmp_
             assert_recovered(made, rank, [10])
 
 
-def test_after_two_nodes_were_swapped_each_shard_is_written_once_by_its_former_agent(
+def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
     tmp_path: Path,
 ) -> None:
-    """A second writer would overwrite a shard that may be committed by then."""
+    """A second writer would overwrite a shard that the first may have committed."""
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         save_id = new_save_id()
@@ -170,23 +172,23 @@ def test_after_two_nodes_were_swapped_each_shard_is_written_once_by_its_former_a
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
             assert read_rank(stored(made.root, 10), trainer) == expected
-        # The nodes were swapped, so node 1 is the former one of rank 0.
+        # The nodes were swapped, so the former node of rank 0 is node 1.
         for rank, node in ((0, 1), (1, 0)):
             assert re.findall(r"rank (\d): persisted iteration 10", made.log(node)) == [str(rank)]
         assert {made.stage(20)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
 
 
 def claimed(made: Cluster) -> None:
-    """Have a new run claim the save directory, and all agents know of it."""
+    """Claim the save directory for a new run, and report the claim to all agents."""
     key = made.trainers[0].claim()
     for trainer in made.trainers.values():
         trainer.client.hold(key)
 
 
-def test_a_save_that_was_being_written_when_rank_0_moved_is_given_up_and_the_next_is_committed(
+def test_a_save_under_way_when_rank_0_moved_is_abandoned_and_the_next_committed(
     tmp_path: Path,
 ) -> None:
-    """Only the agent that has rank 0 now may commit, and it does not have this save of rank 0."""
+    """Only the new agent of rank 0 may commit, and that agent lacks rank 0's part of this save."""
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         claimed(made)
@@ -209,11 +211,11 @@ def test_a_save_that_was_being_written_when_rank_0_moved_is_given_up_and_the_nex
         assert not (made.root / file_names.TRACKER).exists()
         newer = made.stage(20)
         for trainer in made.trainers.values():
-            assert trainer.outcome().save_id == newer, "no news of what an earlier run has staged"
+            assert trainer.outcome().save_id == newer, "a rank gets no results of an earlier run"
         assert (made.root / file_names.TRACKER).read_text() == "20"
 
 
-def test_a_rank_recovers_only_what_is_wanted(tmp_path: Path) -> None:
+def test_a_rank_recovers_only_the_requested_save(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         older, newer = made.stage(10), made.stage(20)

@@ -1,4 +1,4 @@
-"""Who holds what: every byte of every rank is with others, and any one node can be lost."""
+"""Placement of copies: other nodes hold every byte of every rank, and any one node can be lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks_of(sizes: list[int]) -> list[tuple[int, ...]]:
 
 @settings(max_examples=200, deadline=None)
 @given(SIZES, st.sampled_from(["copy", "xor"]), st.integers(2, 9), st.integers(0, 10_000))
-def test_every_byte_of_every_rank_is_with_others_and_survives_one_lost_node(
+def test_other_nodes_hold_every_byte_and_any_one_node_may_be_lost(
     sizes: list[int], scheme: str, group: int, nbytes: int
 ) -> None:
     ranks = ranks_of(sizes)
@@ -35,7 +35,7 @@ def test_every_byte_of_every_rank_is_with_others_and_survives_one_lost_node(
             for share in shares:
                 assert share.holder != node
                 assert share.part.lane in topology.lanes(share.holder)
-                # What it is combined with lives on neither the lost node nor the holder.
+                # The other contributions live neither on the lost node nor on the holder.
                 others = {home[other] for other in share.part.lane if other != rank}
                 assert not others & {node, share.holder}
 
@@ -69,7 +69,7 @@ def test_parity_is_rotated_over_the_nodes_of_a_group() -> None:
     assert topology.shares(2) == {2: [(0, Part((1, 2), 0, 2)), (1, Part((0, 2), 1, 2))]}
 
 
-def test_nodes_that_make_no_whole_group_join_the_others() -> None:
+def test_remaining_nodes_that_cannot_form_a_group_join_other_groups() -> None:
     topology = Topology("xor", 3, [(n,) for n in range(8)])
     groups = [{node, *topology.holders(node)} for node in range(8)]
     assert groups == [{0, 1, 2, 3}] * 4 + [{4, 5, 6, 7}] * 4

@@ -1,4 +1,4 @@
-"""Agents of other nodes: encrypted, only with a key of the job's list, and only on time."""
+"""Connections between agents: encrypted, limited to the keys of the job, and bounded in time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron_flashckpt.agent.protocol import Identity, PeerNode
 from megatron_flashckpt.errors import AgentError
 
 SECRET = bytes(range(256)) * 64
-#: Long enough for an answer that comes; what must not come is awaited for as long.
+#: Long enough for an answer that arrives; the tests wait as long for answers that must not.
 PATIENCE_S = 1.0
 
 
 class Served:
-    """A server that gives `SECRET` to whoever is let in, and what it was asked."""
+    """A server that sends `SECRET` to every admitted peer, and records its requests."""
 
     def __init__(self) -> None:
         self.identity, self.friend = new_identity(), new_identity()
@@ -76,7 +76,9 @@ def assert_answers_friends(served: Served) -> None:
         assert (reply, bytes(payload)) == (m.Taken(), SECRET)
 
 
-def test_an_unknown_key_gets_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_with_an_unknown_key_gets_no_answer(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     with served.connection(new_identity()) as connection, pytest.raises(PeerError, match="answer"):
         connection.ask(m.Find(7))
     assert served.asked == []
@@ -85,7 +87,7 @@ def test_an_unknown_key_gets_nothing(served: Served, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
-def test_who_does_not_encrypt_gets_nothing(served: Served, mechanism: str) -> None:
+def test_a_peer_without_encryption_gets_no_answer(served: Served, mechanism: str) -> None:
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
     sock.linger = 0
@@ -100,16 +102,16 @@ def test_who_does_not_encrypt_gets_nothing(served: Served, mechanism: str) -> No
     assert_answers_friends(served)
 
 
-def test_who_pretends_to_be_a_node_of_the_list_is_told_nothing(served: Served) -> None:
-    """The address is right, the key is not: a stolen address does not get checkpoints."""
+def test_a_server_with_the_wrong_key_gets_no_request(served: Served) -> None:
+    """The address is right and the key is not: a stolen address must not get checkpoints."""
     node = served.node(public=new_identity().public)
     with served.connection(node=node) as connection, pytest.raises(PeerError, match="answer"):
         connection.ask(m.Find(7), SECRET)
     assert served.received == []
 
 
-def test_a_node_that_is_taken_off_the_list_gets_nothing_more(served: Served) -> None:
-    """Also through a connection that it had before."""
+def test_a_node_removed_from_the_list_gets_no_further_answer(served: Served) -> None:
+    """This also holds for a connection that was open before."""
     with served.connection() as connection:
         connection.ask(m.Find(0))
         served.server.allowed = frozenset()
@@ -118,14 +120,14 @@ def test_a_node_that_is_taken_off_the_list_gets_nothing_more(served: Served) -> 
     assert served.asked == [m.Find(0)]
 
 
-def test_garbage_on_the_port_disturbs_nobody(served: Served) -> None:
+def test_garbage_on_the_port_does_not_disturb_other_connections(served: Served) -> None:
     for garbage in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(65536), b"\xff" + b"\0" * 100, b""):
         with socket.create_connection(("127.0.0.1", served.server.port)) as sock:
             sock.sendall(garbage)
     assert_answers_friends(served)
 
 
-def test_a_request_that_is_none_is_declined_and_the_next_one_answered(served: Served) -> None:
+def test_a_malformed_request_is_declined_and_the_next_is_answered(served: Served) -> None:
     with served.connection() as connection:
         sock = connection._socket
         for frames in ([b"x"], [b"1", b"2", b"3", b"4"], [b"12345678", b"\xc1", b""]):
@@ -135,7 +137,7 @@ def test_a_request_that_is_none_is_declined_and_the_next_one_answered(served: Se
     assert served.asked == [m.Find(0)]
 
 
-def test_a_handler_that_fails_answers_with_its_error(
+def test_a_failing_handler_answers_with_its_error(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.server._handler = lambda request, payload: 1 // 0
@@ -161,7 +163,7 @@ def test_an_address_of_another_machine_is_refused_with_the_setting_to_change() -
 
 
 class Tap:
-    """A man in the middle who writes down all that passes between two TCP ports."""
+    """A man in the middle who records all bytes that pass between two TCP ports."""
 
     def __init__(self, port: int) -> None:
         self.seen = bytearray()
@@ -192,12 +194,12 @@ class Tap:
         self._listener.close()
 
 
-def test_what_passes_over_the_wire_is_not_the_plain_text(served: Served) -> None:
+def test_bytes_on_the_wire_are_encrypted(served: Served) -> None:
     tap = Tap(served.server.port)
     with served.connection(node=served.node(tap.port)) as connection:
         _, payload = connection.ask(m.Find(0), SECRET)
         assert bytes(payload) == SECRET
-    assert len(tap.seen) > 2 * len(SECRET), "both ways"
+    assert len(tap.seen) > 2 * len(SECRET), "the tap has recorded both directions"
     assert not any(SECRET[i : i + 16] in tap.seen for i in range(0, 256, 16))
     for key in (served.identity.secret, served.friend.secret):
         assert key.encode() not in tap.seen
@@ -218,8 +220,8 @@ def test_the_tap_would_see_plain_text() -> None:
     context.term()
 
 
-def test_bytes_that_were_changed_on_the_way_are_not_taken(served: Served) -> None:
-    """The connection ends instead: what is encrypted is authenticated, too."""
+def test_bytes_that_were_changed_in_transit_are_rejected(served: Served) -> None:
+    """The connection ends, because the encryption also authenticates the data."""
 
     class Flipping(Tap):
         def _pump(self, source: socket.socket, target: socket.socket) -> None:
@@ -238,7 +240,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(served: Served) -> Non
     tap.close()
 
 
-def test_a_wait_for_an_answer_can_be_given_up(served: Served) -> None:
+def test_a_caller_can_cancel_the_wait_for_an_answer(served: Served) -> None:
     with served.connection(node=PeerNode("127.0.0.1", 1, served.identity.public, ())) as asking:
         asking._timeout_s = 60.0
         threading.Timer(0.2, asking.give_up).start()

@@ -1,4 +1,4 @@
-"""An agent whose environment lacks pyzmq refuses to open peers, says why, and serves on."""
+"""An agent without pyzmq: it refuses to open peers, gives the reason, and continues to serve."""
 
 from __future__ import annotations
 
