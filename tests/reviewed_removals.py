@@ -34,7 +34,7 @@ EMPTY = "rmdir(2) removes nothing that holds anything"
 ID = "the name carries the random id of the save"
 RANDOM = "the name is random and was made by this call"
 FRESH = "in a directory that this conversion made under a random name"
-FENCED = "agent/test_fence.py::test_an_overtaken_agent_changes_nothing_in_storage"
+FENCED = "agent/test_fence.py::test_an_overtaken_agent_changes_no_file_in_storage"
 CALLER = "a name inside the root, through no link; the callers choose it and are in this table"
 
 REVIEWED: dict[Call, Reason] = {
@@ -113,7 +113,7 @@ REVIEWED: dict[Call, Reason] = {
             "Upkeep.listen",
             "path.unlink(missing_ok=True)",
             PRIVATE,
-            "agent/test_client.py::test_after_a_killed_agent_the_next_connect_starts_a_new_one_that_saves",
+            "agent/test_client.py::test_the_next_connect_replaces_a_killed_agent",
         ),
         (
             "Upkeep._restore_log",
@@ -152,13 +152,13 @@ REVIEWED: dict[Call, Reason] = {
             "_publish",
             "storage.put(file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
             "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
-            "agent/test_commit.py::test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it",
+            "agent/test_commit.py::test_an_older_save_that_ends_last_leaves_tracker_and_newer_checkpoint",
         ),
         (
             "commit",
             "storage.put(common, meta.common, durable='contents')",
             ID,
-            "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
+            "agent/test_commit.py::test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit",
         ),
         (
             "commit",
@@ -173,19 +173,19 @@ REVIEWED: dict[Call, Reason] = {
             "forget.delete",
             "save.storage.delete(f'{save.directory}/{name}')",
             ID,
-            "agent/test_commit.py::test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration",
+            "agent/test_commit.py::test_a_failed_attempt_leaves_the_committed_one_of_its_iteration",
         ),
         (
             "forget",
             "save.storage.delete_directory(save.directory)",
             EMPTY,
-            "agent/test_commit.py::test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration",
+            "agent/test_commit.py::test_a_failed_attempt_leaves_the_committed_one_of_its_iteration",
         ),
         (
             "leave_note",
             "storage.put(name, reason.encode())",
             ID,
-            "agent/test_failures.py::test_the_failure_on_one_node_is_told_on_the_other_with_its_reason",
+            "agent/test_failures.py::test_a_failure_on_one_node_reaches_the_other_with_its_reason",
         ),
     ),
     **review(
@@ -216,7 +216,7 @@ REVIEWED: dict[Call, Reason] = {
             "ClaimKeeper._renew",
             "claims.put(storage, self._renewed(self._own, state))",
             "the claim that somebody has removed, in the directory that this run has claimed",
-            "agent/test_fence.py::test_a_claim_that_somebody_removed_is_put_again",
+            "agent/test_fence.py::test_an_agent_puts_a_removed_claim_again",
         ),
     ),
     **review(
@@ -288,7 +288,7 @@ REVIEWED: dict[Call, Reason] = {
             "durable_shard",
             "storage.create(f'{directory}/{shard_name(meta.rank, save_id)}', nbytes)",
             ID,
-            "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
+            "agent/test_commit.py::test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit",
         ),
     ),
     **review(
@@ -297,7 +297,7 @@ REVIEWED: dict[Call, Reason] = {
             "put_records",
             "storage.put(f'{iteration_dir(first.iteration)}/{name}', encode_records(records), durable='nothing')",
             ID,
-            "agent/test_commit.py::test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this",
+            "agent/test_commit.py::test_a_record_of_an_earlier_attempt_does_not_count",
         ),
     ),
     **review(

@@ -1,4 +1,4 @@
-"""Connecting: who starts the agent, what happens when it is gone, and what a rank is told."""
+"""Connections of a rank: who starts the agent, and what a rank is told when the agent is gone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_request_to_a_killed_agent_is_an_agent_error_that_names_the_log(
 
 
 def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) -> None:
-    """It is killed, so that another can take its place, and every later request fails at once."""
+    """The client kills a hung agent, so that another can start; later requests fail at once."""
     trainer = node.trainer(root, config=node.config(answer_timeout_s=0.2))
     suspend(trainer.client.agent_pid)
     for _ in range(2):
@@ -66,16 +66,14 @@ def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) 
     assert again.save(1).error is None
 
 
-def test_the_process_that_a_trainer_would_end_is_the_agent_from_the_first_moment_on(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root)  # which has started it
+def test_a_trainer_knows_the_pid_of_its_agent_from_the_start(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)  # this call starts the agent
     assert frames.peer(trainer.client._sock).pid == trainer.client.agent_pid
 
 
-def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Path) -> None:
+def test_a_waiting_poll_fails_when_the_agent_is_killed(node: Node, root: Path) -> None:
     trainer = node.trainer(root, 0, 2)
-    trainer.stage(1, new_save_id())  # pending: rank 1 does not come
+    trainer.stage(1, new_save_id())  # the save stays pending, because rank 1 is missing
     raised: list[AgentError] = []
 
     def poll() -> None:
@@ -91,24 +89,20 @@ def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Pa
     assert len(raised) == 1
 
 
-def test_after_a_killed_agent_the_next_connect_starts_a_new_one_that_saves(
-    node: Node, root: Path
-) -> None:
+def test_the_next_connect_replaces_a_killed_agent(node: Node, root: Path) -> None:
     first = node.trainer(root)
     assert first.save(1).error is None
     kill_agent(first.client.agent_pid)
-    assert (node.directory(root) / SOCKET).exists(), "its socket is a leftover"
+    assert (node.directory(root) / SOCKET).exists(), "the socket of the killed agent is still there"
     second = node.trainer(root)
     assert second.client.agent_pid != first.client.agent_pid
     assert node.agents() == [second.client.agent_pid]
-    assert second.take() == (), "what the former agent held is gone with it"
+    assert second.take() == (), "the slots of the former agent are gone"
     assert second.save(2).error is None
     assert_intact(root, 2, [second])
 
 
-def test_what_a_killed_agent_had_half_written_is_no_checkpoint_and_goes_with_the_next_commit(
-    node: Node, root: Path
-) -> None:
+def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, root: Path) -> None:
     first = [node.trainer(root, rank, 2) for rank in range(2)]
     cut_short = new_save_id()
     directory = root / file_names.iteration_dir(7)
@@ -131,7 +125,7 @@ def test_what_a_killed_agent_had_half_written_is_no_checkpoint_and_goes_with_the
     )
 
 
-def test_a_slab_goes_on_with_the_next_agent(node: Node, root: Path) -> None:
+def test_a_slab_moves_to_the_next_agent(node: Node, root: Path) -> None:
     first = node.trainer(root)
     assert first.save(1).error is None
     kill_agent(first.client.agent_pid)
@@ -144,7 +138,7 @@ def test_a_slab_goes_on_with_the_next_agent(node: Node, root: Path) -> None:
     assert_intact(root, 2, [second])
 
 
-def test_ranks_that_come_at_the_same_time_start_one_agent(node: Node, root: Path) -> None:
+def test_ranks_that_connect_at_the_same_time_start_one_agent(node: Node, root: Path) -> None:
     clients: list[AgentClient] = []
     barrier = threading.Barrier(6)
 
@@ -166,7 +160,7 @@ def test_ranks_that_come_at_the_same_time_start_one_agent(node: Node, root: Path
             client.close()
 
 
-def test_only_the_first_rank_of_a_node_starts_the_agent(node: Node, root: Path) -> None:
+def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:
     config = node.config(start_timeout_s=0.3)
     with pytest.raises(
         AgentError, match=r"no agent answered at .*agent\.start_timeout_s"
@@ -177,7 +171,7 @@ def test_only_the_first_rank_of_a_node_starts_the_agent(node: Node, root: Path) 
     assert node.agents() == []
 
 
-def test_the_other_ranks_wait_for_the_first(node: Node, root: Path) -> None:
+def test_the_other_ranks_wait_for_local_rank_0(node: Node, root: Path) -> None:
     found: list[AgentClient] = []
     waiting = threading.Thread(target=lambda: found.append(connect(str(root), 1, 1, node.config())))
     waiting.start()
@@ -187,7 +181,7 @@ def test_the_other_ranks_wait_for_the_first(node: Node, root: Path) -> None:
     found[0].close()
 
 
-def test_an_agent_that_cannot_start_says_why_at_once(node: Node, root: Path) -> None:
+def test_an_agent_that_cannot_start_reports_the_reason_at_once(node: Node, root: Path) -> None:
     obstacle = node.directory(root) / SOCKET
     obstacle.mkdir()
     started = time.monotonic()
@@ -208,12 +202,14 @@ def test_an_agent_of_another_release_is_named_at_once_with_its_process(
         files, started = os.listdir("/proc/self/fd"), time.monotonic()
         with pytest.raises(AgentError, match=rf"speaks protocol {spoken}; end it \(pid {pid}\)"):
             connect(str(root), 1, 0, node.config())
-        assert time.monotonic() - started < 10.0, "it does not retry: that would not help"
+        assert time.monotonic() - started < 10.0, (
+            "the client does not retry, because a retry cannot help"
+        )
         assert os.listdir("/proc/self/fd") == files
     assert trainer.save(1).error is None
 
 
-def test_one_agent_per_save_directory_however_it_is_spelled(
+def test_all_spellings_of_a_save_directory_lead_to_one_agent(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir()
@@ -228,10 +224,8 @@ def test_one_agent_per_save_directory_however_it_is_spelled(
     assert len(node.agents()) == 2
 
 
-def test_agents_that_come_and_go_quickly_never_leave_a_rank_without_one(
-    node: Node, root: Path
-) -> None:
-    """Ranks that come meet the former agent somewhere in its leaving."""
+def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> None:
+    """Ranks connect at any moment while the former agent ends."""
     config = node.config()
     failures: list[BaseException] = []
     until = time.monotonic() + 3.0
@@ -245,7 +239,7 @@ def test_agents_that_come_and_go_quickly_never_leave_a_rank_without_one(
                 client.close()
             except BaseException as error:
                 failures.append(error)
-            time.sleep(random.random() * 0.3)  # about what an agent takes to notice
+            time.sleep(random.random() * 0.3)  # roughly until an agent notices the hang-up
 
     threads = [threading.Thread(target=come_and_go, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -278,9 +272,7 @@ def test_several_threads_may_use_one_client(node: Node, root: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2, 10**6])
-def test_a_doorbell_for_a_slot_that_does_not_exist_is_refused(
-    node: Node, root: Path, index: int
-) -> None:
+def test_a_staged_message_for_a_missing_slot_is_refused(node: Node, root: Path, index: int) -> None:
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     with pytest.raises(AgentError, match=f"rank 0 has no slot {index}"):
@@ -288,7 +280,7 @@ def test_a_doorbell_for_a_slot_that_does_not_exist_is_refused(
     assert trainer.save(2).error is None
 
 
-def test_a_doorbell_for_a_slot_that_is_not_complete_is_refused(node: Node, root: Path) -> None:
+def test_a_staged_message_for_an_incomplete_slot_is_refused(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     slot = trainer.begin(1, new_save_id())
     assert slot is not None

@@ -1,4 +1,4 @@
-"""When a checkpoint comes to exist, and what happens around that moment."""
+"""The commit: the moment from which a checkpoint exists, and the order of the steps around it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def iterations_in(root: Path) -> list[int]:
 # ---------------------------------------------------------------------- all ranks, this attempt
 
 
-def test_a_save_is_not_committed_before_the_record_of_the_last_rank_is_there(
-    node: Node, root: Path
-) -> None:
+def test_a_save_is_not_committed_before_the_record_of_the_last_rank(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -65,9 +63,7 @@ def test_a_save_is_not_committed_before_the_record_of_the_last_rank_is_there(
     assert_intact(root, 1, trainers)
 
 
-def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
-    node: Node, root: Path
-) -> None:
+def test_a_record_of_an_earlier_attempt_does_not_count(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     earlier, this = new_save_id(), new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -131,9 +127,7 @@ def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
         "of an impossible piece",
     ],
 )
-def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
-    node: Node, root: Path, kind: str
-) -> None:
+def test_a_record_with_wrong_contents_fails_the_save(node: Node, root: Path, kind: str) -> None:
     trainer = node.trainer(root, 0, 2)
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -180,22 +174,20 @@ def _record(rank: int, **fields: object) -> CommitRecord:
         ([], r"missing: \[0, 1, 2\]"),
     ],
 )
-def test_merge_refuses_missing_doubled_and_mixed_records(
+def test_merge_refuses_missing_duplicate_and_mixed_records(
     records: list[CommitRecord], message: str
 ) -> None:
     with pytest.raises(CorruptCheckpointError, match=message):
         merge(records, world_size=3, description={}, common_digest="")
 
 
-def test_merge_lists_shards_by_rank_whatever_the_order_of_the_records() -> None:
+def test_merge_lists_shards_in_rank_order() -> None:
     records = [_record(2), _record(0), _record(1)]
     merged = merge(records, world_size=3, description={}, common_digest="")
     assert [shard.rank for shard in merged.shards] == [0, 1, 2]
 
 
-def test_the_commit_gives_up_after_its_timeout_and_names_the_missing_ranks(
-    node: Node, root: Path
-) -> None:
+def test_a_commit_that_times_out_names_the_missing_ranks(node: Node, root: Path) -> None:
     config = node.config(commit_timeout_s=1.0)
     trainers = [node.trainer(root, rank, 4, config=config) for rank in (0, 2)]
     save_id = new_save_id()
@@ -214,14 +206,16 @@ def test_the_commit_gives_up_after_its_timeout_and_names_the_missing_ranks(
     assert files_of_ours(root) == []
 
 
-def test_a_node_without_rank_0_gives_up_waiting_for_the_manifest(node: Node, root: Path) -> None:
+def test_a_node_without_rank_0_waits_for_the_manifest_until_the_timeout(
+    node: Node, root: Path
+) -> None:
     trainer = node.trainer(root, 1, 2, config=node.config(commit_timeout_s=1.0))
     save_id = new_save_id()
     trainer.stage(1, save_id)
     error = trainer.outcome().error
     assert error is not None
     assert "manifest.json from the node of rank 0" in error
-    # The node of rank 0 may be committing at this moment. Its sweeper removes them otherwise.
+    # The node of rank 0 may still commit these files. Otherwise its sweep removes them.
     assert set(files_of_ours(root)) == {
         f"{file_names.iteration_dir(1)}/{name}"
         for name in (file_names.record_name(1, save_id), file_names.shard_name(1, save_id))
@@ -231,7 +225,7 @@ def test_a_node_without_rank_0_gives_up_waiting_for_the_manifest(node: Node, roo
 # ---------------------------------------------------------------------- the same iteration again
 
 
-def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed(
+def test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit(
     node: Node, root: Path
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
@@ -241,7 +235,7 @@ def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one
     assert [trainer.outcome().error for trainer in trainers] == [None, None]
     directory = root / file_names.iteration_dir(5)
     before = (directory / file_names.MANIFEST).read_bytes()
-    # Or the file that holds the shard back would be removed: it is part of no save so far.
+    # Otherwise the sweep removes the file that blocks the shard, because no save has that file.
     eventually("tidiness", lambda: not list(directory.glob("*.commit")))
     with held_back(directory / file_names.shard_name(1, second)) as let_go:
         for trainer in trainers:
@@ -264,9 +258,7 @@ def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one
     )
 
 
-def test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration(
-    node: Node, root: Path
-) -> None:
+def test_a_failed_attempt_leaves_the_committed_one_of_its_iteration(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     first, second = new_save_id(), new_save_id()
     assert trainer.save(5, first).error is None
@@ -299,7 +291,7 @@ def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
     )
 
 
-def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, root: Path) -> None:
+def test_foreign_files_stay_in_the_iteration_directory(node: Node, root: Path) -> None:
     directory = root / file_names.iteration_dir(5)
     foreign = [
         "notes.txt",
@@ -324,7 +316,7 @@ def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, roo
 # ---------------------------------------------------------------------- tracker and retention
 
 
-def test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it(
+def test_an_older_save_that_ends_last_leaves_tracker_and_newer_checkpoint(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -343,7 +335,9 @@ def test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_d
     assert read_rank(stored(root, 10), trainer) == expected
 
 
-def test_training_that_went_back_moves_the_tracker_back(node: Node, root: Path) -> None:
+def test_training_that_resumes_from_an_older_checkpoint_moves_the_tracker_back(
+    node: Node, root: Path
+) -> None:
     trainer = node.trainer(root)
     for iteration in (10, 20):
         assert trainer.save(iteration).error is None
@@ -364,7 +358,7 @@ def test_training_that_went_back_moves_the_tracker_back(node: Node, root: Path) 
         (1, [10, 20, 25, 30, 40, 45]),
     ],
 )
-def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_interval(
+def test_the_previous_checkpoint_stays_only_at_multiples_of_the_retain_interval(
     node: Node, root: Path, interval: int | None, kept: list[int]
 ) -> None:
     trainer = node.trainer(root, retain_interval=interval)
@@ -377,7 +371,7 @@ def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_inte
 
 
 @pytest.mark.parametrize(("interval", "kept"), [(100, [30]), (20, [20, 30])])
-def test_what_is_committed_after_a_later_save_goes_like_the_one_before(
+def test_retention_applies_to_a_save_that_commits_after_a_later_one(
     node: Node, root: Path, interval: int, kept: list[int]
 ) -> None:
     trainer, save_id = node.trainer(root, retain_interval=interval), new_save_id()
@@ -406,7 +400,7 @@ def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root:
     eventually("the end of 5", lambda: {path.name for path in root.iterdir()} == expected)
 
 
-def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
+def test_a_symlink_in_place_of_an_iteration_directory_is_left_alone(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     trainer = node.trainer(root, retain_interval=100)
@@ -415,7 +409,7 @@ def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
     (root / file_names.iteration_dir(10)).rename(elsewhere)
     (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
     before = sorted(elsewhere.iterdir())
-    assert trainer.save(20).error is None, "that it stays is no failure of the save"
+    assert trainer.save(20).error is None, "the save succeeds although the link stays"
     assert (root / file_names.iteration_dir(10)).is_symlink()
     assert sorted(elsewhere.iterdir()) == before
     assert_intact(root, 20, [trainer])
@@ -425,7 +419,7 @@ def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
 
 
 class _Failing(PosixStorage):
-    """Real storage that refuses to put one name; keeps the order of what it was asked."""
+    """Real storage that refuses to put one name, and records the order of its calls."""
 
     def __init__(self, root: Path, refused: str) -> None:
         super().__init__(root)
@@ -450,7 +444,7 @@ class _Failing(PosixStorage):
         super().delete(name)
 
 
-def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying(
+def test_a_commit_puts_shards_then_manifest_then_tracker_then_tidies(
     root: Path,
 ) -> None:
     storage = _Failing(root, "nothing")
@@ -470,7 +464,7 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
 @pytest.mark.parametrize(
     "refused", [file_names.common_name("a" * 12), file_names.MANIFEST, file_names.TRACKER]
 )
-def test_a_commit_that_fails_halfway_never_moves_the_tracker(root: Path, refused: str) -> None:
+def test_a_commit_that_fails_midway_never_moves_the_tracker(root: Path, refused: str) -> None:
     storage = _Failing(root, refused)
     finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
     assert finished
@@ -499,10 +493,8 @@ def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(
 # ---------------------------------------------------------------------- after a restart
 
 
-def test_a_restarted_rank_is_not_told_of_the_saves_of_its_former_life(
-    node: Node, root: Path
-) -> None:
-    """Else a job that restarted well would be stopped by the save that its crash cut short."""
+def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, root: Path) -> None:
+    """Otherwise the save that the crash cut short would stop the job after a successful restart."""
     config = node.config(commit_timeout_s=1.0)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     cut_short = new_save_id()
@@ -520,10 +512,8 @@ def test_a_restarted_rank_is_not_told_of_the_saves_of_its_former_life(
     assert is_alive(again[0].client.agent_pid)
 
 
-def test_a_save_that_a_crash_cut_short_is_given_up_when_training_goes_on(
-    node: Node, root: Path
-) -> None:
-    """At once, not after the commit timeout: its slot is emptied and its shards are removed."""
+def test_a_resume_gives_up_a_save_that_a_crash_cut_short(node: Node, root: Path) -> None:
+    """The slot is emptied and the shards are removed at once, not after the commit timeout."""
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     kept, cut_short = new_save_id(), new_save_id()
     for trainer in trainers:

@@ -1,4 +1,4 @@
-"""How the committing agent reads the records of all ranks: one by one, or several at a time."""
+"""Reads of the commit records of all ranks: one by one, or several at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAVE_ID = "a" * 12
 
 
 class _Distant(PosixStorage):
-    """Answers a read after `wait_s`, and notes which threads read, and how many at a time."""
+    """Answers a read after `wait_s`; records which threads read, and how many at a time."""
 
     def __init__(self, root: Path, wait_s: float) -> None:
         super().__init__(root)
@@ -80,7 +80,7 @@ def names(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
-def test_all_records_come_in_the_order_of_ranks_and_each_template_once(
+def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
     found = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
@@ -90,16 +90,16 @@ def test_all_records_come_in_the_order_of_ranks_and_each_template_once(
     assert sorted(whole) == ["t0", "t1"]
 
 
-def test_storage_that_takes_its_time_is_asked_for_several_records_at_once(records: Path) -> None:
+def test_records_on_slow_storage_are_read_by_several_threads(records: Path) -> None:
     distant = _Distant(records, 0.02)
     read_records(distant, 1, SAVE_ID, RANKS, names(records))
     assert distant.most > 4
 
 
-def test_storage_that_answers_at_once_is_read_by_one_thread(
+def test_records_on_fast_storage_are_read_by_one_thread(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whatever this machine is busy with, it counts as at once.
+    # A busy machine must not make this storage count as slow.
     monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
     near = _Distant(records, 0.0)
     read_records(near, 1, SAVE_ID, RANKS, names(records))
@@ -119,7 +119,7 @@ def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> N
 
 
 def write(root: Path, records: list[CommitRecord]) -> Path:
-    """Write a record file of ranks that follow each other."""
+    """Write one record file for consecutive ranks."""
     name = file_names.record_name(records[0].rank, SAVE_ID, len(records))
     path = root / file_names.iteration_dir(1) / name
     path.write_bytes(encode_records(records))
@@ -132,7 +132,7 @@ def decoded(root: Path) -> list[CommitRecord]:
 
 @pytest.fixture
 def of_nodes(records: Path) -> Path:
-    """The same records in a file for each node of eight ranks."""
+    """The same records, in one file for each node of eight ranks."""
     single = decoded(records)
     for name in names(records):
         (records / file_names.iteration_dir(1) / name).unlink()
@@ -143,7 +143,7 @@ def of_nodes(records: Path) -> Path:
     return records
 
 
-def test_records_of_nodes_are_those_of_their_ranks_and_have_each_template_once(
+def test_node_records_equal_the_records_of_their_ranks(
     of_nodes: Path,
 ) -> None:
     assert len(names(of_nodes)) == RANKS // 8
@@ -154,14 +154,14 @@ def test_records_of_nodes_are_those_of_their_ranks_and_have_each_template_once(
     assert sorted(whole) == ["t0", "t1"]
 
 
-def test_a_file_has_each_template_once(of_nodes: Path) -> None:
+def test_a_record_file_contains_each_template_once(of_nodes: Path) -> None:
     path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 8)
     found = decode_records(path.read_bytes(), "it")
     assert [it.template is KNOWN_ITEMS for it in found] == [False, False] + 6 * [True]
 
 
 def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
-    """Its agent was killed when it had put the first, and the name came late."""
+    """The agent was killed after the first put, and the name of that file became visible late."""
     record = decoded(of_nodes)[3]
     cost = RankCost(started_at=1.0, blocked_s=2.0, staged_s=3.0)
     items = encode_items(())
@@ -176,9 +176,7 @@ def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["nbytes", "header_digest", "placement"])
-def test_two_records_of_a_rank_that_contradict_each_other_are_refused(
-    of_nodes: Path, field: str
-) -> None:
+def test_contradictory_records_of_a_rank_are_refused(of_nodes: Path, field: str) -> None:
     record = decoded(of_nodes)[3]
     value = {"nbytes": 2, "header_digest": "f", "placement": (99,)}[field]
     write(of_nodes, [msgspec.structs.replace(record, **{field: value})])
@@ -187,10 +185,10 @@ def test_two_records_of_a_rank_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize("kept", [[], [0, 1], [0, 2], [1, 0], [0, 0, 1], [0, 1, 2, 3]])
-def test_a_file_with_other_ranks_than_its_name_says_is_refused(
+def test_a_record_file_whose_ranks_differ_from_its_name_is_refused(
     of_nodes: Path, kept: list[int]
 ) -> None:
-    """Its digest is right."""
+    """The digest of the file is right."""
     whole = decoded(of_nodes)[:8]
     path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 3)
     path.write_bytes(encode_records([whole[i] for i in kept]))
@@ -198,10 +196,10 @@ def test_a_file_with_other_ranks_than_its_name_says_is_refused(
         decoded(of_nodes)
 
 
-def test_no_template_is_lost_whichever_of_two_records_is_read_first(
+def test_no_template_is_lost_in_any_order_of_reads(
     of_nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads read them; the items that are kept are those that were read first."""
+    """Several threads read the records; the items of the first read are kept."""
 
     def backwards(read: Callable[[Any], Any], files: Sequence[Any]) -> list[Any]:
         return [read(file) for file in reversed(files)][::-1]

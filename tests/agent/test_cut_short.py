@@ -1,4 +1,4 @@
-"""A commit that was cut short between the manifest and the tracker is a commit; no other is."""
+"""A commit cut short between manifest and tracker: it counts as a commit, and no other one does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.trainer import eventually, is_alive, new_save_id
 def cut_short(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> PosixStorage:
-    """Iteration 10 is committed; of 20 there is everything but the tracker, then the agent died."""
+    """Commit iteration 10; of iteration 20 only the tracker is missing, because the agent died."""
     fault = f"agent:commit.manifest:2:KILL:{tmp_path / 'reached'}"
     monkeypatch.setenv("FLASHCKPT_FAULT", fault)
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
     assert trainer.save(10).error is None
-    with contextlib.suppress(AgentError):  # it may not live to answer
+    with contextlib.suppress(AgentError):  # the agent may die before it answers
         trainer.stage(20, new_save_id())
     eventually("the death of the agent", lambda: not is_alive(agent))
     assert (root / file_names.TRACKER).read_text() == "10"
@@ -36,18 +36,20 @@ def records(storage: PosixStorage, iteration: int) -> list[Path]:
     return sorted((Path(storage.place) / file_names.iteration_dir(iteration)).glob("*.commit"))
 
 
-def test_it_is_what_a_job_goes_on_from(cut_short: PosixStorage) -> None:
+def test_a_job_resumes_from_a_commit_without_its_tracker(cut_short: PosixStorage) -> None:
     assert named_in(cut_short, None).iteration == 20
     (Path(cut_short.place) / file_names.TRACKER).unlink()
-    assert named_in(cut_short, None).iteration == 20, "the first commit of all, too"
+    assert named_in(cut_short, None).iteration == 20, (
+        "this also holds for the first commit of a job"
+    )
 
 
-def test_who_names_an_iteration_gets_that_one(cut_short: PosixStorage) -> None:
+def test_a_named_iteration_is_loaded(cut_short: PosixStorage) -> None:
     assert named_in(cut_short, 10).iteration == 10
 
 
 def test_a_tracker_that_was_set_back_by_hand_is_obeyed(cut_short: PosixStorage) -> None:
-    for record in records(cut_short, 20):  # as a commit that was not cut short does
+    for record in records(cut_short, 20):  # a complete commit removes its records, too
         record.unlink()
     assert named_in(cut_short, None).iteration == 10
 
@@ -58,7 +60,7 @@ def test_records_of_a_later_attempt_do_not_count(cut_short: PosixStorage) -> Non
     assert named_in(cut_short, None).iteration == 10
 
 
-def test_neither_does_a_damaged_manifest_nor_anything_older(cut_short: PosixStorage) -> None:
+def test_damaged_manifests_and_older_records_do_not_count(cut_short: PosixStorage) -> None:
     root = Path(cut_short.place)
     (root / file_names.TRACKER).write_text("30")
     assert named_in(cut_short, None).iteration == 30

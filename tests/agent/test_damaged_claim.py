@@ -1,4 +1,4 @@
-"""What an agent does while the claim's file holds no claim."""
+"""Saves of an agent while the file of the claim holds no valid claim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.agent.test_failures import assert_intact
 from tests.support.trainer import new_save_id
 
 
-def test_a_claim_that_cannot_be_read_fails_saves_and_ends_no_thread(node: Node, root: Path) -> None:
+def test_an_unreadable_claim_fails_saves_but_ends_no_thread(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     trainer.claim()
     assert trainer.save(1).error is None

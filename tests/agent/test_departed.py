@@ -1,4 +1,4 @@
-"""Memory of ranks that a new run does not have on this node goes back, when nobody needs it."""
+"""Memory of departed ranks, which a new run does not have on this node, is freed when unused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def slabs(agent: int) -> list[int]:
 
 
 def shared_nbytes(pid: int) -> int:
-    """Return the shared memory of a process that is in its resident memory."""
+    """Return the resident shared memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssShmem:"):
             return int(line.split()[1]) * 1024
@@ -49,13 +49,13 @@ def log(node: Node, root: Path) -> str:
 
 
 def started(node: Node, root: Path, ranks: Iterable[int], **more: int) -> list[FakeTrainer]:
-    """Return trainers of a run that has these ranks on this node."""
+    """Return the trainers of a run that has these ranks on this node."""
     ranks = list(ranks)
     return [node.trainer(root, rank, len(ranks), **more) for rank in ranks]
 
 
 def begin(trainers: list[FakeTrainer]) -> None:
-    """Have trainers, which are all that their run has on this node, say that they have loaded."""
+    """Let all trainers of a run on this node report that they have loaded."""
     ranks = tuple(trainer.rank for trainer in trainers)
     for trainer in trainers:
         trainer.client.begin_run(BeginRun("second", ranks))
@@ -80,14 +80,16 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     committed(first, 1)
     crash(first)
     before = shared_nbytes(agent)
-    assert before > 4 * 6 * 2 * MIB, "one slot of each rank was read"
+    assert before > 4 * 6 * 2 * MIB, "the agent has read one slot of each rank"
     second = started(node, root, range(2))
     for trainer in second:
         assert [offer.iteration for offer in trainer.take()] == [1]
         trainer.client.adopt(None, 1)
-    assert slabs(agent) == [0, 1, 2, 3], "until the run has loaded"
+    assert slabs(agent) == [0, 1, 2, 3], "the slabs stay until the run has loaded"
     second[0].client.begin_run(BeginRun("second", (0, 1)))
-    assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], "not all have loaded"
+    assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], (
+        "rank 1 has not loaded yet"
+    )
     begin(second)
     assert [held.rank for held in second[0].client.held(60.0)] == [0, 1]
     assert slabs(agent) == [0, 1]
@@ -97,7 +99,9 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in said
 
 
-def test_what_departed_ranks_have_staged_is_committed_first(node: Node, root: Path) -> None:
+def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
+    node: Node, root: Path
+) -> None:
     first = started(node, root, range(2))
     agent, save_id = first[0].client.agent_pid, new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
@@ -115,7 +119,7 @@ def test_what_departed_ranks_have_staged_is_committed_first(node: Node, root: Pa
     assert [read_rank(found, trainer) for trainer in first] == data
 
 
-def test_what_was_in_memory_only_is_named_when_it_is_freed(node: Node, root: Path) -> None:
+def test_the_log_names_memory_only_saves_that_are_freed(node: Node, root: Path) -> None:
     first = started(node, root, range(2))
     save_id = new_save_id()
     for trainer in first:
@@ -142,7 +146,7 @@ def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_hangs_up(
     eventually("freed", lambda: slabs(agent) == [0])
 
 
-def test_ranks_that_were_dealt_to_another_node_leave_nothing_here(node: Node, root: Path) -> None:
+def test_ranks_assigned_to_another_node_leave_no_memory_here(node: Node, root: Path) -> None:
     first = started(node, root, range(2))
     agent = first[0].client.agent_pid
     committed(first, 1)
@@ -151,11 +155,11 @@ def test_ranks_that_were_dealt_to_another_node_leave_nothing_here(node: Node, ro
     begin(second)
     eventually("freed", lambda: slabs(agent) == [])
     back = node.trainer(root, 0, 4)
-    assert back.take() == (), "its slots are gone"
+    assert back.take() == (), "the slots of the rank are gone"
     assert back.slab is None
 
 
-def test_an_agent_does_not_linger_for_ranks_that_have_departed(node: Node, root: Path) -> None:
+def test_an_agent_does_not_wait_for_departed_ranks(node: Node, root: Path) -> None:
     first = started(node, root, range(2))
     agent = first[0].client.agent_pid
     committed(first, 1)
@@ -168,7 +172,7 @@ def test_an_agent_does_not_linger_for_ranks_that_have_departed(node: Node, root:
     assert not os.path.exists(f"/proc/{agent}/fd") or not slabs(agent)
 
 
-def test_a_run_that_grows_frees_nothing(node: Node, root: Path) -> None:
+def test_a_run_with_more_ranks_frees_no_memory(node: Node, root: Path) -> None:
     first = started(node, root, range(1))
     agent = first[0].client.agent_pid
     committed(first, 1)
@@ -179,10 +183,8 @@ def test_a_run_that_grows_frees_nothing(node: Node, root: Path) -> None:
     assert slabs(agent) == [0]
 
 
-def test_ranks_of_one_run_may_come_in_groups_that_do_not_know_of_each_other(
-    node: Node, root: Path
-) -> None:
-    """As from two containers of one machine."""
+def test_ranks_of_one_run_may_join_in_separate_groups(node: Node, root: Path) -> None:
+    """Two containers of one machine start such groups."""
     first = started(node, root, range(3))
     agent = first[0].client.agent_pid
     committed(first, 1)
@@ -193,10 +195,10 @@ def test_ranks_of_one_run_may_come_in_groups_that_do_not_know_of_each_other(
     eventually("rank 2 has departed", lambda: slabs(agent) == [0, 1])
     crash(second)
     third = started(node, root, range(2))
-    assert [len(trainer.take()) for trainer in third] == [1, 1], "its memory was not freed"
+    assert [len(trainer.take()) for trainer in third] == [1, 1], "the memory of both ranks was kept"
 
 
-def test_who_holds_memory_is_named_by_rank_size_and_save() -> None:
+def test_holders_of_memory_are_named_by_rank_size_and_save() -> None:
     gib = 2**30
     held = [
         HeldSlab(0, gib, -1, False, False, False),
@@ -212,7 +214,7 @@ def test_who_holds_memory_is_named_by_rank_size_and_save() -> None:
     assert whose([held[0]] * 20).endswith("(no checkpoint), 12 more")
 
 
-def test_a_refused_slab_names_who_holds_memory(
+def test_a_refused_slab_names_the_holders_of_memory(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = started(node, root, range(2))
@@ -231,7 +233,7 @@ def test_a_refused_slab_names_who_holds_memory(
 
 
 def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
-    """Do what a start with one rank does before it reserves memory."""
+    """Return the memory needs, as a start with one rank computes them before it reserves memory."""
     checkpointer: Any = SimpleNamespace(
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
@@ -240,7 +242,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
 
 
 @pytest.mark.parametrize("missing_nbytes", [0, 1])
-def test_a_start_waits_for_the_memory_of_departed_ranks_before_it_is_refused(
+def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, missing_nbytes: int
 ) -> None:
     first = started(node, root, range(2))
@@ -249,7 +251,7 @@ def test_a_start_waits_for_the_memory_of_departed_ranks_before_it_is_refused(
     link = NodeLink(str(root), 0, node.config())
 
     def limits() -> list[Limit]:
-        """Leave enough memory, but for some bytes, beside the slab of one rank."""
+        """Leave memory for the slab of one rank, and a few bytes less than for two."""
         left = needed - missing_nbytes if slabs(agent) == [0] else 0
         return [Limit("machine", "the machine", left)]
 

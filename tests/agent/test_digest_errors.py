@@ -1,4 +1,4 @@
-"""A slot that cannot be digested, in an agent in the test's process."""
+"""A slot that cannot be digested, with an agent in the test's process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def saves(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saves]:
     made.close()
 
 
-def test_a_save_for_memory_only_has_an_outcome_though_it_was_not_digested(
+def test_a_memory_only_save_gets_a_result_even_if_its_digest_fails(
     node: Node, rank: Trainer, saves: Saves
 ) -> None:
     assert rank.slots is not None
@@ -62,7 +62,7 @@ def test_a_save_for_memory_only_has_an_outcome_though_it_was_not_digested(
     assert "rank 3: not digested in host memory: MemoryError" in (outcome.error or "")
 
 
-def test_what_cannot_be_digested_when_its_trainer_is_gone_is_in_the_log(
+def test_the_log_names_a_slot_that_cannot_be_digested(
     node: Node, rank: Trainer, saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = rank.slots

@@ -1,4 +1,4 @@
-"""The end of a job: its last save is awaited, for so long, and is not lost when that runs out."""
+"""The end of a job: the wait for its last save is limited, and the agent still writes the save."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, r
 RUN = "0123abcd"
 
 
-def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_on(
+def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
     node: Node,
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One rank without a model: what it saves is its side state."""
+    """A save of one rank without a model; the saved data is the side state."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
     monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     config = Config(runtime_dir=str(node.runtime_dir), drain_timeout_s=0.3)
@@ -54,7 +54,7 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
 
 @pytest.fixture
 def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
-    """One rank without a model, which would wait for its saves for half an hour."""
+    """One rank without a model, which waits for its saves for half an hour."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
     monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     made = Checkpointer(str(root), node.config())
@@ -68,7 +68,7 @@ def request(iteration: int) -> SaveRequest:
 
 
 @pytest.mark.parametrize("left", ["manifest", "history", "nothing"])
-def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
+def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
     job: Checkpointer, node: Node, root: Path, left: str
 ) -> None:
     job.save(request(1))
@@ -92,7 +92,7 @@ def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
     assert (outcome.iteration, outcome.error) == (2, None)
 
 
-def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
+def test_a_save_that_the_agent_still_writes_is_not_searched_in_storage(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
     with held_back(
@@ -100,7 +100,7 @@ def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
     ) as let_go:
         job.save(request(1))
         job.link.stager.wait()
-        # From now on the agent tells this connection nothing.
+        # From now on, the agent reports no result to this connection.
         connect(str(root), 0, 0, node.config()).close()
         assert job.saves.poll() == []
         assert job.pending
@@ -109,7 +109,7 @@ def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
     assert outcome.error is None
 
 
-def test_a_replaced_process_says_why_its_saves_fail_and_waits_for_none(
+def test_a_replaced_process_reports_its_failed_saves_without_a_wait(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
     assert job.save(request(1)).refusal is None
@@ -127,7 +127,7 @@ def test_a_replaced_process_says_why_its_saves_fail_and_waits_for_none(
             assert f"process {later.process.pid} of the same rank" in (outcome.error or "")
 
 
-def test_a_save_directory_that_is_none_is_refused_before_anything_is_made(
+def test_an_invalid_save_directory_is_refused_before_any_file_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A save that cannot be made durable: who is told what, and what is left."""
+"""Saves that cannot be made durable: the error of each rank, and the files that are left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.trainer import (
 
 
 def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
-    """Save on all ranks; return what each is told."""
+    """Save on all ranks; return the error of each rank."""
     save_id = new_save_id()
     for trainer in trainers:
         trainer.stage(iteration, save_id)
@@ -34,8 +34,8 @@ def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
     return [outcome.error for outcome in outcomes]
 
 
-def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root: Path) -> None:
-    """The first of them speaks for its node, so the others must not take themselves for it."""
+def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Path) -> None:
+    """The first failed rank reports for its node, so later failures must name that rank."""
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     root.mkdir(exist_ok=True)
     (root / file_names.iteration_dir(5)).write_text("in the way")
@@ -45,7 +45,7 @@ def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root
         trainer.stage(5, save_id)
         told.append(trainer.outcome().failed_ranks)
     assert told[0] == (0,)
-    # Or they fail because the first has failed, and have nothing to say.
+    # Otherwise they fail only because the first rank failed, and report nothing.
     assert all(ranks[:1] in ((0,), ()) for ranks in told)
     later = new_save_id()
     (root / file_names.iteration_dir(6)).write_text("in the way")
@@ -54,7 +54,7 @@ def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root
 
 
 def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
-    """The tracker names `iteration`, and every rank's bytes can be read and verified."""
+    """Assert that the tracker names `iteration`, and that every rank's bytes are verified."""
     assert (root / file_names.TRACKER).read_text() == str(iteration)
     for trainer in trainers:
         expected = content(trainer.rank, iteration, trainer.layout.nbytes)
@@ -62,8 +62,8 @@ def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> No
 
 
 def files_of_ours(root: Path) -> list[str]:
-    """Return all files below `root` but the notes for other nodes and the history of saves."""
-    # os.walk leaves out a directory that an agent removes meanwhile; Path.rglob raises.
+    """Return all files below `root` except the notes for other nodes and the history of saves."""
+    # os.walk skips a directory that an agent removes meanwhile; Path.rglob raises an error.
     return sorted(
         os.path.relpath(os.path.join(directory, name), root)
         for directory, _, names in os.walk(root)
@@ -104,11 +104,9 @@ def test_a_file_in_place_of_the_iteration_directory_fails_only_that_save(
     assert_intact(root, 3, trainers)
 
 
-def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_checkpoint(
-    small_disk: Path, node: Node
-) -> None:
+def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node: Node) -> None:
     root = small_disk / "save"
-    # The shard of rank 1 fits: it must not stay behind when that of rank 0 does not.
+    # The shard of rank 1 fits. It must be removed when the shard of rank 0 does not fit.
     trainers = [
         node.trainer(root, 0, 2, numel=40_000),
         node.trainer(root, 1, 2, key="head.weight", numel=100),
@@ -124,7 +122,7 @@ def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_chec
         assert str(root / file_names.iteration_dir(2)) in error
         assert "No space left" in error
         assert "free space there or save elsewhere" in error
-    # A rank may still be writing when the save has failed: what it wrote is removed after that.
+    # A rank may still be writing when the save fails; its file is removed after that write.
     page = 4096  # for the note to other nodes
     eventually(
         "all of the attempt is gone",
@@ -137,7 +135,7 @@ def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_chec
     eventually("the note goes with the next commit", lambda: not list(root.rglob("*.failed")))
 
 
-def test_a_read_only_file_system_fails_the_save_and_spares_the_previous_checkpoint(
+def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
     small_disk: Path, node: Node
 ) -> None:
     root = small_disk / "save"
@@ -161,7 +159,7 @@ def test_a_read_only_file_system_fails_the_save_and_spares_the_previous_checkpoi
 
 @contextlib.contextmanager
 def without_permission(path: Path) -> Iterator[None]:
-    """Let nobody write below `path`: not even root, who is asked by no mode."""
+    """Deny writes below `path` to all users, including root, who ignores mode bits."""
     if os.getuid():
         path.chmod(0o555)
         yield
@@ -176,9 +174,7 @@ def without_permission(path: Path) -> Iterator[None]:
         subprocess.run(["chattr", "-i", str(path)], check=True)
 
 
-def test_permission_that_is_lost_in_mid_run_fails_the_save_and_spares_the_previous_checkpoint(
-    node: Node, root: Path
-) -> None:
+def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
     eventually("tidiness", lambda: not list(root.rglob("*.commit")))
@@ -207,7 +203,7 @@ def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path)
     assert trainer.bytes_in(offers[0].slot) == content(0, 2, trainer.layout.nbytes)
 
 
-def test_a_rank_that_stages_after_the_failure_is_told_the_same(node: Node, root: Path) -> None:
+def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
@@ -221,9 +217,7 @@ def test_a_rank_that_stages_after_the_failure_is_told_the_same(node: Node, root:
     eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
 
 
-def test_a_shard_still_being_written_when_the_save_fails_does_not_stay_behind(
-    node: Node, root: Path
-) -> None:
+def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -240,7 +234,7 @@ def test_a_shard_still_being_written_when_the_save_fails_does_not_stay_behind(
     assert save_all(trainers, 1) == [None, None]
 
 
-def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
+def test_a_failure_on_one_node_reaches_the_other_with_its_reason(
     node: Node, other_node: Node, root: Path
 ) -> None:
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
@@ -248,7 +242,7 @@ def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
     obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
     obstacle.mkdir(parents=True)
     here.stage(1, save_id)
-    assert here.client.poll(0.2).finished == (), "it waits for the other node"
+    assert here.client.poll(0.2).finished == (), "the save waits for the other node"
     there.stage(1, save_id)
     for trainer in (here, there):
         error = trainer.outcome().error
@@ -262,7 +256,7 @@ def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
 
 
 @pytest.mark.parametrize("first", ["the rank that cannot", "the rank that waits"])
-def test_a_rank_that_cannot_stage_calls_the_save_off_for_the_others(
+def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
     node: Node, other_node: Node, root: Path, first: str
 ) -> None:
     here = [node.trainer(root, rank, 3) for rank in (0, 1)]
@@ -282,7 +276,7 @@ def test_a_rank_that_cannot_stage_calls_the_save_off_for_the_others(
         outcome = trainer.outcome()
         assert (outcome.iteration, outcome.save_id) == (1, save_id)
         assert outcome.error == "rank 1: no memory for it"
-    assert here[1].client.poll().finished == (), "it knows already"
+    assert here[1].client.poll().finished == (), "the rank that failed gets no second result"
     eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
     assert save_all([*here, there], 2) == [None] * 3
     assert_intact(root, 2, [*here, there])
@@ -306,7 +300,7 @@ def _is_persisted(trainer: FakeTrainer) -> bool:
     return any(offer.digests is not None for offer in trainer.take())
 
 
-def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_whole(
+def test_a_tracker_that_cannot_move_fails_the_save_but_keeps_the_checkpoint(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -315,7 +309,7 @@ def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_who
     assert error is not None
     assert str(root / file_names.TRACKER) in error
     expected = content(0, 1, trainer.layout.nbytes)
-    assert read_rank(stored(root, 1), trainer) == expected, "loadable with --ckpt-step"
+    assert read_rank(stored(root, 1), trainer) == expected, "--ckpt-step can load this checkpoint"
     (root / file_names.TRACKER / "something").rmdir()
     (root / file_names.TRACKER).rmdir()
     assert save_all([trainer], 2) == [None]
@@ -323,7 +317,7 @@ def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_who
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"", b"release", b"12 monkeys"])
-def test_a_tracker_that_names_no_iteration_is_replaced(node: Node, root: Path, text: bytes) -> None:
+def test_an_invalid_tracker_is_replaced(node: Node, root: Path, text: bytes) -> None:
     root.mkdir()
     (root / file_names.TRACKER).write_bytes(text)
     trainer = node.trainer(root, retain_interval=100)
@@ -336,9 +330,7 @@ def _free_nbytes(path: Path) -> int:
     return status.f_bavail * status.f_bsize
 
 
-def test_the_outcome_names_the_ranks_of_this_node_whose_part_has_failed(
-    node: Node, root: Path
-) -> None:
+def test_a_result_names_the_failed_ranks_of_this_node(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     (root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)).mkdir(parents=True)
@@ -352,8 +344,8 @@ def test_the_outcome_names_the_ranks_of_this_node_whose_part_has_failed(
     assert [trainer.outcome().failed_ranks for trainer in trainers] == [(), ()]
 
 
-def test_the_first_slow_rank_of_a_node_is_told_for_all_of_them(node: Node, root: Path) -> None:
-    """Rank 0, which is on another node, is told by its own agent."""
+def test_the_first_slow_rank_gets_the_warning_for_its_node(node: Node, root: Path) -> None:
+    """Rank 0 runs on another node, where its own agent reports the slow save."""
     config = config_of(node.runtime_dir, slow_save_s=0.2)
     trainers = [node.trainer(root, rank, 3, config=config) for rank in (1, 2)]
     save_id = new_save_id()

@@ -1,7 +1,7 @@
-"""Storage that reports I/O errors, is slow, or does not answer at all.
+"""Storage that reports I/O errors, is slow, or does not answer.
 
-Here the agent runs in a thread of the test, and the faults are put under it, at the system calls:
-all above them is the real thing.
+The agent runs in a thread of the test, and the system calls below it are replaced. All layers above
+the system calls are real.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
-#: The system calls of a save, in order, as Python names them.
+#: The system calls of a save in order, by their names in Python.
 CALLS = ["open", "fallocate", "pwrite", "fdatasync", "fsync", "replace", "listdir"]
 
 
 class Faults:
-    """Makes system calls on files below `root` fail, or wait until `heal`."""
+    """Lets system calls on files below `root` fail, or wait until `heal`."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._root = str(root)
         self._act: dict[str, Callable[[], None]] = {}
         self._healed = threading.Event()
         for name in CALLS:
-            module = posix if name == "fallocate" else os  # Python's os does not have the first
+            module = posix if name == "fallocate" else os  # Python's os lacks fallocate
             monkeypatch.setattr(module, name, self._wrapped(name, getattr(module, name)))
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 @contextlib.contextmanager
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
-    """Serve trainers of `root` from a thread of this process, whatever settings they have."""
+    """Serve trainers of `root` from a thread of this process, with any settings of theirs."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
@@ -99,11 +99,11 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
         agent.end_soon()
         server.join(PATIENCE_S)
         upkeep.leave(keep_log=False)
-        assert not server.is_alive(), "an agent whose storage hangs can still be ended"
+        assert not server.is_alive(), "an agent with hanging storage still ends"
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of_it(
+def test_an_io_error_at_any_call_fails_the_save_and_leaves_no_files(
     node: Node, root: Path, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "_TROUBLE_S", 0.5)
@@ -124,13 +124,13 @@ def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of
         assert_intact(root, 1, trainers)
         assert save_all(trainers, 3) == [None, None]
         assert_intact(root, 3, trainers)
-        if call not in ("fsync", "listdir"):  # where nothing can be made sure of, or looked at
+        if call not in ("fsync", "listdir"):  # these two calls find or sync the files
             left = [name for name in files_of_ours(root) if "iter_0000003" not in name]
             assert [name for name in left if not name.endswith(".tmp")] == before
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "listdir"])
-def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes_on(
+def test_a_save_on_hanging_storage_is_reported_slow_then_failed(
     node: Node, root: Path, faults: Faults, call: str
 ) -> None:
     with agent_here(node, root, slow_save_s=0.2, commit_timeout_s=0.6):
@@ -145,12 +145,12 @@ def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes
         assert error is not None
         assert f"{root}/{file_names.iteration_dir(2)}: gave up after 1 s" in error
         assert "agent.commit_timeout_s" in error
-        # The slot is still being read; the other one is free, and holds the older checkpoint.
+        # The first slot is still being read; the other one is free, and holds the older checkpoint.
         assert [offer.iteration for offer in trainer.take()] == [2, 1]
         faults.heal()
         assert trainer.save(3).error is None
         assert_intact(root, 3, [trainer])
-        # Its files go, unless the commit was all that had not come back.
+        # The files of the save are removed, if the hung call was not part of the commit.
         directory = root / file_names.iteration_dir(2)
         eventually(
             "its end",
@@ -161,10 +161,10 @@ def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes
         )
 
 
-def test_a_save_without_a_slot_fails_at_once_when_those_that_hold_them_have_been_given_up(
+def test_a_save_without_a_slot_fails_once_the_saves_in_all_slots_failed(
     node: Node, root: Path, faults: Faults
 ) -> None:
-    """Until then it waits: that is what 'busy' decides."""
+    """Before that, the setting 'busy' decides whether the save waits."""
     with agent_here(node, root, commit_timeout_s=0.6):
         trainer = node.trainer(root)
         faults.hang("pwrite")
@@ -183,7 +183,7 @@ def test_a_save_without_a_slot_fails_at_once_when_those_that_hold_them_have_been
         eventually("a free slot", free_slot)
 
 
-def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
+def test_a_hanging_write_of_one_rank_does_not_delay_the_others(
     node: Node, root: Path, faults: Faults
 ) -> None:
     with agent_here(node, root):
@@ -194,15 +194,15 @@ def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
             trainer.stage(1, save_id)
         assert trainers[1].client.poll(0.0).pending == 1
         slot = trainers[1].begin(2, new_save_id())
-        assert slot is not None, "staging the next one needs no storage"
+        assert slot is not None, "the next save can be staged without storage"
         faults.heal()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
-def test_an_agent_that_is_told_to_end_digests_nothing_more(
+def test_an_agent_that_must_end_digests_no_further_slots(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests of what dead trainers left serve a restart, and that memory is about to go."""
+    """Digests of slots of dead trainers serve a restart, but this memory is freed right away."""
     monkeypatch.setattr(persister, "_WRITE_RETRIES_S", ())
     digested = threading.Event()
     began: list[int] = []
@@ -226,11 +226,11 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
     assert len(began) < len(ranks)
 
 
-def test_an_agent_whose_note_of_a_failure_hangs_can_be_ended(
+def test_an_agent_ends_even_if_its_failure_note_hangs(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(persister, "_END_S", 0.2)
-    with agent_here(node, root):  # which asserts the agent's end
+    with agent_here(node, root):  # this context asserts the end of the agent
         trainer = node.trainer(root)
         assert trainer.save(1).error is None
         faults.hang("fsync")

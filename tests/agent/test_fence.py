@@ -1,4 +1,4 @@
-"""An agent whose run was overtaken writes nothing that others see."""
+"""An agent whose run was overtaken: it changes no file that others see."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def storage(tmp_path: Path) -> PosixStorage:
 # ---------------------------------------------------------------------- the claim
 
 
-def test_a_claim_says_what_was_put(storage: PosixStorage) -> None:
+def test_a_claim_is_read_back_as_it_was_put(storage: PosixStorage) -> None:
     claim = claim_of(OLD)
     assert claims.read(storage) is None
     claims.put(storage, claim)
     assert claims.read(storage) == claim
 
 
-def test_a_renewal_never_brings_back_a_claim_that_was_replaced(storage: PosixStorage) -> None:
+def test_a_renewal_never_restores_a_replaced_claim(storage: PosixStorage) -> None:
     mine, theirs = claim_of(OLD), claim_of(NEW)
     claims.put(storage, mine)
     assert claims.renew(storage, mine, claim_of(OLD, state=IDLE, pid=2**22, host="a" * 64))
@@ -86,7 +86,7 @@ def test_a_renewal_never_brings_back_a_claim_that_was_replaced(storage: PosixSto
     ],
     ids="empty garbage nested cut escapes far-off no-time rare".split(),
 )
-def test_what_is_no_claim_is_not_taken_for_one(storage: PosixStorage, encoded: bytes) -> None:
+def test_invalid_bytes_are_not_read_as_a_claim(storage: PosixStorage, encoded: bytes) -> None:
     storage.put(file_names.CLAIM, encoded)
     with pytest.raises(CorruptCheckpointError):
         claims.read(storage)
@@ -106,19 +106,19 @@ def is_refused(fence: Fence, storage: PosixStorage) -> bool:
 def test_an_agent_accepts_the_claim_of_its_run_and_no_other(storage: PosixStorage) -> None:
     fence = Fence()
     fence.hold(OLD, has_rank_0=True)
-    assert not is_refused(fence, storage), "rank 0 tells its agent before it puts the claim"
+    assert not is_refused(fence, storage), "rank 0 reports to its agent before it puts the claim"
     claims.put(storage, claim_of(OLD))
     assert not is_refused(fence, storage)
     claims.put(storage, claim_of(NEW))
     with pytest.raises(OvertakenError, match=r"run bbbbbbbb \(agent .* on elsewhere"):
         fence.check(storage)
     claims.put(storage, claim_of(RunKey(1, "cccccccc")))
-    assert is_refused(fence, storage), "its epoch is no higher, but it is another run"
+    assert is_refused(fence, storage), "the epoch is equal, but the run is another one"
     fence.hold(RunKey(1, "cccccccc"), has_rank_0=True)
     assert not is_refused(fence, storage)
 
 
-def test_an_agent_finishes_what_its_former_run_has_staged(storage: PosixStorage) -> None:
+def test_an_agent_commits_the_staged_saves_of_its_former_run(storage: PosixStorage) -> None:
     fence = Fence()
     fence.hold(OLD, has_rank_0=True)
     claims.put(storage, claim_of(OLD))
@@ -129,7 +129,9 @@ def test_an_agent_finishes_what_its_former_run_has_staged(storage: PosixStorage)
     fence.check_commits(storage)
 
 
-def test_an_agent_of_no_run_accepts_what_it_found_first(storage: PosixStorage) -> None:
+def test_an_agent_without_a_run_accepts_only_the_first_claim_that_it_reads(
+    storage: PosixStorage,
+) -> None:
     fence = Fence()
     claims.put(storage, claim_of(OLD))
     assert not is_refused(fence, storage)
@@ -137,7 +139,7 @@ def test_an_agent_of_no_run_accepts_what_it_found_first(storage: PosixStorage) -
     assert is_refused(fence, storage)
 
 
-def test_an_agent_that_has_lost_rank_0_commits_nothing(storage: PosixStorage) -> None:
+def test_an_agent_that_has_lost_rank_0_commits_no_save(storage: PosixStorage) -> None:
     fence = Fence()
     fence.hold(OLD, has_rank_0=True)
     claims.put(storage, claim_of(NEW))
@@ -147,8 +149,8 @@ def test_an_agent_that_has_lost_rank_0_commits_nothing(storage: PosixStorage) ->
         fence.check_commits(storage)
 
 
-def test_an_agent_without_rank_0_waits_to_be_told_whose_claim_it_is(storage: PosixStorage) -> None:
-    """Rank 0 of its own job has put it: the other ranks tell their agents a moment later."""
+def test_an_agent_without_rank_0_waits_for_its_ranks_to_name_the_run(storage: PosixStorage) -> None:
+    """Rank 0 of its own job put the claim; the other ranks report the run a moment later."""
     fence = Fence(report_s=60.0)
     fence.hold(OLD, has_rank_0=False)
     claims.put(storage, claim_of(NEW))
@@ -158,14 +160,16 @@ def test_an_agent_without_rank_0_waits_to_be_told_whose_claim_it_is(storage: Pos
     telling.join()
 
 
-def test_an_agent_without_rank_0_is_overtaken_if_nobody_tells(storage: PosixStorage) -> None:
+def test_an_agent_without_rank_0_is_overtaken_if_no_rank_names_the_run(
+    storage: PosixStorage,
+) -> None:
     fence = Fence(report_s=0.1)
     fence.hold(OLD, has_rank_0=False)
     claims.put(storage, claim_of(NEW))
     assert is_refused(fence, storage)
 
 
-def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> None:
+def test_an_agent_does_not_write_to_a_replaced_directory(storage: PosixStorage) -> None:
     root = Path(storage.place)
     fence = Fence()
     fenced = FencedStorage(storage, fence)
@@ -173,12 +177,12 @@ def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> 
     claims.put(storage, claim_of(OLD))
     fenced.put("a", b"")
     (root / file_names.CLAIM).unlink()
-    assert not is_refused(fence, storage), "the directory is the same"
+    assert not is_refused(fence, storage), "the directory at this path is still the same"
     root.rename(root.with_name("moved"))
     eventually("a check that looks", lambda: is_refused(fence, storage))
     with pytest.raises(OvertakenError, match="removed or replaced"):
         fenced.put("a", b"")
-    assert not root.exists(), "it is not made again"
+    assert not root.exists(), "the agent does not make the directory again"
     root.mkdir()
     assert is_refused(fence, storage)
     remove_tree(root)
@@ -186,7 +190,7 @@ def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> 
     assert not is_refused(fence, storage)
 
 
-def test_an_overtaken_agent_changes_nothing_in_storage(storage: PosixStorage) -> None:
+def test_an_overtaken_agent_changes_no_file_in_storage(storage: PosixStorage) -> None:
     fence = Fence()
     fenced = FencedStorage(storage, fence)
     fence.hold(OLD, has_rank_0=True)
@@ -215,7 +219,7 @@ def test_an_overtaken_agent_changes_nothing_in_storage(storage: PosixStorage) ->
 # ---------------------------------------------------------------------- agents
 
 
-def test_the_agent_of_rank_0_renews_the_claim_and_says_what_the_run_does(
+def test_the_agent_of_rank_0_renews_the_claim_with_the_state_of_the_run(
     node: Node, root: Path
 ) -> None:
     storage = PosixStorage(root)
@@ -241,7 +245,7 @@ def test_the_agent_of_rank_0_renews_the_claim_and_says_what_the_run_does(
     assert claim.state == ENDED
 
 
-def test_a_claim_that_somebody_removed_is_put_again(node: Node, root: Path) -> None:
+def test_an_agent_puts_a_removed_claim_again(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     key = trainer.claim()
     claim = claims.read(PosixStorage(root))
@@ -251,7 +255,7 @@ def test_a_claim_that_somebody_removed_is_put_again(node: Node, root: Path) -> N
     assert put.key == key
 
 
-def test_the_retention_of_an_overtaken_run_removes_nothing(
+def test_the_retention_of_an_overtaken_run_removes_no_checkpoint(
     node: Node, other_node: Node, root: Path
 ) -> None:
     first = node.trainer(root, retention=Retention(latest=1))
@@ -270,7 +274,7 @@ def test_the_retention_of_an_overtaken_run_removes_nothing(
     assert log.count("ERROR megatron_flashckpt.agent.fence") == 1
 
 
-def test_a_shard_that_another_host_removed_while_it_was_written_is_not_committed(
+def test_a_shard_that_was_removed_while_it_was_written_is_not_committed(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"agent:persist.chunks:1:STOP:{tmp_path / 'reached'}")
@@ -290,7 +294,7 @@ def test_a_shard_that_another_host_removed_while_it_was_written_is_not_committed
 
 
 def wake(pid: int) -> bool:
-    """Wake a process once it stands still."""
+    """Continue a process once it is stopped; return whether it was stopped."""
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     if state == "T":
         os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""`flashckpt agent --foreground`: no trainer has started this agent, and it outlives them all."""
+"""`flashckpt agent --foreground`: an agent that users start and that outlives all trainers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched
 from tests.support.trainer import eventually, held_back, is_alive, new_save_id
 
-#: Generous: the machine may be busy with other tests.
+#: A long limit, because other tests may keep the machine busy.
 PATIENCE_S = 60.0
 
 
 class Foreground:
-    """Commands `flashckpt agent` for one node."""
+    """Runs `flashckpt agent` for one node."""
 
     def __init__(self, node: Node, root: Path) -> None:
         self._node = node
@@ -45,7 +45,7 @@ class Foreground:
         container: tuple[str, ...] = (),
         **settings: str,
     ) -> subprocess.Popen[str]:
-        """Start `flashckpt agent`, by the command `container` if given."""
+        """Start `flashckpt agent`, through the command `container` if given."""
         settings = {"runtime_dir": str(self._node.runtime_dir), **settings}
         variables = {f"FLASHCKPT_{name.upper()}": value for name, value in settings.items()}
         process = subprocess.Popen(
@@ -62,7 +62,7 @@ class Foreground:
         return process
 
     def agent(self, **settings: str) -> subprocess.Popen[str]:
-        """Return an agent that answers, as `flashckpt agent --wait` has said."""
+        """Return an agent that answers, as `flashckpt agent --wait` reported."""
         agent = self.command(**settings)
         self.wait_for(agent.pid)
         return agent
@@ -90,12 +90,12 @@ def foreground(node: Node, root: Path) -> Iterator[Foreground]:
 
 
 def ended(agent: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """Return the exit status of an agent and what it has printed to stderr."""
+    """Return the exit status of an agent and the lines that it printed to stderr."""
     _, err = agent.communicate(timeout=PATIENCE_S)
     return agent.returncode, err.splitlines()
 
 
-def test_trainers_join_it_and_it_outlives_those_that_left_and_those_that_were_killed(
+def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
     agent = foreground.agent()
@@ -107,7 +107,7 @@ def test_trainers_join_it_and_it_outlives_those_that_left_and_those_that_were_ki
     eventually("freed memory", lambda: "their memory is free" in log.read_text(), PATIENCE_S)
     second = node.trainer(root)
     assert second.client.agent_pid == agent.pid
-    assert second.take() == (), "those before have ended as planned"
+    assert second.take() == (), "the trainers before ended as planned"
     assert second.save(2).error is None
     second.hang_up()
     third = node.trainer(root)
@@ -126,13 +126,13 @@ def test_trainers_join_it_and_it_outlives_those_that_left_and_those_that_were_ki
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_run_that_claims_the_directory_before_it_joins_is_no_stranger(
+def test_a_run_may_claim_the_directory_before_it_joins_the_agent(
     node: Node, other_node: Node, root: Path, foreground: Foreground
 ) -> None:
-    """So do the ranks of other nodes than rank 0's, whose agents were there first."""
+    """On nodes without rank 0, the agents also start before their ranks join."""
     agent = foreground.agent()
     key = other_node.trainer(root, 0, 2).claim()
-    assert watched(agent.pid, 1.5 * INTERVAL_S)  # it looks once in that time
+    assert watched(agent.pid, 1.5 * INTERVAL_S)  # the agent checks the claim once in that time
     trainer = node.trainer(root, 1, 2)
     trainer.client.hold(key)
     trainer.hang_up()
@@ -143,7 +143,7 @@ def test_a_run_that_claims_the_directory_before_it_joins_is_no_stranger(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_told_to_end_it_finishes_what_is_staged(
+def test_a_foreground_agent_told_to_end_persists_staged_slots(
     node: Node, root: Path, foreground: Foreground, name: str
 ) -> None:
     agent = foreground.agent()
@@ -162,7 +162,7 @@ def test_told_to_end_it_finishes_what_is_staged(
 
 
 @pytest.mark.parametrize("how", ["told twice", "out of time"])
-def test_what_it_could_not_finish_is_said_by_its_exit_status(
+def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     node: Node, root: Path, foreground: Foreground, how: str
 ) -> None:
     timeout_s = 0.3 if how == "out of time" else 120.0
@@ -183,7 +183,7 @@ def test_what_it_could_not_finish_is_said_by_its_exit_status(
 
 
 @pytest.mark.parametrize("first", ["foreground", "of a trainer"])
-def test_beside_another_agent_it_ends_with_one_line_that_names_that_one(
+def test_a_second_foreground_agent_ends_with_one_line_naming_the_first(
     node: Node, root: Path, foreground: Foreground, first: str
 ) -> None:
     theirs = node.trainer(root).client.agent_pid if first == "of a trainer" else None
@@ -196,10 +196,10 @@ def test_beside_another_agent_it_ends_with_one_line_that_names_that_one(
     assert is_alive(pid)
 
 
-def test_agents_that_start_at_once_agree_on_one(
+def test_of_agents_that_start_together_one_remains(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
-    """The look at the lock comes before the new program, and others may take it meanwhile."""
+    """The check of the lock precedes the new program, so others may take the lock in between."""
     agents = [foreground.command() for _ in range(3)]
     eventually(
         "one agent", lambda: [it.poll() for it in agents].count(None) == 1, within_s=PATIENCE_S
@@ -214,7 +214,7 @@ def test_agents_that_start_at_once_agree_on_one(
 
 
 @pytest.mark.parametrize("what", ["save directory", "runtime directory"])
-def test_without_a_directory_it_ends_with_one_line(
+def test_a_foreground_agent_without_a_directory_ends_with_one_line(
     node: Node, root: Path, foreground: Foreground, what: str
 ) -> None:
     if what == "save directory":
@@ -230,12 +230,12 @@ def test_without_a_directory_it_ends_with_one_line(
     assert line.startswith(expected)
 
 
-def test_it_waits_for_its_first_trainers_for_the_grace_time_and_for_others_as_long(
+def test_a_foreground_agent_waits_the_grace_time_for_first_and_later_trainers(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
     assert ended(foreground.command(agent__grace_s="0.5"))[0] == 0
     assert list(node.runtime_dir.iterdir()) == []
-    # Without `flashckpt agent --wait`, which may take longer than that on a busy machine.
+    # This starts without `flashckpt agent --wait`, which may take longer on a busy machine.
     agent = foreground.command(agent__grace_s="5")
     socket = node.directory(root) / SOCKET
     eventually("a socket", socket.exists, PATIENCE_S)
@@ -247,10 +247,10 @@ def test_it_waits_for_its_first_trainers_for_the_grace_time_and_for_others_as_lo
     assert_intact(root, 3, [trainer]), "written before it left, for want of trainers"
 
 
-def test_a_container_of_its_own_serves_trainers_of_another_container(
+def test_an_agent_serves_trainers_of_another_container(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
-    """Neither of them sees the other's processes."""
+    """Neither container sees the processes of the other."""
     container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine makes no pid namespaces")
@@ -272,7 +272,9 @@ def test_a_container_of_its_own_serves_trainers_of_another_container(
     )
     assert trained.returncode == 0, trained.stderr
     trainer = node.trainer(root)
-    assert [offer.iteration for offer in trainer.take()] == [1], "of a trainer that was killed"
+    assert [offer.iteration for offer in trainer.take()] == [1], (
+        "the slot of a killed trainer is offered"
+    )
     assert trainer.client.facts is not None
     assert trainer.client.facts.life.kind == "container"
     trainer.hang_up(leave=True)
@@ -281,10 +283,10 @@ def test_a_container_of_its_own_serves_trainers_of_another_container(
     assert ended(agent)[0] == 0
 
 
-def test_nobody_reads_its_stderr_and_it_serves_all_the_same(
+def test_an_agent_whose_stderr_is_not_read_still_serves(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
-    """A log driver hangs, or a terminal is stopped."""
+    """A log driver may hang, or a terminal may be stopped."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     with contextlib.suppress(BlockingIOError):
@@ -304,7 +306,7 @@ def test_nobody_reads_its_stderr_and_it_serves_all_the_same(
     os.close(reads)
 
 
-def test_a_cleaner_takes_its_files_and_it_restores_them(
+def test_a_foreground_agent_restores_files_that_a_cleaner_removed(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
     agent = foreground.agent()
@@ -318,14 +320,14 @@ def test_a_cleaner_takes_its_files_and_it_restores_them(
     assert "committed iteration 1" in (directory / LOG).read_text()
 
 
-def test_whoever_waits_for_an_agent_in_vain_is_told_so(foreground: Foreground) -> None:
+def test_a_wait_for_a_missing_agent_ends_with_an_error(foreground: Foreground) -> None:
     waiting = foreground.command("--wait", agent__start_timeout_s="0.2")
     status, (line,) = ended(waiting)
     assert status == 1
     assert "no agent for" in line
 
 
-def test_rank_0_says_which_agent_it_has_joined_and_what_that_holds(
+def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
     node: Node, root: Path, foreground: Foreground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agent = foreground.agent()
@@ -354,7 +356,7 @@ def test_rank_0_says_which_agent_it_has_joined_and_what_that_holds(
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_an_agent_that_ends_with_its_ranks_is_named_with_the_remedy(
+def test_an_agent_that_would_end_with_its_ranks_is_named_with_the_remedy(
     life: Life, remedy: str
 ) -> None:
     facts = AgentFacts(0.0, False, life, (2, 4))
@@ -375,9 +377,9 @@ MACHINE = 0xEFFFFFFC
 @pytest.mark.parametrize(
     ("cgroups", "namespace", "expected"),
     [
-        # Read off steps of Slurm 22.05 with control groups of version 1.
+        # Recorded from steps of Slurm 22.05 with control groups of version 1.
         ("6:freezer:/slurm_node1/uid_0/job_1/step_0\n0::/", MACHINE, "Slurm step 1.0"),
-        # proctrack/pgid, with processors dealt out by task/cgroup.
+        # proctrack/pgid, with processors assigned by task/cgroup.
         ("3:cpuset:/slurm/uid_0/job_1/step_0\n6:freezer:/\n0::/", MACHINE, " "),
         (
             "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0",
@@ -394,7 +396,7 @@ MACHINE = 0xEFFFFFFC
         ("", MACHINE, " "),
     ],
 )
-def test_what_ends_a_process_is_read_off_its_control_groups(
+def test_the_control_groups_of_a_process_show_what_ends_it(
     cgroups: str, namespace: int, expected: str | None
 ) -> None:
     life = life_of(cgroups, namespace, {"HOSTNAME": "host"})
