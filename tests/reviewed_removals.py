@@ -234,7 +234,7 @@ REVIEWED: dict[Call, Reason] = {
             "append",
             "storage.put(HISTORY, text, durable='contents')",
             "a name of ours; the lines that were there are in it",
-            "agent/test_history.py::test_lines_that_are_none_are_passed_over_and_what_is_no_file_costs_no_save",
+            "agent/test_history.py::test_invalid_history_lines_are_skipped_and_an_unwritable_history_fails_no_save",
         ),
     ),
     **review(
@@ -264,13 +264,13 @@ REVIEWED: dict[Call, Reason] = {
             "put_marker",
             "storage.put(f'{directory}/{file_names.marker_name(facts.save_id)}', encode_marker(marker_of(facts, manifest)), durable='nothing')",
             ID,
-            "agent/test_markers.py::test_the_former_saves_marker_goes_before_its_manifest",
+            "agent/test_markers.py::test_the_former_marker_is_removed_before_its_manifest",
         ),
         (
             "remove_markers",
             "storage.delete(f'{directory}/{name}')",
             "a name of ours by pattern; a checkpoint is whole without its marker",
-            "agent/test_markers.py::test_the_former_saves_marker_goes_before_its_manifest",
+            "agent/test_markers.py::test_the_former_marker_is_removed_before_its_manifest",
         ),
     ),
     **review(

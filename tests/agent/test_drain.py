@@ -54,7 +54,7 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
 
 @pytest.fixture
 def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
-    """One rank without a model, which waits for its saves for half an hour."""
+    """A rank without a model, which waits for its saves for half an hour."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
     monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     made = Checkpointer(str(root), node.config())

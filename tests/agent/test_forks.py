@@ -1,7 +1,7 @@
-"""Forked children, such as the workers of a DataLoader, keep neither slab nor connection.
+"""Forked children, such as the workers of a DataLoader: they keep neither slab nor connection.
 
-A kept slab would outlive its replacement, and a kept connection would hide the trainer's end from
-the agent.
+A kept slab would occupy memory after its replacement. A kept connection would hide the end of the
+trainer from the agent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.support.trainer import PATIENCE_S, eventually, held_back
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a forked child; it must fit into a pipe as JSON."""
+    """Return the result of `work` in a forked child; the result must fit into a pipe as JSON."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -61,11 +61,11 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 
 def slabs_of(pid: int | str) -> list[int]:
-    """Return the inode of each slab that a process has open, or mapped; one that is both twice."""
+    """Return the inodes of slabs that a process has open or mapped; a slab counts once for both."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     found = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the process has closed the file
             if "memfd:flashckpt-" in os.readlink(path):
                 found.append(path.stat().st_ino)
     return found
@@ -90,7 +90,7 @@ class Tie:
         self.inode = os.fstat(slab.fd).st_ino
 
     def kept_by(self, pid: int | str) -> list[int | str]:
-        """Return the descriptors and mappings by which a process keeps any of it."""
+        """Return the descriptors and mappings through which a process keeps any part of the tie."""
         slabs = [inode for inode in slabs_of(pid) if inode == self.inode]
         return [*slabs, *(link for link in sockets_of(pid) if link == self.socket)]
 
@@ -102,9 +102,7 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job
     made.checkpointer.close(leave=False)
 
 
-def test_a_child_keeps_neither_slab_nor_connection_and_its_parent_works_on(
-    job: Job, root: Path
-) -> None:
+def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None:
     assert job.save(1) is None
     tie = Tie(job.checkpointer)
     assert len(tie.kept_by("self")) == 3, "descriptor, mapping, socket"
@@ -146,7 +144,7 @@ def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
     job.assert_stored(root, 2)
 
 
-def test_a_child_keeps_what_reuses_a_slabs_descriptor_number_or_address() -> None:
+def test_a_child_keeps_objects_that_reuse_a_slab_descriptor_or_address() -> None:
     slab = Slab.create(1, 0, PAGE, "0")
     number = slab.fd
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(slab.memory))
@@ -175,8 +173,10 @@ def test_a_child_keeps_what_reuses_a_slabs_descriptor_number_or_address() -> Non
     slab.close()
 
 
-def test_a_slab_that_is_being_made_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slabs are made in the background, while data loaders start their workers."""
+def test_a_child_does_not_inherit_a_slab_that_is_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A background thread makes slabs while data loaders start their workers."""
     kept: list[bool] = []
 
     def allocate(fd: int, *_: Any, **__: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
 
 @pytest.fixture
 def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """The session of this process, with one checkpointer, as the launcher ends it."""
+    """The session of this process with one checkpointer, set up as for the launcher."""
     made = Session(Config())
     startup = Startup(job.checkpointer, made.note_nodes)
     made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0), startup)
@@ -219,10 +219,10 @@ def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
 
 
 @pytest.mark.parametrize("way", ["launcher", "handler", "session"])
-def test_a_child_that_exits_leaves_its_parents_saves_alone(
+def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
     job: Job, session: Session, root: Path, tmp_path: Path, way: str
 ) -> None:
-    """The helper of a script ends by `sys.exit`, while a save of the script is pending."""
+    """A child process ends by `sys.exit` while a save of its parent is pending."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nsys.exit(0)\n")
     agent = job.checkpointer.link.client().agent_pid
@@ -252,8 +252,8 @@ def test_a_child_that_exits_leaves_its_parents_saves_alone(
     job.assert_stored(root, 2)
 
 
-def test_a_child_may_change_tensors_that_its_parent_still_copies() -> None:
-    """The copy thread, which an optimizer waits for, does not exist there."""
+def test_a_child_may_step_while_its_parent_still_copies() -> None:
+    """The child lacks the copy thread that an optimizer would wait for."""
     waits: list[str] = []
     hook = StepHook(lambda: waits.append("waited"))
 
@@ -265,10 +265,10 @@ def test_a_child_may_change_tensors_that_its_parent_still_copies() -> None:
     assert step() == ["waited"]
 
 
-def test_a_child_may_train_and_save_by_itself(
+def test_a_child_may_train_and_save_independently(
     job: Job, session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launchers that fork may have imported us first."""
+    """A launcher that forks may have imported this package before."""
     assert job.save(1) is None
     monkeypatch.setattr(session_module, "checkpointing", mock.MagicMock())
     monkeypatch.setattr(session_module.announcements, "ask_for_memory_saves", lambda *_: None)
@@ -283,10 +283,10 @@ def test_a_child_may_train_and_save_by_itself(
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("how", ["Ctrl-C", "a handler of SIGTERM"])
-def test_an_end_that_is_interrupted_is_no_success(
+def test_an_interrupted_exit_handler_ends_with_an_error_status(
     monkeypatch: pytest.MonkeyPatch, tells: bool, how: str
 ) -> None:
-    """Python ignores exceptions of handlers at exit, and exits with 0."""
+    """Python ignores exceptions of exit handlers and exits with status 0."""
     config = Config(exit_nonzero_unless_durable=tells)
 
     def interrupted(**_: object) -> None:

@@ -1,4 +1,4 @@
-"""Freeing the memory of a large slab takes seconds; meanwhile the agent answers all ranks."""
+"""Freeing of a large slab, which takes seconds: the agent answers all ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
 from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually
 
-#: Far less than a blocked agent would need, and more than any answer takes.
+#: Much less than a blocked agent needs, and more than any answer takes.
 ANSWER_S = 5.0
 
 
 class SlowFreeing:
-    """Lets the agent's threads wait in `Slab.close`, as the kernel does that frees many pages."""
+    """Lets `Slab.close` wait, as the kernel does when it frees many pages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.under_way = 0
@@ -33,7 +33,7 @@ class SlowFreeing:
             close(slab)
 
         monkeypatch.setattr(Slab, "close", slow_close)
-        # The agent lives in this process, which a client must not kill.
+        # The agent runs in this process, which a client must not kill.
         monkeypatch.setattr(AgentClient, "_end_agent", lambda client: None)
 
 
@@ -45,13 +45,13 @@ def freeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowFreeing]:
 
 
 def replace_slab(trainer: FakeTrainer) -> None:
-    """Have the next save attach another slab."""
+    """Let the next save attach another slab."""
     assert trainer.slab is not None
     trainer.slab.close()
     trainer.slab = None
 
 
-def test_ranks_are_answered_while_a_replaced_slab_is_freed(
+def test_ranks_get_answers_while_a_replaced_slab_is_freed(
     node: Node, root: Path, freeing: SlowFreeing
 ) -> None:
     with agent_here(node, root):
@@ -65,11 +65,11 @@ def test_ranks_are_answered_while_a_replaced_slab_is_freed(
         eventually("the former slab is being freed", lambda: freeing.under_way == 1)
         trainers[1].stage(2, "0123456789cd")
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
-        assert freeing.under_way == 1, "it is still being freed"
+        assert freeing.under_way == 1, "the replaced slab is still being freed"
         freeing.go_on.set()
 
 
-def test_a_rank_is_answered_while_the_slabs_of_an_agent_that_ends_are_freed(
+def test_a_rank_gets_answers_while_an_ending_agent_frees_its_slabs(
     node: Node, root: Path, freeing: SlowFreeing
 ) -> None:
     with agent_here(node, root) as agent:

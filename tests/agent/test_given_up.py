@@ -1,4 +1,4 @@
-"""A save that was given up while storage did not answer is no checkpoint when storage is back."""
+"""Saves that an agent gave up while storage hung: no checkpoint when storage responds again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECTORY = file_names.iteration_dir(2)
 
 
 class Stuck(PosixStorage):
-    """Storage that does not answer the agent's commit thread, by the save of iteration 2."""
+    """Storage that hangs for the commit thread of the agent, in the save of iteration 2."""
 
     back = threading.Event()
     sized = threading.Event()
@@ -62,10 +62,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
         event.set()
 
 
-def test_its_files_may_be_removed_by_a_job_that_resumes(
+def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
     node: Node, root: Path, stuck: type[Stuck]
 ) -> None:
-    """The commit is between its look at the shards and its manifest."""
+    """The commit hangs between its check of the shards and its manifest."""
     with agent_here(node, root, commit_timeout_s=0.5):
         trainer = node.trainer(root)
         kept = new_save_id()
@@ -84,10 +84,10 @@ def test_its_files_may_be_removed_by_a_job_that_resumes(
         assert_intact(root, 3, [trainer])
 
 
-def test_its_files_go_when_the_put_of_its_records_comes_back(
+def test_an_agent_removes_a_save_given_up_when_its_put_returns(
     node: Node, root: Path, stuck: type[Stuck]
 ) -> None:
-    """They are all there by then, but the save has failed."""
+    """All files are there by then, but the save has failed."""
     with agent_here(node, root, commit_timeout_s=0.5):
         trainer = node.trainer(root)
         assert trainer.save(1).error is None

@@ -1,4 +1,4 @@
-"""`Checkpointer` with a real agent, on several local ranks of a simulated node of GPUs."""
+"""`Checkpointer` with a real agent, on several local ranks of a simulated GPU node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpus() -> Iterator[GpuNode]:
 
 
 class GpuJob(Job):
-    """A rank whose tensors are on the device of its local rank."""
+    """A rank with tensors on the device of its local rank."""
 
     def __init__(self, local_rank: int, *args: Any) -> None:
         torch.cuda.set_device(local_rank)  # as Megatron does, on the training thread
@@ -81,10 +81,10 @@ def descriptors_of_slabs() -> int:
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("local_rank", [0, 5])
-def test_every_local_rank_stores_its_own_bytes(
+def test_each_local_rank_stores_its_own_bytes(
     make: Any, root: Path, gpus: GpuNode, local_rank: int, pinned: bool
 ) -> None:
-    """Memory is prepared by a thread whose current device would be 0."""
+    """A thread prepares the memory; without care, its current device would be 0."""
     job = make(local_rank, pinned=pinned)
     job.checkpointer.link.prepare(25_000_000)
     for iteration in (1, 2, 3):
@@ -99,7 +99,7 @@ def test_every_local_rank_stores_its_own_bytes(
 
 
 @pytest.mark.parametrize("local_rank", [0, 5])
-def test_a_slot_holds_its_bytes_when_it_is_marked_staged(
+def test_a_slot_marked_staged_holds_all_its_bytes(
     make: Any, gpus: GpuNode, local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.d2h_bytes_per_s = 200e6
@@ -124,14 +124,14 @@ def test_a_slot_holds_its_bytes_when_it_is_marked_staged(
 
 
 @pytest.mark.parametrize("local_rank", [0, 5])
-def test_a_restarted_rank_saves_into_the_memory_that_it_left(
+def test_a_restarted_rank_reuses_its_memory(
     make: Any, root: Path, gpus: GpuNode, local_rank: int
 ) -> None:
     first = make(local_rank)
     first.checkpointer.link.prepare(25_000_000)
     assert first.save(1) is None
     first.checkpointer.close(leave=False)
-    gpus.runtime.locked.clear()  # the kernel unlocks what a process leaves
+    gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
     gpus.runtime.registered_by.clear()
     again = make(local_rank)
     slab, (offer, *_) = again.checkpointer.link.take_slab()
@@ -147,7 +147,7 @@ def test_a_restarted_rank_saves_into_the_memory_that_it_left(
 
 
 @pytest.mark.parametrize("local_rank", [0, 5])
-def test_a_rank_whose_slab_grows_stores_its_own_bytes(
+def test_a_rank_stores_its_own_bytes_after_its_slab_grew(
     make: Any, root: Path, gpus: GpuNode, local_rank: int
 ) -> None:
     job = make(local_rank)
@@ -175,7 +175,7 @@ def test_a_job_with_graphs_waits_until_its_slab_is_locked(make: Any, gpus: GpuNo
     assert len(gpus.runtime.registered_by) == 1
 
 
-def test_a_driver_that_hangs_does_not_keep_a_job_with_graphs_from_training(
+def test_a_job_with_graphs_trains_even_if_the_driver_hangs(
     make: Any,
     gpus: GpuNode,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,7 +192,7 @@ def test_a_driver_that_hangs_does_not_keep_a_job_with_graphs_from_training(
     assert message.startswith("rank 0: checkpoint slots are still being page-locked after 0 s")
 
 
-def test_the_agent_is_told_how_long_the_training_loop_waited(
+def test_the_agent_gets_the_blocked_time_of_the_training_loop(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(5)
@@ -213,10 +213,10 @@ def test_the_agent_is_told_how_long_the_training_loop_waited(
     assert told == [7.5]
 
 
-def test_a_slot_that_could_not_be_handed_over_is_offered_to_no_agent(
+def test_a_slot_whose_staged_message_failed_is_marked_failed(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks are told that the save has failed, so no later agent may commit it."""
+    """All ranks get the error of this save, so no later agent may commit the save."""
     job = make(5)
     assert job.save(1) is None
 
@@ -230,7 +230,7 @@ def test_a_slot_that_could_not_be_handed_over_is_offered_to_no_agent(
     assert {it.iteration: it.state for it in headers}[2] == SlotState.FAILED
 
 
-def test_a_slab_with_a_checkpoint_is_unlocked_and_unmapped_when_a_larger_one_is_made(
+def test_a_larger_slab_unlocks_and_unmaps_the_former_one(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
     job = make(5)
@@ -245,10 +245,10 @@ def test_a_slab_with_a_checkpoint_is_unlocked_and_unmapped_when_a_larger_one_is_
     assert list(gpus.runtime.locked.values()) == [job.checkpointer.link._slab.geometry.nbytes]
 
 
-def test_a_save_in_mid_copy_is_taken_over_by_the_next_agent(
+def test_the_next_agent_adopts_a_save_that_is_still_copied(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
-    """An agent that gets the slab earlier would take the slot for one that a crash cut short."""
+    """If the next agent got the slab earlier, it would treat the slot as torn by a crash."""
     job = make(5)
     assert job.save(1) is None
     link = job.checkpointer.link
@@ -265,7 +265,7 @@ def test_a_save_in_mid_copy_is_taken_over_by_the_next_agent(
     job.assert_stored(root, 2)
 
 
-def test_a_device_that_was_set_after_the_memory_was_made_is_used(
+def test_a_save_uses_the_device_that_is_current_when_it_begins(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
     job = make(5)
@@ -277,7 +277,7 @@ def test_a_device_that_was_set_after_the_memory_was_made_is_used(
     job.assert_stored(root, 1)
 
 
-def test_a_rank_with_tensors_of_another_device_fails_its_saves_by_name(
+def test_a_rank_with_tensors_on_another_device_fails_and_names_them(
     make: Any, gpus: GpuNode
 ) -> None:
     job = make(5)
@@ -288,10 +288,8 @@ def test_a_rank_with_tensors_of_another_device_fails_its_saves_by_name(
     assert "torch.cuda.set_device(5)" in error
 
 
-def test_a_blocking_save_has_copied_everything_when_it_returns(
-    make: Any, root: Path, gpus: GpuNode
-) -> None:
-    """Jobs whose tensors change outside of the optimizer's step need such saves."""
+def test_a_blocking_save_returns_after_all_copies(make: Any, root: Path, gpus: GpuNode) -> None:
+    """Such saves serve jobs whose tensors change outside of the optimizer step."""
     gpus.d2h_bytes_per_s = 200e6
     job = make(5)
     job.checkpointer.link.prepare(25_000_000)
@@ -308,7 +306,7 @@ def test_a_blocking_save_has_copied_everything_when_it_returns(
 
 
 @pytest.mark.parametrize("name", ["Stream", "set_device", "cudaHostRegister"])
-def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
+def test_training_continues_without_saves_if_cuda_refuses_resources(
     make: Any, root: Path, gpus: GpuNode, name: str
 ) -> None:
     job = make(5)
@@ -330,10 +328,10 @@ def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
     job.assert_stored(root, 2)
 
 
-def test_a_stream_that_was_refused_is_asked_for_again_by_the_next_save(
+def test_the_next_save_retries_a_stream_that_cuda_refused(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
-    """The slab is there and has room: only the stream of another device is missing."""
+    """The slab exists and is large enough; only the stream of the device is missing."""
     job = make(5)
     torch.cuda.set_device(0)
     job.checkpointer.link.prepare(25_000_000)
@@ -352,7 +350,7 @@ def test_a_stream_that_was_refused_is_asked_for_again_by_the_next_save(
         for tensor in job.tensors:
             tensor.add_(1.0)
         job.checkpointer.save(job.request(2))
-        assert not job.checkpointer.link.stager.wait(0.2), "copies come behind the training's work"
+        assert not job.checkpointer.link.stager.wait(0.2), "copies wait for the work of training"
         released.set()
         (outcome,) = job.checkpointer.wait()
     assert outcome.error is None
@@ -362,7 +360,7 @@ def test_a_stream_that_was_refused_is_asked_for_again_by_the_next_save(
 def test_two_runs_of_one_process_store_their_own_bytes(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
-    """The second slab must not lie where the first one is still page-locked."""
+    """The second slab must not be mapped where the first one is still page-locked."""
     for iteration in (1, 2):
         job = make(5)
         job.checkpointer.link.prepare(25_000_000)
@@ -373,7 +371,7 @@ def test_two_runs_of_one_process_store_their_own_bytes(
     assert len(gpus.runtime.registered_by) == 2
 
 
-def test_a_copy_that_fails_after_the_wait_for_it_ran_out_stops_nothing(
+def test_a_copy_that_fails_after_the_timeout_does_not_stop_later_saves(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
     job = make(5)
@@ -396,7 +394,7 @@ def test_a_copy_that_fails_after_the_wait_for_it_ran_out_stops_nothing(
     job.assert_stored(root, 3)
 
 
-def test_a_gpu_without_memory_for_a_temporary_copy_fails_the_save_only(
+def test_a_gpu_without_memory_for_a_temporary_copy_fails_only_the_save(
     make: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(5)
@@ -411,7 +409,7 @@ def test_a_gpu_without_memory_for_a_temporary_copy_fails_the_save_only(
     job.assert_stored(root, 2)
 
 
-def test_a_crashed_rank_with_a_gpu_that_hangs_ends_and_leaves_the_older_save(
+def test_a_crashed_rank_with_a_hung_gpu_ends_and_keeps_the_older_save(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
     job = make(5)
@@ -436,7 +434,7 @@ def test_a_crashed_rank_with_a_gpu_that_hangs_ends_and_leaves_the_older_save(
     assert SlotState.STAGED not in states
 
 
-def test_a_rank_whose_gpu_hangs_ends_when_its_drain_has_run_out(make: Any, gpus: GpuNode) -> None:
+def test_a_rank_with_a_hung_gpu_ends_after_its_drain_timeout(make: Any, gpus: GpuNode) -> None:
     job = make(5)
     assert job.save(1) is None
     gpus.devices[5].running.clear()

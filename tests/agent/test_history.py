@@ -1,4 +1,4 @@
-"""What the save directory says of past saves, in its manifests and its history."""
+"""Records of past saves in a save directory: manifests and the history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def past(iteration: int) -> PastSave:
     )
 
 
-def test_what_a_save_took_is_in_its_manifest_and_in_the_history(node: Node, root: Path) -> None:
+def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id, called = new_save_id(), time.time()
     for trainer, blocked_s in zip(trainers, (0.25, 0.125), strict=True):
@@ -55,7 +55,7 @@ def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path)
     save_id = new_save_id()
     trainer.stage(2, save_id)
     assert trainer.outcome().error is None
-    # What stands where its shards should be makes the third one fail.
+    # A directory in place of a shard makes the third save fail.
     (root / "iter_0000003").write_text("not a directory")
     failed = trainer.save(3)
     assert failed.error is not None
@@ -66,7 +66,7 @@ def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path)
     ]
 
 
-def test_a_node_that_does_not_commit_tells_the_cost_of_all_ranks(
+def test_a_node_that_does_not_commit_also_gets_the_timings_of_all_ranks(
     node: Node, other_node: Node, root: Path
 ) -> None:
     trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
@@ -81,7 +81,7 @@ def test_a_node_that_does_not_commit_tells_the_cost_of_all_ranks(
     assert len(told(root)) == 1
 
 
-def test_the_history_keeps_the_newest_lines_and_may_be_left_out(node: Node, root: Path) -> None:
+def test_the_history_keeps_the_newest_lines_and_may_be_turned_off(node: Node, root: Path) -> None:
     storage = PosixStorage(root)
     for iteration in range(5):
         history.append(storage, past(iteration), 3)
@@ -92,7 +92,7 @@ def test_the_history_keeps_the_newest_lines_and_may_be_left_out(node: Node, root
     assert not (other / HISTORY).exists()
 
 
-def test_lines_that_are_none_are_passed_over_and_what_is_no_file_costs_no_save(
+def test_invalid_history_lines_are_skipped_and_an_unwritable_history_fails_no_save(
     node: Node, root: Path
 ) -> None:
     root.mkdir()
@@ -103,7 +103,7 @@ def test_lines_that_are_none_are_passed_over_and_what_is_no_file_costs_no_save(
     assert node.trainer(root).save(1).error is None
 
 
-def test_the_slowest_rank_counts_and_without_rank_0_nothing_is_said() -> None:
+def test_timings_are_those_of_the_slowest_rank_and_need_rank_0() -> None:
     costs = {
         rank: RankCost(started_at=10.0, blocked_s=0.1 * rank, staged_s=1.0, persisted_s=2.0 + rank)
         for rank in range(3)
@@ -121,8 +121,8 @@ def test_the_slowest_rank_counts_and_without_rank_0_nothing_is_said() -> None:
     assert combine(costs, 500, 16.0) is None
 
 
-def test_no_save_is_durable_before_its_last_shard_is() -> None:
-    # Rank 1 called 5 ms before rank 0, or its node's clock is behind by as much.
+def test_a_save_is_durable_no_earlier_than_its_last_shard() -> None:
+    # Rank 1 called 5 ms before rank 0, or the clock of its node is 5 ms behind.
     costs = {
         rank: RankCost(started_at=started_at, blocked_s=0.0, staged_s=0.01, persisted_s=0.03)
         for rank, started_at in ((0, 10.005), (1, 10.0))
@@ -132,7 +132,7 @@ def test_no_save_is_durable_before_its_last_shard_is() -> None:
     assert combined.durable_s == combined.persisted_s == 0.03
 
 
-def test_settings_are_those_that_the_agent_gets() -> None:
+def test_the_history_records_the_settings_of_the_agent() -> None:
     from megatron_flashckpt.agent.state import AgentOptions
 
     assert {"history", "trace"} <= set(AgentOptions.__struct_fields__)

@@ -1,4 +1,4 @@
-"""An error that only a person can end is known on all nodes, whichever node has met it."""
+"""Errors that only a person can end: every node knows them, even if another node met them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.support.trainer import new_save_id
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_lasts_on_the_nodes_that_did_not_meet_it(
+def test_a_full_disk_counts_as_lasting_on_all_nodes(
     node: Node, other_node: Node, root: Path, tmp_path: Path, full: int
 ) -> None:
-    """The node of rank 0 learns by the note of the other one, and the other way round."""
+    """The node of rank 0 learns from the note of the other node, and the other way round."""
     storage = FaultyStorage(root, tmp_path)
     with storage.under_agents():
         trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
@@ -41,5 +41,5 @@ def test_a_full_disk_lasts_on_the_nodes_that_did_not_meet_it(
         ("[Errno x] ", False),
     ],
 )
-def test_only_errors_of_storage_last(reason: str, lasts: bool) -> None:
+def test_only_storage_errors_count_as_lasting(reason: str, lasts: bool) -> None:
     assert lasts_elsewhere(reason) is lasts

@@ -1,4 +1,4 @@
-"""Nodes that wait for a commit read its marker, and believe no marker against a manifest."""
+"""Markers of commits: waiting nodes read them, and a manifest overrides any marker."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Counting(PosixStorage):
 
 
 def pair(root: Path, save_id: str) -> list[PendingSave]:
-    """Return a save of two nodes with a rank each, as the nodes know it."""
+    """Return a save of two nodes with one rank each, as both nodes know the save."""
     return [persisted(Counting(root), save_id, rank, 2) for rank in range(2)]
 
 
@@ -79,13 +79,13 @@ def marker(root: Path, save_id: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a test takes, it is not time yet for waiting nodes to list."""
+    """Prevent listings by waiting nodes, even if a test takes long."""
     monkeypatch.setattr("megatron_flashckpt.agent.presence._FIRST_S_PER_RANK", 1e6)
     monkeypatch.setattr("megatron_flashckpt.agent.presence._FIRST_S", 1e6)
 
 
-def test_of_64_nodes_63_read_a_marker_and_none_of_them_lists(root: Path) -> None:
-    """Before: 64 listings by waiting nodes, and the whole manifest read by each."""
+def test_of_64_nodes_63_read_a_marker_and_no_node_lists(root: Path) -> None:
+    """Before, every waiting node listed the directory once and read the whole manifest."""
     nodes = 64
     storages = [Counting(root) for _ in range(nodes)]
     last = nodes - 1
@@ -102,11 +102,11 @@ def test_of_64_nodes_63_read_a_marker_and_none_of_them_lists(root: Path) -> None
     assert nbytes > 10_000
     assert all(0 < storage.read_nbytes < 300 for storage in storages[1:])
     assert [storage.listed for storage in storages[1:]] == [0] * last
-    # 20 looks for one record that is missing, in a directory that nobody else changes.
+    # The committing node asks 20 times for one missing record, in an otherwise unchanged directory.
     assert storages[0].listed < 5
 
 
-def test_what_a_marker_says_is_what_the_manifest_says(root: Path) -> None:
+def test_a_marker_agrees_with_the_manifest(root: Path) -> None:
     saves = pair(root, A)
     assert [outcome_of(save, 60.0) for save in saves] == [DONE, DONE]
     here, there = ((it.cost, it.differing, it.compared) for it in saves)
@@ -120,13 +120,13 @@ def test_a_job_of_one_node_puts_no_marker(root: Path) -> None:
     assert not marker(root, A).exists()
 
 
-def test_a_checkpoint_with_its_marker_is_whole_and_goes_with_it(root: Path) -> None:
+def test_a_marker_is_removed_together_with_its_checkpoint(root: Path) -> None:
     saves = pair(root, A)
     commit(saves[0])
     assert marker(root, A).exists()
     assert verify(stored(root, 5)) == []
     tidy(CommittedSave.of(saves[0]))
-    assert marker(root, A).exists(), "nodes may look for it later"
+    assert marker(root, A).exists(), "other nodes may read the marker later"
     retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=5, previous=None)
     assert marker(root, A).exists()
     (root / file_names.iteration_dir(6)).mkdir()
@@ -149,7 +149,7 @@ def test_a_marker_without_a_manifest_is_no_commit(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["the marker of the former save", "no marker"])
-def test_a_manifest_of_another_save_is_no_commit_whatever_the_marker_says(
+def test_a_manifest_of_another_save_overrides_the_marker(
     root: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     monkeypatch.setattr(markers, "_UNMARKED_S", 0.0)
@@ -163,7 +163,7 @@ def test_a_manifest_of_another_save_is_no_commit_whatever_the_marker_says(
     assert outcome_of(later[1], 60.0) == DONE
 
 
-def test_the_former_saves_marker_goes_before_its_manifest(root: Path) -> None:
+def test_the_former_marker_is_removed_before_its_manifest(root: Path) -> None:
     commit(pair(root, A)[0])
     later = pair(root, B)
     storage = later[0].storage
@@ -180,10 +180,10 @@ def test_the_former_saves_marker_goes_before_its_manifest(root: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_where_no_marker_can_be_read_the_manifest_is(
+def test_a_node_reads_the_manifest_if_it_cannot_read_a_marker(
     root: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
 ) -> None:
-    """None: the agent that committed was killed in between, or is of an older release."""
+    """A marker is missing if the committing agent was killed before its put, or is older."""
     saves = pair(root, A)
     commit(saves[0])
     if damage is None:
@@ -191,7 +191,7 @@ def test_where_no_marker_can_be_read_the_manifest_is(
         storage = saves[1].storage
         assert isinstance(storage, Counting)
         storage.read_nbytes = 0
-        assert outcome_of(saves[1], 60.0) == OPEN, "it may come in a moment"
+        assert outcome_of(saves[1], 60.0) == OPEN, "the marker may come in a moment"
         assert storage.read_nbytes == 0
         saves[1].unmarked_since = None
         monkeypatch.setattr(markers, "_UNMARKED_S", 0.0)
@@ -200,12 +200,12 @@ def test_where_no_marker_can_be_read_the_manifest_is(
     assert outcome_of(saves[1], 60.0) == DONE
 
 
-def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_marker(
+def test_a_node_that_awaits_the_marker_does_not_report_tidied_records(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storage has refused the marker, and the job keeps no history."""
+    """Storage refused the marker, and the job keeps no history."""
     monkeypatch.setattr(commit_records, "_GONE_S", 0.0)
-    monkeypatch.setattr(presence, "_FIRST_S", 0.0)  # it lists the directory at once
+    monkeypatch.setattr(presence, "_FIRST_S", 0.0)  # the node lists the directory at once
     saves = pair(root, A)
     commit(saves[0])
     tidy(CommittedSave.of(saves[0]))
@@ -216,12 +216,12 @@ def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_ma
     assert outcome_of(saves[1], 60.0) == DONE
 
 
-def test_a_node_that_has_given_up_keeps_its_files_of_a_save_without_a_marker(root: Path) -> None:
+def test_a_node_that_gave_up_keeps_its_files_if_the_save_is_committed(root: Path) -> None:
     saves = pair(root, A)
     commit(saves[0])
     tidy(CommittedSave.of(saves[0]))
     marker(root, A).unlink()
-    saves[1].called_off = True  # it may remove them, for all that it knows
+    saves[1].called_off = True  # this flag would allow the node to remove its files
     forget(saves[1])
     assert verify(stored(root, 5)) == []
 
@@ -243,10 +243,10 @@ def test_a_successor_of_an_agent_killed_after_the_manifest_puts_the_marker(root:
 # ---------------------------------------------------------------------- with real agents
 
 
-def test_an_agent_that_waits_reads_no_manifest(
+def test_a_waiting_agent_reads_no_manifest(
     node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0's agent is a process; the other one runs here, on storage that notes what it reads."""
+    """The agent of rank 0 is a process; the other one runs here, on storage that records reads."""
     read: list[tuple[str, int]] = []
 
     class Noting(PosixStorage):

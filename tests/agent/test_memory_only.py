@@ -1,4 +1,4 @@
-"""Saves to host memory only: never written, restored like others, and not lost with the agent."""
+"""Saves to host memory only: never written, restored like others, and kept if the agent ends."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def offered(trainer: FakeTrainer) -> list[tuple[int, bool]]:
     return [(offer.iteration, offer.durable) for offer in trainer.take()]
 
 
-def test_a_checkpoint_for_memory_only_is_kept_with_digests_and_never_written(
-    node: Node, root: Path
-) -> None:
+def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root: Path) -> None:
     trainer = node.trainer(root, numel=CHUNK_NBYTES // 4)
     data = trainer.stage(6, new_save_id(), state=KEPT)
     outcome = trainer.outcome()
@@ -52,13 +50,11 @@ def test_a_checkpoint_for_memory_only_is_kept_with_digests_and_never_written(
     assert list(root.iterdir()) == []
 
 
-def test_an_ordinary_outcome_does_not_say_kept(node: Node, root: Path) -> None:
+def test_the_result_of_an_ordinary_save_does_not_say_kept(node: Node, root: Path) -> None:
     assert not node.trainer(root).save(1).kept
 
 
-def test_a_restarted_rank_is_offered_what_was_in_memory_only_also_with_an_empty_storage(
-    node: Node, root: Path
-) -> None:
+def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root: Path) -> None:
     first = node.trainer(root)
     data = first.stage(6, new_save_id(), state=KEPT)
     assert first.outcome().kept
@@ -67,7 +63,7 @@ def test_a_restarted_rank_is_offered_what_was_in_memory_only_also_with_an_empty_
     (offer,) = again.take()
     assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
     assert offer.digests is not None
-    # Training goes on: to memory, to storage, from one slab.
+    # Training continues with saves to memory and to storage from one slab.
     again.client.adopt(offer.save_id, 6)
     assert again.keep(7).kept
     assert again.save(8).error is None
@@ -75,9 +71,7 @@ def test_a_restarted_rank_is_offered_what_was_in_memory_only_also_with_an_empty_
     assert iterations_in(root) == [8]
 
 
-def test_a_rank_is_told_what_its_agent_has_committed_and_has_gone_back_from(
-    node: Node, root: Path
-) -> None:
+def test_a_rank_learns_which_commits_training_has_gone_back_from(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(4).error is None
     assert trainer.keep(5).kept
@@ -88,17 +82,17 @@ def test_a_rank_is_told_what_its_agent_has_committed_and_has_gone_back_from(
     assert [(offer.iteration, offer.committed) for offer in trainer.take()] == [(3, 2)]
 
 
-def test_durable_saves_go_on_between_those_to_memory_while_one_is_being_written(
+def test_durable_and_memory_only_saves_continue_while_one_is_written(
     node: Node, root: Path
 ) -> None:
-    """Storage hangs over two memory intervals: memory holds the newest all the time."""
+    """Storage hangs during two memory-only saves; memory holds the newest checkpoint throughout."""
     trainer = node.trainer(root)
     slow = new_save_id()
     with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
         assert [it for it, _ in offered(trainer)] == [6, 4]
-        # The one slot is being written, the other is the newest: this one waits, or is skipped.
+        # One slot is being written and the other is the newest, so this save waits or is skipped.
         assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
         assert [it for it, _ in offered(trainer)] == [6, 4]
         let_go()
@@ -109,7 +103,7 @@ def test_durable_saves_go_on_between_those_to_memory_while_one_is_being_written(
     assert_intact(root, 8, [trainer])
 
 
-def test_the_digests_of_what_is_in_memory_do_not_wait_for_storage(node: Node, root: Path) -> None:
+def test_digests_of_memory_only_saves_do_not_wait_for_storage(node: Node, root: Path) -> None:
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow = new_save_id()
@@ -123,9 +117,7 @@ def test_the_digests_of_what_is_in_memory_do_not_wait_for_storage(node: Node, ro
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
-def test_a_slot_that_is_overwritten_before_its_digests_were_taken_is_none_the_worse(
-    node: Node, root: Path
-) -> None:
+def test_a_slot_may_be_overwritten_before_it_is_digested(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     for iteration in range(1, 40):
         trainer.stage(iteration, new_save_id(), state=KEPT)
@@ -141,10 +133,10 @@ def test_a_slot_that_is_overwritten_before_its_digests_were_taken_is_none_the_wo
 
 @settings(max_examples=100, deadline=None)
 @given(slots=st.integers(2, 3), data=st.data())
-def test_ranks_of_unequal_storage_always_share_the_checkpoint_before_the_one_being_staged(
+def test_ranks_with_unequal_storage_share_the_newest_complete_checkpoint(
     slots: int, data: st.DataObject
 ) -> None:
-    """Two ranks take slots for the same saves while their writes end at any time each."""
+    """Two ranks take slots for the same saves, and their writes end at any time."""
     slabs = [Slab.create(slots, 0, 4096, "0") for _ in range(2)]
     books = [RankSlots(slab) for slab in slabs]
     try:
@@ -177,7 +169,7 @@ def complete(book: RankSlots) -> list:
     return [slot for slot in book.slab.slots if slot.header.state in COMPLETE]
 
 
-def test_what_is_in_memory_only_is_held_by_other_nodes_too(tmp_path: Path) -> None:
+def test_other_nodes_also_hold_memory_only_saves(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         save_id = new_save_id()
@@ -200,7 +192,7 @@ def assert_the_agent_leaves(agent: int) -> None:
     eventually("the end of the agent", lambda: not is_alive(agent))
 
 
-def test_what_is_newest_and_only_in_memory_is_written_when_nobody_comes_back(
+def test_the_newest_memory_only_save_is_written_if_no_trainer_returns(
     node: Node, root: Path
 ) -> None:
     config = node.config(grace_s=0.5)
@@ -222,10 +214,8 @@ def test_what_is_newest_and_only_in_memory_is_written_when_nobody_comes_back(
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_job_that_ends_right_after_a_save_to_memory_finds_it_in_storage(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root)  # the grace time is a minute
+def test_a_memory_only_save_at_the_end_of_a_job_reaches_storage(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)  # with a grace time of one minute
     agent = trainer.client.agent_pid
     assert trainer.keep(6).kept
     trainer.hang_up(leave=True)
@@ -234,7 +224,7 @@ def test_a_job_that_ends_right_after_a_save_to_memory_finds_it_in_storage(
 
 
 @pytest.mark.parametrize("newest", ["committed", "unwanted"])
-def test_nothing_is_written_that_is_older_than_storage_or_not_wanted(
+def test_older_or_unwanted_memory_only_saves_are_not_written(
     node: Node, root: Path, newest: str
 ) -> None:
     config = node.config(grace_s=0.3, persist_on_leave=newest == "committed")
@@ -249,9 +239,7 @@ def test_nothing_is_written_that_is_older_than_storage_or_not_wanted(
     assert iterations_in(root) == ([2, 4] if newest == "committed" else [2])
 
 
-def test_a_trainer_that_comes_back_in_the_last_moment_finds_its_memory(
-    node: Node, root: Path
-) -> None:
+def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, root: Path) -> None:
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent, save_id = trainer.client.agent_pid, new_save_id()
@@ -277,10 +265,10 @@ def test_a_trainer_that_comes_back_in_the_last_moment_finds_its_memory(
     assert read_rank(stored(root, 7), again) == content(0, 7, again.layout.nbytes)
 
 
-def test_agents_of_two_nodes_write_what_all_ranks_have_though_one_has_more(
+def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """Rank 1 died while it copied iteration 7: its node cannot know that 6 is what is left."""
+    """Rank 1 died during the copy of iteration 7; its node cannot know that 6 remains elsewhere."""
     nodes = (node, other_node)
     trainers = [
         each.trainer(root, rank, 2, config=each.config(grace_s=0.5, commit_timeout_s=2.0))

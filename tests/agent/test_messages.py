@@ -1,4 +1,4 @@
-"""What a user reads of trouble: the fact, the place, and a remedy that is the right one."""
+"""Messages of failures: the fact, the place, and the right remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REMOVED = "another process removed the directory: find that process"
 MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
 
-def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, root: Path) -> None:
+def test_the_error_of_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
     trainer, save_id = node.trainer(root), new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
@@ -38,11 +38,11 @@ def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, r
     assert str(shard.parent) in error
     assert REMOVED in error
     assert "No such file or directory" in error
-    assert trainer.save(2).error is None, "the next save makes the directory anew"
+    assert trainer.save(2).error is None, "the next save makes the directory again"
 
 
-def test_a_limit_on_the_size_of_files_in_mid_run(node: Node, root: Path) -> None:
-    """Inherited by the agent from whoever started it."""
+def test_the_error_of_a_limit_on_file_sizes(node: Node, root: Path) -> None:
+    """The agent inherits the limit from the process that starts it."""
     trainer = node.trainer(root, numel=2**20)
     resource.prlimit(trainer.client.agent_pid, resource.RLIMIT_FSIZE, (2**20, 2**20))
     error = trainer.save(1).error or ""
@@ -51,7 +51,7 @@ def test_a_limit_on_the_size_of_files_in_mid_run(node: Node, root: Path) -> None
     assert str(root / file_names.iteration_dir(1)) in error
 
 
-def test_an_agent_that_is_killed_in_mid_run(node: Node, root: Path) -> None:
+def test_the_error_of_an_agent_that_was_killed(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
     os.kill(agent, signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_an_agent_that_is_killed_in_mid_run(node: Node, root: Path) -> None:
 
 
 @pytest.mark.parametrize("former", ["", "an unrelated line of an earlier agent\n"])
-def test_an_agent_that_is_killed_while_it_starts(
+def test_the_error_of_an_agent_killed_during_its_start(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, former: str
 ) -> None:
     log = node.directory(root) / LOG
@@ -81,10 +81,10 @@ def test_an_agent_that_is_killed_while_it_starts(
     assert "unrelated" not in error
 
 
-def test_an_agent_whose_child_is_killed_while_it_starts(
+def test_the_error_of_an_agent_whose_child_was_killed_during_its_start(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parent, which waits for its child, then ends with status 1 and says nothing."""
+    """The parent waits for its child, then ends with status 1 and prints no message."""
     doomed = tmp_path / "python"
     doomed.write_text("#!/bin/sh\nexit 1\n")
     doomed.chmod(0o755)
@@ -98,7 +98,7 @@ def test_an_agent_whose_child_is_killed_while_it_starts(
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group that is allowed 4 MiB of memory. Ask for it before `node`, which uses it."""
+    """A control group limited to 4 MiB of memory. Request this fixture before `node`."""
     path = Path(f"/sys/fs/cgroup/memory/flashckpt-{new_save_id()}")
     try:
         path.mkdir()
@@ -114,7 +114,7 @@ def small_group() -> Iterator[Path]:
     path.rmdir()
 
 
-def test_an_agent_that_its_control_group_kills_for_memory(
+def test_the_error_of_an_agent_that_its_control_group_killed_for_memory(
     small_group: Path, node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -128,15 +128,15 @@ def test_an_agent_that_its_control_group_kills_for_memory(
         with pytest.raises(AgentError, match=MEMORY):
             trainer.client.publish_template("0" * 16, bytes(64 * 2**20))
         eventually("its end", lambda: not is_alive(agent))
-    assert trainer.reconnect() == (save_id,), "the next agent has what was staged"
+    assert trainer.reconnect() == (save_id,), "the next agent has the staged slot"
     assert trainer.outcome().error is None
     assert trainer.client.agent_pid != agent
 
 
-def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
+def test_a_removed_directory_ends_the_save_before_the_timeout(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """Not when `commit_timeout_s` is over: the record of the first shard can never come back."""
+    """The record of the first shard cannot come back, so the save need not wait for the timeout."""
     trainers, save_id = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)], new_save_id()
     directory = root / file_names.iteration_dir(1)
     trainers[0].stage(1, save_id)
@@ -152,8 +152,8 @@ def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
     assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
-def test_a_node_whose_records_are_removed_tells_that_of_rank_0(root: Path) -> None:
-    """Which waits for them: its own are there."""
+def test_a_node_reports_its_removed_records_to_the_node_of_rank_0(root: Path) -> None:
+    """The node of rank 0 waits for these records, while its own records are there."""
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     record.unlink()
@@ -163,8 +163,8 @@ def test_a_node_whose_records_are_removed_tells_that_of_rank_0(root: Path) -> No
     assert note.read_text() == error
 
 
-def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> None:
-    """Before the agent of another node has looked for the manifest."""
+def test_a_save_that_retention_has_removed_still_counts_as_committed(root: Path) -> None:
+    """Retention removes the save before the agent of another node has read the manifest."""
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     past = PastSave(iteration=5, save_id="a" * 12, ended_at=0.0, seconds=1.0, world_size=2)
     append(save.storage, past, 10)
@@ -174,10 +174,10 @@ def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> No
     assert found == [(True, None)]
 
 
-def test_a_record_that_comes_after_the_look_is_not_taken_for_removed(
+def test_a_record_put_after_the_listing_is_not_reported_as_removed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a node end one after the other, each perhaps between the look and the check."""
+    """A rank may put its record between the listing and the check of a node."""
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     save.persisted.clear()

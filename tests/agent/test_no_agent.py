@@ -1,6 +1,6 @@
-"""A rank whose agent is gone, and that finds no other: the other nodes learn of its failures.
+"""A rank whose agent is gone and cannot be replaced: other nodes learn of its failures.
 
-Ranks that have an agent are FakeTrainers. The rank without one is what a training process has.
+Ranks with an agent are FakeTrainers. The rank without one has the objects of a training process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rank:
         self.saves = PendingSaves(str(root), rank, self.link, Mock())
 
     def stage(self, iteration: int, save_id: str) -> Slot:
-        """Begin a save and stage its slot; the agent is not told."""
+        """Begin a save and stage its slot, without a message to the agent."""
         slab = self.link.ensure_slab(4096, 4096)
         slot = slab.slots[self.link.client().acquire(iteration, save_id, 1.0)]
         self.saves.expect(save_id, memory_only=False)
@@ -47,7 +47,7 @@ class Rank:
         return slot
 
     def failure(self) -> str:
-        """Return why its only open save has failed."""
+        """Return the error of the only open save of this rank."""
         (outcome,) = eventually("its outcome", self.saves.poll)
         assert outcome.failed_ranks == (self.rank,)
         return outcome.error or ""
@@ -66,7 +66,7 @@ class Rank:
 def ranks(
     node: Node, other_node: Node, root: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Rank, FakeTrainer]]:
-    """The rank `request.param`, and a trainer that is the other one, on another node."""
+    """The rank `request.param`, and the other rank as a trainer on another node."""
     made = Rank(node, root, request.param)
     config = other_node.config(commit_timeout_s=60.0)
     yield made, other_node.trainer(root, 1 - request.param, 2, config=config)
@@ -86,10 +86,10 @@ both_ranks = pytest.mark.parametrize("ranks", [0, 1], indirect=True)
 
 
 @both_ranks
-def test_other_nodes_learn_of_a_save_whose_part_went_with_its_agent(
+def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No later save comes, and no other agent."""
+    """No later save comes, and no other agent starts."""
     lonely, other = ranks
     save_id = new_save_id()
     slot = lonely.stage(1, save_id)
@@ -100,11 +100,11 @@ def test_other_nodes_learn_of_a_save_whose_part_went_with_its_agent(
     assert lonely.failure() == "no agent answered"
     told = other.outcome(SOON_S).error or ""
     assert told.startswith(f"rank {lonely.rank}: ")
-    assert slot.header.state == SlotState.FAILED, "no later agent writes it"
+    assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
 
 
 @both_ranks
-def test_other_nodes_learn_of_a_save_for_which_there_was_no_agent(
+def test_other_nodes_learn_of_a_save_that_had_no_agent(
     ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lonely, other = ranks
@@ -118,10 +118,10 @@ def test_other_nodes_learn_of_a_save_for_which_there_was_no_agent(
 
 
 @pytest.mark.parametrize("ranks", [0], indirect=True)
-def test_rank_0_does_not_speak_for_an_agent_that_lives(
+def test_rank_0_leaves_no_note_while_its_agent_lives(
     ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others take its note for the word of the agent that commits, which may be committing."""
+    """Other nodes would trust the note, although the agent of rank 0 may be committing the save."""
     lonely, other = ranks
     monkeypatch.setattr(outcomes, "_SEEK_S", 0.0)
     save_id = new_save_id()
@@ -150,7 +150,7 @@ def test_rank_0_does_not_speak_for_an_agent_that_lives(
 
 
 @pytest.mark.parametrize("ranks", [1], indirect=True)
-def test_a_run_that_was_overtaken_leaves_no_note(
+def test_an_overtaken_run_leaves_no_note(
     ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lonely, other = ranks

@@ -1,4 +1,4 @@
-"""`slots: 1`: the checkpoint before is in storage while the only slot is overwritten."""
+"""`slots: 1`: storage holds the previous checkpoint while the only slot is overwritten."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ def committed(root: Path) -> int:
     return int((root / file_names.TRACKER).read_text())
 
 
-def test_a_save_waits_until_the_one_before_is_committed_by_all_ranks(
-    node: Node, root: Path
-) -> None:
-    """Not only until this rank's shard is written: the other one's may fail."""
+def test_a_save_waits_for_the_commit_of_the_previous_one(node: Node, root: Path) -> None:
+    """The shard of this rank is not enough, because the shard of the other rank may fail."""
     first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -41,7 +39,7 @@ def test_a_save_waits_until_the_one_before_is_committed_by_all_ranks(
     assert committed(root) == 1
 
 
-def test_a_crash_during_the_copies_leaves_the_checkpoint_before_in_storage(
+def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root, slots=1)
@@ -50,16 +48,14 @@ def test_a_crash_during_the_copies_leaves_the_checkpoint_before_in_storage(
     assert slot is not None
     trainer.hang_up()
     again = node.trainer(root, slots=1)
-    assert again.take() == (), "half a checkpoint is not offered"
+    assert again.take() == (), "a partial checkpoint is not offered"
     assert committed(root) == 1
     again.client.adopt(None, 1)
     assert again.save(2).error is None
     assert committed(root) == 2
 
 
-def test_a_restarted_rank_is_offered_the_only_checkpoint_and_overwrites_it(
-    node: Node, root: Path
-) -> None:
+def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     save_id = new_save_id()
     data = trainer.stage(1, save_id)
@@ -72,7 +68,7 @@ def test_a_restarted_rank_is_offered_the_only_checkpoint_and_overwrites_it(
     assert [offer.iteration for offer in again.take()] == [2]
 
 
-def test_a_save_that_failed_is_in_memory_until_the_next_one(node: Node, root: Path) -> None:
+def test_a_failed_save_stays_in_memory_until_the_next_one(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     assert trainer.save(1).error is None
     (root / file_names.iteration_dir(2)).write_text("in the way")
@@ -82,7 +78,7 @@ def test_a_save_that_failed_is_in_memory_until_the_next_one(node: Node, root: Pa
     assert committed(root) == 3
 
 
-def test_saves_to_memory_only_overwrite_each_other(node: Node, root: Path) -> None:
+def test_memory_only_saves_overwrite_each_other(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     assert trainer.save(1).error is None
     for iteration in (2, 3):
@@ -106,7 +102,7 @@ def test_a_larger_checkpoint_gets_a_larger_slab(node: Node, root: Path) -> None:
     assert (offer.iteration, large.bytes_in(offer.slot)) == (2, data)
 
 
-def test_another_agent_goes_on_with_the_only_slot(node: Node, root: Path) -> None:
+def test_another_agent_continues_with_the_only_slot(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     save_id = new_save_id()
     with held_back(
@@ -122,7 +118,9 @@ def test_another_agent_goes_on_with_the_only_slot(node: Node, root: Path) -> Non
     assert committed(root) == 1
 
 
-def test_storage_that_hangs_is_told_to_who_waits_for_the_only_slot(node: Node, root: Path) -> None:
+def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
+    node: Node, root: Path
+) -> None:
     trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
     save_id = new_save_id()
     with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
@@ -133,7 +131,7 @@ def test_storage_that_hangs_is_told_to_who_waits_for_the_only_slot(node: Node, r
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
-def test_a_lost_node_gets_its_only_checkpoint_from_others(tmp_path: Path, scheme: str) -> None:
+def test_a_lost_node_gets_its_only_checkpoint_from_other_nodes(tmp_path: Path, scheme: str) -> None:
     with cluster(tmp_path, (1, 1, 1), slots=1) as job:
         job.start(scheme, 3)
         for iteration in (1, 2):
@@ -158,7 +156,7 @@ def test_a_lost_node_gets_its_only_checkpoint_from_others(tmp_path: Path, scheme
     digesting=st.booleans(),
     claimed=st.booleans(),
 )
-def test_the_only_slot_is_handed_out_when_nothing_reads_it_and_its_save_is_not_pending(
+def test_the_only_slot_is_free_if_unread_and_without_a_pending_save(
     state: SlotState, persisting: bool, digesting: bool, claimed: bool
 ) -> None:
     slab = Slab.create(1, 0, 4096, "0")

@@ -1,4 +1,4 @@
-"""What the agent leaves where others look is closed to them; nothing that it reads can run code."""
+"""Protection from other users: files of the agent are private, and its inputs cannot run code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.trainer import FakeTrainer, eventually
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-#: Tries everything on the paths that it is given; prints what it could do.
+#: A script that tries all accesses to the given paths, and prints those that succeed.
 INTRUDER = """
 import os, socket, sys
 os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
@@ -72,23 +72,23 @@ def trainer(node: Node, root: Path) -> FakeTrainer:
 
 
 def open_up(path: Path) -> None:
-    """Let others come as far as `path`."""
+    """Let other users reach `path`."""
     while path != Path("/tmp"):
         path.chmod(path.stat().st_mode | 0o055)
         path = path.parent
 
 
 @needs_root
-def test_another_user_reaches_neither_socket_nor_slab_nor_log(
+def test_another_user_reaches_neither_socket_slab_nor_log(
     node: Node, root: Path, trainer: FakeTrainer
 ) -> None:
-    # Only what the agent made itself is in the way.
+    # Only the directories of the agent itself block other users.
     open_up(node.runtime_dir.parent)
     assert intrude(node.directory(root), trainer.client.agent_pid) == []
 
 
 @needs_root
-def test_an_agent_whose_socket_somebody_opened_refuses_other_users_all_the_same(
+def test_an_agent_refuses_other_users_even_if_its_socket_is_open(
     node: Node, root: Path, trainer: FakeTrainer
 ) -> None:
     directory = node.directory(root)
@@ -107,7 +107,7 @@ def test_an_agent_whose_socket_somebody_opened_refuses_other_users_all_the_same(
 @pytest.mark.parametrize(
     ("umask", "file", "directory"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750)]
 )
-def test_what_is_written_has_the_modes_that_the_umask_leaves(
+def test_files_get_the_modes_that_the_umask_leaves(
     node: Node, root: Path, umask: int, file: int, directory: int
 ) -> None:
     former = os.umask(umask)
@@ -126,11 +126,11 @@ def test_what_is_written_has_the_modes_that_the_umask_leaves(
     assert stat.S_IMODE((root / iteration_dir(1)).stat().st_mode) == directory
 
 
-def test_nothing_that_talks_or_stores_knows_pickle() -> None:
+def test_no_message_or_file_uses_pickle() -> None:
     """Messages, records and manifests are typed data; only converters read pickles, restricted.
 
-    And the ranks of one job each other's, as with the collectives of objects of `torch.distributed`
-    that Megatron itself calls.
+    Ranks of one job also read pickles of each other, as in the object collectives of
+    `torch.distributed` that Megatron itself calls.
     """
     home = Path(megatron_flashckpt.__file__).parent
     runs_code = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -146,10 +146,10 @@ def test_nothing_that_talks_or_stores_knows_pickle() -> None:
                 found.add(str(path.relative_to(home)))
     among_ranks = {"collectives.py"}
     assert all(name.startswith("convert/") for name in found - among_ranks), found
-    assert found > among_ranks, "the test looks in the wrong place"
+    assert found > among_ranks, "the test searches the wrong directory"
 
 
-def test_a_template_from_the_agent_that_is_none_is_a_miss(node: Node, root: Path) -> None:
+def test_an_invalid_template_from_the_agent_counts_as_missing(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     fingerprint = trainer.layout.template_fingerprint
     trainer.client.publish_template(fingerprint, b"\x80\x04cos\nsystem\n.")
