@@ -26,7 +26,7 @@ REMOVED = "another process removed the directory: find that process"
 MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
 
-def test_the_error_of_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
+def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
     trainer, save_id = node.trainer(root), new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
@@ -41,7 +41,7 @@ def test_the_error_of_a_save_directory_removed_during_a_write(node: Node, root: 
     assert trainer.save(2).error is None, "the next save makes the directory again"
 
 
-def test_the_error_of_a_limit_on_file_sizes(node: Node, root: Path) -> None:
+def test_an_error_explains_a_limit_on_file_sizes(node: Node, root: Path) -> None:
     """The agent inherits the limit from the process that starts it."""
     trainer = node.trainer(root, numel=2**20)
     resource.prlimit(trainer.client.agent_pid, resource.RLIMIT_FSIZE, (2**20, 2**20))
@@ -51,7 +51,7 @@ def test_the_error_of_a_limit_on_file_sizes(node: Node, root: Path) -> None:
     assert str(root / file_names.iteration_dir(1)) in error
 
 
-def test_the_error_of_an_agent_that_was_killed(node: Node, root: Path) -> None:
+def test_an_error_explains_a_killed_agent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
     os.kill(agent, signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_the_error_of_an_agent_that_was_killed(node: Node, root: Path) -> None:
 
 
 @pytest.mark.parametrize("former", ["", "an unrelated line of an earlier agent\n"])
-def test_the_error_of_an_agent_killed_during_its_start(
+def test_an_error_explains_an_agent_killed_during_its_start(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, former: str
 ) -> None:
     log = node.directory(root) / LOG
@@ -81,7 +81,7 @@ def test_the_error_of_an_agent_killed_during_its_start(
     assert "unrelated" not in error
 
 
-def test_the_error_of_an_agent_whose_child_was_killed_during_its_start(
+def test_an_error_explains_an_agent_whose_child_was_killed(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent waits for its child, then ends with status 1 and prints no message."""
@@ -114,7 +114,7 @@ def small_group() -> Iterator[Path]:
     path.rmdir()
 
 
-def test_the_error_of_an_agent_that_its_control_group_killed_for_memory(
+def test_an_error_explains_an_agent_killed_for_memory_by_its_control_group(
     small_group: Path, node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)

@@ -1,7 +1,7 @@
-"""A machine with pages of 64 KiB, as some aarch64 hosts have: what is aligned to pages, is to its.
+"""A machine with pages of 64 KiB, as on some aarch64 hosts: data is aligned to its pages.
 
-No such machine is here. A process is told that its pages are so large before it imports the
-package; multiples of 64 KiB are multiples of the real page, so all calls are real.
+The test machine has pages of 4 KiB. A process gets the larger page size before it imports the
+package. Multiples of 64 KiB are multiples of the real page, so all calls are real.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def in_a_process_with_pages_of(nbytes: int, root: Path) -> dict[str, list[list[i
     return found
 
 
-def test_where_pages_have_64_kib_data_is_aligned_to_them_and_loads_anywhere(root: Path) -> None:
+def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> None:
     found = in_a_process_with_pages_of(LARGE, root)
-    assert len(found["writes"]) == 2, "6 MB are two chunks"
+    assert len(found["writes"]) == 2, "a shard of 6 MB has two chunks"
     for offset, address, _ in found["writes"]:
         assert offset % LARGE == 0
         assert address % LARGE == 0
@@ -76,10 +76,10 @@ def test_where_pages_have_64_kib_data_is_aligned_to_them_and_loads_anywhere(root
     assert all(number % LARGE == 0 for number in found["offsets"])
     shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, "a" * 12)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
-    assert verify(stored(root, 5)) == [], "read by this process, with pages of 4 KiB"
+    assert verify(stored(root, 5)) == [], "this process reads the file with pages of 4 KiB"
 
 
-def test_where_pages_have_4_kib_files_are_as_they_were(root: Path) -> None:
+def test_with_pages_of_4_kib_files_keep_their_layout(root: Path) -> None:
     found = in_a_process_with_pages_of(4096, root)
     (offset, _, _), _ = found["writes"]
     assert offset % 4096 == 0

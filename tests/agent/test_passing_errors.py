@@ -1,4 +1,4 @@
-"""Errors that pass, and names that come late, where one answer of storage used to decide."""
+"""Transient errors and names that become visible late: one answer of storage is not trusted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPEN = (False, None)
 
 
 class Unreliable(PosixStorage):
-    """Real storage that reports an error of each of some calls once, and may do the call first."""
+    """Real storage that fails each of some calls once, and may carry out the call first."""
 
     def __init__(self, root: Path, *calls: str, done: bool = False) -> None:
         super().__init__(root)
@@ -61,7 +61,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("done", [True, False], ids=["done all the same", "not done"])
 @pytest.mark.parametrize("call", ["delete", "delete_directory"])
-def test_an_error_of_a_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
+def test_a_failed_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
     plant(root, 5, *half_a_save(SAVE)[:1])
     sweeper = Sweeper(Unreliable(root, call, done=done))
     sweeper.look_soon(lambda iteration: False)
@@ -70,16 +70,16 @@ def test_an_error_of_a_removal_leaves_no_empty_directory(root: Path, call: str, 
 
 
 @pytest.mark.parametrize("call", ["delete", "delete_directory"])
-def test_an_error_of_a_removal_leaves_nothing_of_a_failed_save(root: Path, call: str) -> None:
+def test_a_failed_removal_leaves_no_files_of_a_failed_save(root: Path, call: str) -> None:
     save = persisted(Unreliable(root, call), SAVE)
     forget(save)
     assert not (root / DIRECTORY).exists()
 
 
-def test_a_removal_that_was_cut_short_is_no_lost_manifest(
+def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Retention has moved the manifest, and finishes after a later commit."""
+    """Retention has moved the manifest, and finishes the removal after a later commit."""
     storage = PosixStorage(root)
     commit(persisted(storage, SAVE))
     for record in (root / DIRECTORY).glob("*.commit"):
@@ -90,13 +90,13 @@ def test_a_removal_that_was_cut_short_is_no_lost_manifest(
     sweeper.look_soon(lambda iteration: False)
     sweeper.sweep()
     assert "put the manifest back" not in caplog.text
-    assert sorted(os.listdir(root / DIRECTORY)) == before, "these are retention's"
+    assert sorted(os.listdir(root / DIRECTORY)) == before, "retention removes these files"
     finish(storage)
     assert not (root / DIRECTORY).exists()
 
 
 class Late(PosixStorage):
-    """Real storage that does not show the shards of other nodes until `has_come`."""
+    """Real storage that hides the shards of other nodes until `has_come` is set."""
 
     has_come = False
 
@@ -112,19 +112,19 @@ class Late(PosixStorage):
         return {name for name in super().present(directory, names) if not self._is_hidden(name)}
 
 
-def test_a_shard_that_becomes_visible_after_its_record_fails_no_save(root: Path) -> None:
+def test_a_shard_that_becomes_visible_late_fails_no_save(root: Path) -> None:
     storage = Late(root)
     committing, other = (persisted(storage, SAVE, rank, 2) for rank in range(2))
     for _ in range(2):
         assert outcome_of(committing, 60.0) == OPEN
     assert not (root / DIRECTORY / file_names.MANIFEST).exists()
-    assert outcome_of(other, 60.0) == OPEN, "nobody has called the save off"
+    assert outcome_of(other, 60.0) == OPEN, "no node has cancelled the save"
     storage.has_come = True
     assert outcome_of(committing, 60.0) == (True, None)
     assert [shard.rank for shard in stored(root, 5).manifest.shards] == [0, 1]
 
 
-def test_a_shard_that_stays_away_fails_the_save(
+def test_a_shard_that_stays_invisible_fails_the_save(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Late(root)
@@ -145,10 +145,10 @@ def test_a_missing_shard_of_the_committing_node_fails_the_save_at_once(root: Pat
     assert "is missing" in (error or "")
 
 
-def test_the_last_renewal_of_a_claim_is_tried_again(
+def test_an_agent_retries_the_last_renewal_of_its_claim(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the next start would wait until the claim has been silent for long enough."""
+    """Otherwise the next start waits until the claim has been silent for long enough."""
     refused = []
     renew = claims.renew
 

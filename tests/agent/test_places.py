@@ -1,4 +1,4 @@
-"""All processes of a user find one place on a node, whatever their environment and other users."""
+"""The runtime directory of a user: all processes on a node find the same one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = f"flashckpt-{os.getuid()}"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in which `tmp` stands for /tmp, open to all users."""
+    """A directory whose `tmp` replaces /tmp; all users may write there."""
     path = Path(tempfile.mkdtemp(prefix="fc-test-"))
     path.chmod(0o755)
     (path / "tmp").mkdir()
@@ -36,21 +36,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def session(machine: Path) -> Path:
-    """What a login session has as its runtime directory."""
+    """The runtime directory of a login session."""
     path = machine / "session"
     path.mkdir(mode=0o700)
     return path
 
 
 def found(session: Path | None = None) -> Path:
-    """Return the directory that a process with, or without, a session's variable finds."""
+    """Return the directory that a process finds, with or without the variable of a session."""
     with pytest.MonkeyPatch.context() as patched:
         if session is not None:
             patched.setenv("XDG_RUNTIME_DIR", str(session))
         return agent_directory(ROOT, None)
 
 
-def test_the_runtime_directory_of_the_session_is_preferred_and_found_without_the_variable(
+def test_processes_without_the_variable_also_find_the_session_directory(
     machine: Path, session: Path
 ) -> None:
     place = found(session)
@@ -62,7 +62,7 @@ def test_the_runtime_directory_of_the_session_is_preferred_and_found_without_the
     assert found(other) == place
 
 
-def test_a_place_that_was_chosen_without_the_variable_is_found_with_it(
+def test_processes_with_the_variable_find_a_place_chosen_without_it(
     machine: Path, session: Path
 ) -> None:
     place = found()
@@ -71,7 +71,9 @@ def test_a_place_that_was_chosen_without_the_variable_is_found_with_it(
     assert list(session.iterdir()) == []
 
 
-def test_when_the_session_is_over_another_place_is_found(machine: Path, session: Path) -> None:
+def test_processes_find_another_place_when_the_session_has_ended(
+    machine: Path, session: Path
+) -> None:
     place = found(session)
     shutil.rmtree(session)
     assert found(session) == found() == machine / "tmp" / NAME / place.name
@@ -125,7 +127,7 @@ def with_another_users_directory_in_it(session: Path) -> Path:
         lambda session: Path("relative"),
     ],
 )
-def test_a_runtime_directory_that_is_not_private_is_passed_over(
+def test_a_runtime_directory_that_is_not_private_is_skipped(
     machine: Path, session: Path, make: Callable[[Path], Path]
 ) -> None:
     place = found(make(session))
@@ -149,7 +151,7 @@ def squat_by_file(path: Path) -> str:
 
 @as_root
 @pytest.mark.parametrize("how", [squat, squat_by_link, squat_by_file])
-def test_another_user_who_takes_our_name_blocks_nobody(
+def test_another_user_cannot_block_us_by_taking_our_name(
     machine: Path, session: Path, how: Callable[[Path], str]
 ) -> None:
     usual = machine / "tmp" / NAME
@@ -158,17 +160,17 @@ def test_another_user_who_takes_our_name_blocks_nobody(
     assert place.parent.name.startswith(f"{NAME}-")
     assert place.parent.stat().st_uid == os.getuid()
     assert place.stat().st_mode & 0o777 == 0o700
-    decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # sorts before ours
+    decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # this name sorts before ours
     assert run_as_nobody(lambda: squat(decoy)) == "done"
     assert found() == found(session) == place
-    # The name is free again: those who are there stay together.
+    # The usual name is free again; the running processes keep their place.
     (shutil.rmtree if usual.is_dir() and not usual.is_symlink() else os.unlink)(usual)
     assert found() == place
     assert len(os.fsencode(place / SOCKET)) - len(os.fsencode(machine / "tmp")) < 80
 
 
 @as_root
-def test_processes_that_look_at_once_agree_though_the_name_is_taken(
+def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
     machine: Path, session: Path
 ) -> None:
     assert run_as_nobody(lambda: squat(machine / "tmp" / NAME)) == "done"
@@ -179,7 +181,7 @@ def test_processes_that_look_at_once_agree_though_the_name_is_taken(
         child = os.fork()
         if child == 0:
             os.close(start)
-            os.read(ready, 1)  # all begin as the other end is closed
+            os.read(ready, 1)  # all processes begin when the other end is closed
             try:
                 said = str(found(session if number % 2 else None))
             except BaseException as error:
@@ -195,11 +197,11 @@ def test_processes_that_look_at_once_agree_though_the_name_is_taken(
         with open(reader) as stream:
             places.add(stream.read())
         os.waitpid(child, 0)
-    assert places == {str(found())}, "and so does who comes later"
+    assert places == {str(found())}, "a later process finds the same place"
 
 
 @as_root
-def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
+def test_a_process_waits_for_a_held_lock_only_for_a_limited_time(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = machine / "tmp" / NAME
@@ -209,7 +211,7 @@ def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
     others: list[Path] = []
 
     def sleep(_: float) -> None:
-        """Another process of this user has the lock, and makes the base meanwhile."""
+        """Make the base directory, as another process of this user that holds the lock."""
         if not others:
             others.append(usual.with_name(f"{NAME}-{1:016x}-00000000"))
             others[0].mkdir(mode=0o700)
@@ -225,14 +227,14 @@ def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
     os.close(fd)
 
 
-def test_a_link_that_another_process_makes_at_that_moment_is_followed(
+def test_a_process_follows_a_link_that_another_one_has_just_made(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, looks = socket_dir._entered, []
 
     def look(entry: Path) -> Path | None:
         looks.append(entry)
-        return None if len(looks) == 1 else entered(entry)  # it was not there yet
+        return None if len(looks) == 1 else entered(entry)  # the link does not exist yet
 
     place = found(session)
     monkeypatch.setattr(socket_dir, "_entered", look)
@@ -240,10 +242,10 @@ def test_a_link_that_another_process_makes_at_that_moment_is_followed(
     assert len(looks) == 2
 
 
-def test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along(
+def test_an_agent_moves_with_its_memory_when_its_session_ends(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real agent, which knows the real /tmp only."""
+    """The agent is real and uses the real /tmp."""
     monkeypatch.undo()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
     root = machine / "save"
@@ -257,7 +259,7 @@ def test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along(
         shutil.rmtree(session)
         trainer.hang_up()
         monkeypatch.delenv("XDG_RUNTIME_DIR")
-        # Within the second that this takes, a trainer would start another agent.
+        # A trainer that connected within this second would start another agent.
         eventually("its move", lambda: holder(agent_directory(str(root), None)) == agent)
         again = FakeTrainer(root, config)
         assert again.client.agent_pid == agent
@@ -267,7 +269,7 @@ def test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along(
         assert moved != place
         again.hang_up(leave=True)
         eventually("its end", lambda: not is_alive(agent))
-        assert not os.path.lexists(moved), "nothing is left"
+        assert not os.path.lexists(moved), "the moved directory is removed"
     finally:
         if is_alive(agent):
             os.kill(agent, 9)

@@ -1,7 +1,7 @@
-"""What a loss of power may take: nothing of a checkpoint that the tracker names.
+"""Loss of power: a checkpoint that the tracker names keeps all of its data.
 
-No machine here can be switched off. What the kernel was asked to make durable is noted instead, and
-looked at in the moments that count. (A process that is killed takes nothing: see `tests/crash`.)
+No power is cut here. The tests record what the kernel was asked to make durable, and check that
+record at the critical moments. (A killed process loses no written data: see `tests/crash`.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIRECTORY = file_names.iteration_dir(5)
 
 
 class Disk:
-    """What is certain to be there after a loss of power: bytes by inode, names with their inode."""
+    """Data that survives a loss of power: contents by inode, and names with their inodes."""
 
     def __init__(self) -> None:
         self.contents: set[int] = set()
@@ -60,7 +60,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
-    """By the last part of a name: what is called right before something is given that name."""
+    """Callbacks by file name; each runs right before a file is renamed to that name."""
     calls: dict[str, Callable[[], None]] = {}
     replace = os.replace
 
@@ -72,7 +72,7 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
     return calls
 
 
-def test_all_that_a_load_reads_is_durable_before_the_tracker_names_it(
+def test_a_checkpoint_is_durable_before_the_tracker_names_it(
     root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
 ) -> None:
     record = file_names.record_name(0, SAVE)
@@ -86,12 +86,12 @@ def test_all_that_a_load_reads_is_durable_before_the_tracker_names_it(
 
     renamed |= {record: shard_is_durable, file_names.TRACKER: all_is_durable}
     commit(persisted(PosixStorage(root), SAVE))
-    assert renamed == {}, "both were looked at"
+    assert renamed == {}, "both callbacks have run"
     assert disk.keeps(root / file_names.TRACKER)
     print(f"{disk.syncs} syncs of a save of one rank")
 
 
-def test_a_manifest_never_has_its_name_before_what_it_vouches_for_has_its_bytes(
+def test_a_manifest_gets_its_name_after_its_files_are_fsynced(
     root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
 ) -> None:
     def look() -> None:
@@ -107,7 +107,7 @@ def test_a_manifest_never_has_its_name_before_what_it_vouches_for_has_its_bytes(
     ("durable", "contents", "name"),
     [("name", True, True), ("contents", True, False), ("nothing", False, False)],
 )
-def test_put_makes_durable_what_it_is_asked_to(
+def test_put_makes_contents_and_name_durable_as_requested(
     root: Path, disk: Disk, durable: str, contents: bool, name: bool
 ) -> None:
     root.mkdir()
@@ -118,7 +118,7 @@ def test_put_makes_durable_what_it_is_asked_to(
     assert ((str(path), path.stat().st_ino) in disk.names) is name
 
 
-def test_the_next_name_in_a_directory_settles_the_names_before_it(root: Path, disk: Disk) -> None:
+def test_a_directory_fsync_makes_all_earlier_names_durable(root: Path, disk: Disk) -> None:
     storage = PosixStorage(root)
     storage.put("a/first", b"1", "contents")
     assert not disk.keeps(root / "a/first")

@@ -1,4 +1,4 @@
-"""What is there before the first save, so that this save does not wait for it."""
+"""Preparation before the first save, so that this save need not wait for memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.trainer import eventually
 
 @pytest.fixture
 def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One rank that will save 24 MB."""
+    """A rank that will save 24 MB."""
     made = Job(root, node.config(), monkeypatch)
     yield made
     made.checkpointer.close(leave=False)
 
 
 def slab_of(checkpointer: Checkpointer) -> Slab:
-    """Return the slab when nothing is under way in the background any more."""
+    """Return the slab after all background work has ended."""
     link: NodeLink = checkpointer.link
     eventually("all prepared", lambda: not link.is_preparing)
     assert link._slab is not None
@@ -56,15 +56,15 @@ def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) ->
     assert slab_of(job.checkpointer) is enough
 
 
-def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
-    """What it holds is all that a restart could load from memory."""
+def test_a_slab_that_is_large_enough_is_kept(job: Job) -> None:
+    """The slab holds the only checkpoint that a restart can load from memory."""
     job.checkpointer.link.prepare(25_000_000)
     enough = slab_of(job.checkpointer)
     dry_run(job)
     assert slab_of(job.checkpointer) is enough
 
 
-def test_a_slab_that_is_too_small_stays_while_a_restart_could_load_what_is_in_it(job: Job) -> None:
+def test_a_slab_that_is_too_small_is_kept_while_it_holds_a_checkpoint(job: Job) -> None:
     job.checkpointer.link.prepare(1_000_000)
     small = slab_of(job.checkpointer)
     small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
@@ -74,15 +74,15 @@ def test_a_slab_that_is_too_small_stays_while_a_restart_could_load_what_is_in_it
     assert slab_of(job.checkpointer) is not small
 
 
-def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
-    """A slab that fits is kept, even with less room for metadata than one made before any save."""
+def test_a_slab_made_by_a_save_is_large_enough_for_the_next(job: Job) -> None:
+    """A slab that fits is kept, even if it has less room for metadata than a prepared one."""
     assert job.save(1) is None
     made = slab_of(job.checkpointer)
     dry_run(job)
     assert slab_of(job.checkpointer) is made
 
 
-def test_side_state_that_no_load_could_restore_is_refused_by_the_dry_run(job: Job) -> None:
+def test_the_dry_run_refuses_side_state_that_no_load_can_restore(job: Job) -> None:
     trackers = {"seed": torch.zeros(16), "dropout": torch.Generator()}
     job.side_state = lambda: {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
     with pytest.raises(UnsupportedError) as refused:
@@ -94,10 +94,10 @@ def test_side_state_that_no_load_could_restore_is_refused_by_the_dry_run(job: Jo
     )
 
 
-def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
+def test_a_job_whose_modules_have_extra_states_makes_one_slab(
     job: Job, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 modules have such states: 60 of 2 KiB, which are empty before the first step."""
+    """FP8 modules have such states: 60 of 2 KiB, all empty before the first step."""
     modules = [QuantizedKeeper(history=16) for _ in range(60)]
     chunks: list[Any] = [torch.nn.ModuleDict({"layers": torch.nn.ModuleList(modules)})]
     objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(60)]
@@ -126,13 +126,13 @@ def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
 
 
 class SmallNode:
-    """A node whose memory holds so many bytes of slabs, those of the agent included."""
+    """A node whose memory has room for `nbytes` of slabs, including slabs of the agent."""
 
     def __init__(self, checkpointer: Checkpointer, nbytes: int) -> None:
         self.memory_nbytes = nbytes
         self._link = checkpointer.link
         self._others: set[int] = set()
-        self._others.update(self.slabs())  # of tests whose threads have not ended
+        self._others.update(self.slabs())  # slabs of tests whose threads still run
 
     def available_nbytes(self) -> int:
         return self.memory_nbytes - sum(self.slabs().values())
@@ -151,14 +151,14 @@ class SmallNode:
 
 @pytest.fixture
 def small_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> SmallNode:
-    """There is room for one slab of this job, not for two."""
+    """A node with room for one slab of this job, but not for two."""
     made = SmallNode(job.checkpointer, 60_000_000)
     monkeypatch.setattr(slab_module, "available_nbytes", made.available_nbytes)
     monkeypatch.setattr(slab_module, "announced", lambda fd: {})  # slabs of other tests
     return made
 
 
-def test_a_slab_without_a_checkpoint_is_freed_before_a_larger_one_is_made(
+def test_an_empty_slab_is_freed_before_a_larger_one_is_made(
     job: Job, root: Path, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
@@ -172,7 +172,7 @@ def test_a_slab_without_a_checkpoint_is_freed_before_a_larger_one_is_made(
     job.assert_stored(root, 1)
 
 
-def test_a_save_that_finds_an_empty_slab_too_small_replaces_it_on_a_node_with_room_for_one(
+def test_a_save_replaces_a_small_empty_slab_on_a_node_with_room_for_one(
     job: Job, root: Path, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
@@ -182,7 +182,7 @@ def test_a_save_that_finds_an_empty_slab_too_small_replaces_it_on_a_node_with_ro
     job.assert_stored(root, 1)
 
 
-def test_a_slab_with_a_checkpoint_stays_if_the_larger_one_has_no_room(
+def test_a_slab_with_a_checkpoint_is_kept_if_a_larger_one_does_not_fit(
     job: Job, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
@@ -202,7 +202,7 @@ def test_a_slab_with_a_checkpoint_stays_if_the_larger_one_has_no_room(
     assert [offer.iteration for offer in offers] == [1]
 
 
-def test_the_only_slot_is_freed_before_a_larger_one_is_made_when_storage_has_its_checkpoint(
+def test_the_only_slot_is_freed_for_a_larger_one_once_it_is_committed(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(root, msgspec.structs.replace(node.config(), slots=1), monkeypatch)
@@ -224,7 +224,7 @@ def test_the_only_slot_is_freed_before_a_larger_one_is_made_when_storage_has_its
 
 
 @pytest.mark.parametrize(("redundancy", "share"), [("none", 0.0), ("copy", 1.0), ("xor", 0.25)])
-def test_a_new_slab_is_made_only_if_the_node_has_memory_for_what_it_will_hold_for_others(
+def test_a_new_slab_must_leave_memory_for_copies_of_other_nodes(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, redundancy: Any, share: float
 ) -> None:
     config = msgspec.structs.replace(node.config(), redundancy=redundancy, redundancy_group=5)
@@ -248,7 +248,7 @@ def test_a_new_slab_is_made_only_if_the_node_has_memory_for_what_it_will_hold_fo
         job.checkpointer.close(leave=False)
 
 
-def test_a_slab_that_could_not_be_made_is_tried_again_by_the_next_save(
+def test_the_next_save_retries_a_slab_that_could_not_be_made(
     job: Job, root: Path, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)

@@ -1,4 +1,4 @@
-"""The agent leaves behind what binds the rank that starts it: cores, NUMA policy, priorities."""
+"""The process of an agent: it drops the cores, NUMA policy and priority of the starting rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MPOL_DEFAULT, MPOL_INTERLEAVE = 0, 3
 
 @contextlib.contextmanager
 def bound(cpus: set[int]) -> Iterator[None]:
-    """Bind this thread, as a launcher binds a rank."""
+    """Bind this thread to CPUs, as a launcher binds a rank."""
     former = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     try:
@@ -59,7 +59,7 @@ def log_of(node: Node, root: Path) -> str:
 @pytest.mark.parametrize(
     ("cpus", "expected"), [("all", ALL), ("inherit", {0}), ("0", {0}), (f"0-{max(ALL)}", ALL)]
 )
-def test_it_runs_on_the_cpus_of_the_setting(
+def test_an_agent_runs_on_the_cpus_of_the_setting(
     node: Node, root: Path, cpus: str, expected: set[int]
 ) -> None:
     with bound({0}):
@@ -83,7 +83,7 @@ def test_a_foreground_agent_runs_on_all_cpus_too(root: Path, foreground: Foregro
         (f"{max(ALL)},60000", {max(ALL)}, "this process may not run on 60000; it runs on "),
     ],
 )
-def test_cpus_that_the_kernel_refuses_are_named_in_the_log(
+def test_the_log_names_cpus_that_the_kernel_refuses(
     node: Node, root: Path, cpus: str, runs_on: set[int], said: str
 ) -> None:
     with bound({0}):
@@ -96,7 +96,7 @@ def test_cpus_that_the_kernel_refuses_are_named_in_the_log(
 @pytest.mark.parametrize(
     ("allotted", "stays"), [(f"{len(ALL)}(x2)", False), ("1", True), (f"{len(ALL)}(x3),1", True)]
 )
-def test_where_slurm_gave_a_part_of_the_node_and_no_cpuset_it_stays_on_its_ranks_cpus(
+def test_an_agent_in_a_partial_slurm_allocation_keeps_the_cpus_of_its_ranks(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, allotted: str, stays: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", allotted)
@@ -106,7 +106,7 @@ def test_where_slurm_gave_a_part_of_the_node_and_no_cpuset_it_stays_on_its_ranks
     assert ("Slurm gave this job 1 CPUs of this node and no cpuset" in log_of(node, root)) is stays
 
 
-def test_it_has_the_default_numa_policy(node: Node, root: Path) -> None:
+def test_an_agent_has_the_default_numa_policy(node: Node, root: Path) -> None:
     number = process._SET_MEMPOLICY.get(os.uname().machine)
     if number is None or not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel has no NUMA policies")
@@ -126,10 +126,10 @@ def test_it_has_the_default_numa_policy(node: Node, root: Path) -> None:
 
 
 @pytest.mark.parametrize(("nice", "of_session"), [(7, 7), (25, 19)])
-def test_the_priority_of_its_session_is_lower(
+def test_the_session_of_an_agent_has_a_lower_priority(
     node: Node, root: Path, nice: int, of_session: int
 ) -> None:
-    """Where the kernel shares CPUs between sessions first, that of threads alone has no effect."""
+    """If the kernel first shares CPUs between sessions, the priority of threads has no effect."""
     agent = node.trainer(root, config=node.config(session_nice=nice)).client.agent_pid
     group = Path(f"/proc/{agent}/autogroup")
     if not group.exists():
@@ -138,10 +138,10 @@ def test_the_priority_of_its_session_is_lower(
     assert group.read_text() != Path("/proc/self/autogroup").read_text()
     again = node.trainer(root, 1, config=node.config(session_nice=3))
     assert again.client.agent_pid == agent
-    assert group.read_text().endswith(" nice 3\n"), "the run that comes last decides"
+    assert group.read_text().endswith(" nice 3\n"), "the setting of the newest run applies"
 
 
-def test_a_foreground_agent_leaves_the_priority_of_a_session_that_it_shares(
+def test_a_foreground_agent_does_not_lower_a_session_that_it_shares(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
     before = Path("/proc/self/autogroup")
@@ -154,8 +154,8 @@ def test_a_foreground_agent_leaves_the_priority_of_a_session_that_it_shares(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
-def test_it_has_no_higher_priority_than_others(node: Node, root: Path) -> None:
-    """A rank may have raised its own. One that was lowered for all of the job stays."""
+def test_an_agent_does_not_inherit_a_raised_priority(node: Node, root: Path) -> None:
+    """A rank may have raised its own priority. A priority lowered for the whole job stays."""
     former = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, -3)
     try:
@@ -165,7 +165,7 @@ def test_it_has_no_higher_priority_than_others(node: Node, root: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, agent) == 0
 
 
-def test_it_gets_the_variables_that_it_needs_and_those_that_are_asked_for(
+def test_an_agent_gets_required_and_requested_variables(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {
@@ -207,7 +207,7 @@ def test_it_gets_the_variables_that_it_needs_and_those_that_are_asked_for(
 
 
 @pytest.mark.parametrize("passed_on", [(), ("LD_PRELOAD",)])
-def test_a_preloaded_library_comes_along_only_if_it_is_asked_for(
+def test_an_agent_preloads_a_library_only_on_request(
     passed_on: tuple[str, ...],
 ) -> None:
     environ = {"LD_PRELOAD": "/lib/profiler.so", "PATH": "/bin"}
@@ -226,8 +226,8 @@ def test_a_foreground_agent_gets_the_same_variables(
     assert found.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
 
 
-def test_it_is_not_killed_before_trainers_for_want_of_memory(node: Node, root: Path) -> None:
-    """A rank whose score was raised starts it: it takes the lowest that it may have."""
+def test_an_agent_has_the_lowest_allowed_oom_score(node: Node, root: Path) -> None:
+    """A rank with a raised score starts the agent, which takes the lowest allowed score."""
     own = Path("/proc/self/oom_score_adj")
     former = own.read_text()
     own.write_text("300")
@@ -241,7 +241,7 @@ def test_it_is_not_killed_before_trainers_for_want_of_memory(node: Node, root: P
 
 
 class Score:
-    """`/proc/PID/oom_score_adj` as proc(5) has it: without a privilege it has a lowest value."""
+    """A double of `/proc/PID/oom_score_adj` (see proc(5)) with a lowest value for the process."""
 
     def __init__(self, value: int, lowest: int) -> None:
         self.value, self._lowest = value, lowest
@@ -256,15 +256,15 @@ class Score:
 
 
 @given(st.integers(-1000, 1000), st.integers(-1000, 1000))
-def test_its_score_is_the_lowest_that_is_allowed_but_never_raised(one: int, other: int) -> None:
+def test_an_oom_score_becomes_the_lowest_allowed_and_is_never_raised(one: int, other: int) -> None:
     lowest, value = sorted((one, other))
     score = Score(value, lowest)
     assert process._spare_from_oom(score) == score.value
     assert score.value == min(value, max(lowest, -500))
 
 
-def test_the_double_follows_the_kernel() -> None:
-    """Raised and lowered again without a privilege, and refused below."""
+def test_the_double_of_the_oom_score_follows_the_kernel() -> None:
+    """Without a privilege, the score is raised and lowered again, and refused below its minimum."""
     own = Path("/proc/self/oom_score_adj")
     former = int(own.read_text())
     own.write_text(f"{former + 5}")
@@ -278,7 +278,7 @@ def test_the_double_follows_the_kernel() -> None:
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
-def test_lists_of_cpus_are_read_as_they_are_shown(cpus: set[int]) -> None:
+def test_a_shown_list_of_cpus_is_parsed_back(cpus: set[int]) -> None:
     assert cpu_list.parse(cpu_list.shown(cpus)) == cpus
 
 
@@ -287,6 +287,6 @@ def test_a_list_of_cpus_may_have_steps() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "0-9:0", "1,,2", "-1", "0-99999999999"])
-def test_what_is_no_list_of_cpus_is_refused(text: str) -> None:
+def test_an_invalid_list_of_cpus_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a list of CPUs"):
         cpu_list.parse(text)

@@ -1,4 +1,4 @@
-"""Frames and descriptors: what is said arrives, and nonsense harms nobody but who said it."""
+"""Frames and descriptors: messages arrive, and garbage harms only the connection that sent it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def pair() -> Iterator[Pair]:
 
 
 def open_fds(pid: int | str = "self", save_dir: Path | None = None) -> list[str]:
-    """What the open descriptors of a process lead to, save for files in `save_dir`.
+    """Return the targets of the open descriptors of a process, without files in `save_dir`.
 
-    An agent tidies its save directory after it has told an outcome, so what it holds open there
-    comes and goes.
+    An agent tidies its save directory after it has reported a result, so its descriptors there
+    change at any time.
     """
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+        with contextlib.suppress(FileNotFoundError):  # the descriptor was closed after the listing
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
             if save_dir is None or not target.startswith(f"{save_dir}/"):
                 found.append(target)
@@ -67,7 +67,7 @@ _messages = st.one_of(
 
 
 @given(messages=st.lists(_messages, max_size=5))
-def test_requests_arrive_whole_and_in_order(messages: list[p.Request]) -> None:
+def test_requests_arrive_complete_and_in_order(messages: list[p.Request]) -> None:
     left, right = socket.socketpair()
     with left, right:
         for message in messages:
@@ -82,10 +82,10 @@ def test_requests_arrive_whole_and_in_order(messages: list[p.Request]) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0], ids=["agent", "trainer"])
-def test_a_frame_larger_than_the_socket_buffer_arrives_whole(
+def test_a_frame_larger_than_the_socket_buffer_arrives_complete(
     pair: Pair, timeout_s: float | None
 ) -> None:
-    """With a timeout, the kernel takes a part of the frame at a time."""
+    """With a timeout, the kernel accepts only part of the frame in one call."""
     pair[0].settimeout(timeout_s)
     encoded = os.urandom(5_000_000)
     sender = threading.Thread(target=frames.send, args=(pair[0], p.PutTemplate("x", encoded)))
@@ -129,7 +129,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair, nbytes: int
         frames.receive(pair[1])
 
 
-def test_descriptors_of_a_refused_frame_and_surplus_ones_are_closed(pair: Pair) -> None:
+def test_unexpected_descriptors_and_those_of_a_refused_frame_are_closed(pair: Pair) -> None:
     with open(os.devnull) as file:
         before = open_fds()
         for prefix in (struct.pack("<I", 2**32 - 1), struct.pack("<I", 8) + b"cut"):
@@ -165,7 +165,7 @@ def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
 
 
 class _Hasty(socket.socket):
-    """Its other side reads the frame and hangs up before `send` has returned."""
+    """A socket whose peer reads the frame and hangs up before `send` returns."""
 
     other: socket.socket
 
@@ -175,8 +175,8 @@ class _Hasty(socket.socket):
         return sent
 
 
-def test_sending_succeeds_if_the_other_side_has_read_all_and_gone() -> None:
-    """Else the sender never reads the refusal that came before the other side hung up."""
+def test_a_send_succeeds_if_the_peer_read_all_and_hung_up() -> None:
+    """Otherwise the sender does not read the refusal that the peer sent before it hung up."""
     left, right = socket.socketpair()
     with _Hasty(left.family, left.type, 0, left.detach()) as sender:
         sender.other = right
@@ -219,7 +219,7 @@ NONSENSE = {
 
 @contextlib.contextmanager
 def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
-    """A connection to the agent that does not come from a trainer."""
+    """A connection to the agent from a process other than a trainer."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20.0)
         sock.connect(str(node.directory(root) / SOCKET))
@@ -227,7 +227,7 @@ def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
 
 
 def _hang_up_and_read(sock: socket.socket) -> bytes:
-    """Stop talking; return all that the agent says until it hangs up too."""
+    """Stop sending; return all bytes that the agent sends before it hangs up too."""
     sock.shutdown(socket.SHUT_WR)
     said = b""
     with contextlib.suppress(ConnectionResetError):
@@ -238,14 +238,14 @@ def _hang_up_and_read(sock: socket.socket) -> bytes:
 
 @pytest.fixture
 def busy(node: Node, root: Path) -> FakeTrainer:
-    """A rank with a committed checkpoint, whose agent strangers talk to."""
+    """A rank with a committed checkpoint, whose agent gets connections from strangers."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     return trainer
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_ends_its_own_connection_and_disturbs_nobody(
+def test_garbage_ends_only_its_own_connection(
     node: Node, root: Path, busy: FakeTrainer, kind: str
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
@@ -260,9 +260,7 @@ def test_nonsense_ends_its_own_connection_and_disturbs_nobody(
     assert_intact(root, 2, [busy])
 
 
-def test_a_stranger_that_never_says_a_word_keeps_nobody_waiting(
-    node: Node, root: Path, busy: FakeTrainer
-) -> None:
+def test_a_silent_stranger_does_not_delay_a_rank(node: Node, root: Path, busy: FakeTrainer) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(stranger(node, root))
@@ -271,14 +269,18 @@ def test_a_stranger_that_never_says_a_word_keeps_nobody_waiting(
         assert other.client.poll().pending == 0
 
 
-def test_another_protocol_is_told_so(node: Node, root: Path, busy: FakeTrainer) -> None:
+def test_a_client_of_another_protocol_gets_a_refusal(
+    node: Node, root: Path, busy: FakeTrainer
+) -> None:
     for _ in range(100):
         with stranger(node, root) as sock:
             frames.send(sock, p.Hello(0, 999))
             reply = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(reply, p.Refused)
         assert f"pid {busy.client.agent_pid}" in reply.reason
-    assert [offer.iteration for offer in busy.take()] == [1], "rank 0 is still who it was"
+    assert [offer.iteration for offer in busy.take()] == [1], (
+        "the connection of rank 0 is unchanged"
+    )
 
 
 def _memory(contents: bytes) -> int:
@@ -322,7 +324,9 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
         offer = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(offer, p.SlabOffer)
         assert (offer.present, offer.offers) == (False, ())
-        assert [iteration for iteration, _ in offer.saves] == [1], "that of the other rank"
+        assert [iteration for iteration, _ in offer.saves] == [1], (
+            "the save of the other rank is reported"
+        )
     os.close(fd)
     eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert busy.save(2).error is None
@@ -334,7 +338,7 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     ids=["poll", "staged", "garbage", "hello", "cut"],
 )
 @pytest.mark.parametrize("greeted", [False, True])
-def test_a_descriptor_that_nobody_asked_for_is_closed(
+def test_an_unrequested_descriptor_is_closed(
     node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
@@ -348,7 +352,7 @@ def test_a_descriptor_that_nobody_asked_for_is_closed(
     assert is_alive(busy.client.agent_pid)
 
 
-def test_strangers_do_not_keep_the_agent_when_all_ranks_have_left(
+def test_an_agent_ends_with_its_ranks_despite_connected_strangers(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
     with stranger(node, root) as sock:
@@ -359,10 +363,10 @@ def test_strangers_do_not_keep_the_agent_when_all_ranks_have_left(
     eventually("the agent's end", lambda: not is_alive(agent), within_s=5.0)
 
 
-# ---------------------------------------------------------------------- two lives of one rank
+# ---------------------------------------------------------------------- two processes of one rank
 
 
-def test_the_late_end_of_a_former_connection_does_not_touch_what_its_successor_copies(
+def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     node: Node, root: Path
 ) -> None:
     former = node.trainer(root)
@@ -381,7 +385,7 @@ def test_the_late_end_of_a_former_connection_does_not_touch_what_its_successor_c
     assert successor.client.poll().pending == 0
 
 
-def test_a_new_life_of_a_rank_finds_torn_slots_empty_even_if_the_former_hangs_on(
+def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_lives(
     node: Node, root: Path
 ) -> None:
     former = node.trainer(root)
@@ -396,7 +400,7 @@ def test_a_new_life_of_a_rank_finds_torn_slots_empty_even_if_the_former_hangs_on
 # ---------------------------------------------------------------------- templates
 
 
-def test_a_template_that_one_rank_published_is_fetched_by_another(node: Node, root: Path) -> None:
+def test_a_rank_fetches_a_template_that_another_rank_published(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     mine, theirs = first.layout, second.layout
     assert (first.plans.counters.misses, first.plans.counters.shared_hits) == (1, 0)
@@ -416,6 +420,6 @@ def test_a_template_outlives_the_ranks_that_published_it(node: Node, root: Path)
     assert again.plans.counters.shared_hits == 1
 
 
-def test_a_template_that_nobody_published_is_a_miss(node: Node, root: Path) -> None:
+def test_an_unpublished_template_counts_as_missing(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.client.fetch_template("unknown") is None

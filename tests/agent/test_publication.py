@@ -1,4 +1,4 @@
-"""A node publishes one commit record for all its ranks, and waits for none of them for ever."""
+"""Publication: a node puts one commit record for all its ranks, and waits for them in bounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOCK = threading.Condition()
 
 
 class Noting(PosixStorage):
-    """Real storage of agents in this process, which notes puts of records and refuses some."""
+    """Real storage of agents in this process, which records puts of records and refuses some."""
 
     records: ClassVar[list[str]] = []
     no_space_for = ""
@@ -61,7 +61,7 @@ class Noting(PosixStorage):
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
         if self.no_space_for and self.no_space_for in name:
-            self.all_staged.wait(PATIENCE_S)  # a rank that stages later is a save of its own
+            self.all_staged.wait(PATIENCE_S)  # otherwise a late rank would get a separate save
             raise StorageError(errno.ENOSPC, f"{self.place}/{name}: No space left")
         return super().create(name, nbytes)
 
@@ -71,7 +71,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Noting]]:
     monkeypatch.setattr(Noting, "records", [])
     monkeypatch.setattr(Noting, "all_staged", threading.Event())
     monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Noting)
-    # However busy this machine is, no rank counts as slow.
+    # A busy machine must not make any rank count as slow.
     monkeypatch.setattr("megatron_flashckpt.agent.pending_save._PUBLISH_S", (60.0, 60.0))
     yield Noting
     Noting.no_space_for = ""
@@ -87,7 +87,7 @@ def stage_all(trainers: list[FakeTrainer], iteration: int) -> str:
 def test_a_node_of_four_ranks_puts_one_record_per_save(
     node: Node, root: Path, noting: type[Noting]
 ) -> None:
-    """Before: four, each of which was made, renamed, read and removed."""
+    """Before, there were four records, each of which was made, renamed, read and removed."""
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 4) for rank in range(4)]
         for iteration in (1, 2):
@@ -125,7 +125,7 @@ def test_ranks_that_are_not_neighbours_have_records_of_their_own(
         assert sorted(noting.records) == [file_names.record_name(it, save_id) for it in range(4)]
 
 
-def test_of_a_save_that_has_failed_nothing_is_published_nor_left(
+def test_a_failed_save_publishes_no_record_and_leaves_no_file(
     node: Node, other_node: Node, root: Path, noting: type[Noting]
 ) -> None:
     noting.no_space_for = "rank_00002-"
@@ -144,7 +144,7 @@ def test_of_a_save_that_has_failed_nothing_is_published_nor_left(
         assert_intact(root, 2, trainers)
 
 
-def test_a_slow_rank_is_waited_for_but_not_for_ever(node: Node, root: Path) -> None:
+def test_a_node_waits_for_a_slow_rank_only_for_a_limited_time(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -166,7 +166,7 @@ def test_a_slow_rank_is_waited_for_but_not_for_ever(node: Node, root: Path) -> N
     [("persist.durable:2", True), ("put.written:1", True), ("persist.record:1", False)],
     ids=["one rank is not durable", "no record", "one record"],
 )
-def test_the_successor_of_a_killed_agent_publishes_what_is_not(
+def test_the_successor_of_a_killed_agent_publishes_missing_records(
     node: Node,
     root: Path,
     tmp_path: Path,
@@ -191,11 +191,11 @@ def test_the_successor_of_a_killed_agent_publishes_what_is_not(
 # ---------------------------------------------------------------------- when it is time
 
 
-def test_records_wait_for_ranks_that_write_or_are_connected_and_of_this_job(root: Path) -> None:
+def test_records_wait_for_connected_and_writing_ranks_of_this_job(root: Path) -> None:
     save = written(PosixStorage(root), SAVE_ID, 0, 4, 2)
     assert is_due(save, {0, 1})
-    assert is_due(save, {0, 1, 4, 9}), "the job has four ranks: those are of another one"
-    assert is_due(save, ()), "its trainers are gone"
+    assert is_due(save, {0, 1, 4, 9}), "ranks 4 and 9 belong to another job of this node"
+    assert is_due(save, ()), "the trainers of the other ranks are gone"
     assert not is_due(save, {0, 1, 2}), "rank 2 will stage it in a moment"
     save.publish_by = time.monotonic()
     assert is_due(save, {0, 1, 2})
@@ -207,7 +207,7 @@ def test_records_wait_for_ranks_that_write_or_are_connected_and_of_this_job(root
 @pytest.mark.parametrize(
     ("since_s", "wait_s"), [(0.0, 2.0), (8.0, 2.0), (24.0, 6.0), (40.0, 10.0), (900.0, 10.0)]
 )
-def test_a_save_that_takes_long_waits_longer_within_bounds(
+def test_a_longer_save_waits_longer_within_bounds(
     root: Path, since_s: float, wait_s: float
 ) -> None:
     save = written(PosixStorage(root), SAVE_ID)
@@ -220,11 +220,11 @@ def test_a_save_that_takes_long_waits_longer_within_bounds(
     assert wait_s - 0.01 <= save.publish_by - before <= wait_s + 2 * late_s + 0.01
     by = save.publish_by
     save.hold_record(record)
-    assert save.publish_by == by, "the first rank does not wait for each of the others anew"
+    assert save.publish_by == by, "later ranks do not extend the wait of the first"
 
 
 @pytest.mark.parametrize("why", ["error", "given_up", "past", "outlived"])
-def test_nothing_is_published_of_a_save_that_cannot_be_committed(root: Path, why: str) -> None:
+def test_a_save_that_cannot_be_committed_publishes_no_record(root: Path, why: str) -> None:
     save = written(PosixStorage(root), SAVE_ID)
     setattr(save, why, True)
     assert not is_due(save, {0})
@@ -235,7 +235,7 @@ def test_nothing_is_published_of_a_save_that_cannot_be_committed(root: Path, why
 def test_a_node_does_not_commit_before_its_own_records_are_put(root: Path) -> None:
     save = written(PosixStorage(root), SAVE_ID)
     assert outcome_of(save, 60.0) == (False, None)
-    assert save.gone_since is None, "they are not missed either"
+    assert save.gone_since is None, "the node does not report its own records as removed"
     publish(save, {0}, LOCK)
     assert outcome_of(save, 60.0) == (True, None)
     assert stored(root, 5).manifest.save_id == SAVE_ID
@@ -245,7 +245,7 @@ def test_a_node_does_not_commit_before_its_own_records_are_put(root: Path) -> No
 
 
 class _Refusing(PosixStorage):
-    """Refuses puts with an error, after doing them if `done`."""
+    """Storage that refuses puts with an error; if `done`, it carries out the put first."""
 
     number, count, done = 0, 0, False
 
@@ -272,17 +272,17 @@ def refused(root: Path, number: int, count: int, *, done: bool = False) -> Pendi
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT], ids=errno.errorcode.get)
-def test_an_error_that_may_pass_is_retried_after_a_pause(root: Path, number: int) -> None:
+def test_a_transient_error_is_retried_after_a_pause(root: Path, number: int) -> None:
     save = refused(root, number, 1)
     assert (save.error, len(save.unpublished)) == (None, 2)
-    assert not is_due(save, {1, 2}), "not at once"
+    assert not is_due(save, {1, 2}), "the retry waits for the pause"
     save.publish_again_at = 0.0
     publish(save, {1, 2}, LOCK)
     assert (save.unpublished, save.publish_failures) == ({}, 0)
     assert (root / DIRECTORY / file_names.record_name(1, SAVE_ID, 2)).exists()
 
 
-def test_retries_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_with_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_RETRIES_S", (0.0, 0.0))
     save = refused(root, errno.ETIMEDOUT, 3)
     for _ in range(2):
@@ -292,7 +292,7 @@ def test_retries_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert save.failed == {1, 2}
 
 
-def test_an_error_that_lasts_ends_the_save_in_the_name_of_its_ranks(root: Path) -> None:
+def test_a_lasting_error_fails_the_save_for_the_ranks_of_the_record(root: Path) -> None:
     save = refused(root, errno.EDQUOT, 1)
     assert os.strerror(errno.EDQUOT) in (save.error or "")
     assert save.failed == {1, 2}
@@ -303,7 +303,7 @@ def test_an_error_that_lasts_ends_the_save_in_the_name_of_its_ranks(root: Path) 
 
 
 @pytest.mark.parametrize("listing", ["new", "old"])
-def test_a_put_that_was_done_though_it_failed_leaves_the_decision_to_the_committing_node(
+def test_after_a_put_with_unknown_result_the_committing_node_decides(
     root: Path, listing: str
 ) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 3)
@@ -320,10 +320,10 @@ def test_a_put_that_was_done_though_it_failed_leaves_the_decision_to_the_committ
 
 
 @pytest.mark.parametrize("failed", [1, 2])
-def test_a_node_keeps_all_its_files_while_a_record_names_the_rank_that_failed(
+def test_a_node_keeps_its_files_while_a_record_names_the_failed_rank(
     root: Path, failed: int
 ) -> None:
-    """An agent that is gone had published it for both ranks."""
+    """A former agent had put one record for both ranks."""
     save = persisted(PosixStorage(root), SAVE_ID, 1, 3, 2)
     save.error, save.failed = "no space", {failed}
     before = sorted(os.listdir(root / DIRECTORY))
@@ -331,7 +331,7 @@ def test_a_node_keeps_all_its_files_while_a_record_names_the_rank_that_failed(
     assert sorted(os.listdir(root / DIRECTORY)) == before
 
 
-def test_a_node_removes_the_record_of_some_ranks_if_none_names_the_one_that_failed(
+def test_a_node_removes_its_record_if_none_names_the_failed_rank(
     root: Path,
 ) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 4, 2)
@@ -341,8 +341,8 @@ def test_a_node_removes_the_record_of_some_ranks_if_none_names_the_one_that_fail
     assert not (root / DIRECTORY).exists()
 
 
-def test_the_last_record_of_a_node_is_asked_for_by_its_name(root: Path) -> None:
-    """Nodes of a job have equally many ranks, so the names that are missing are known."""
+def test_a_node_asks_for_the_last_record_by_its_name(root: Path) -> None:
+    """All nodes have equally many ranks, so the names of missing records are known."""
     saves = [persisted(PosixStorage(root), SAVE_ID, rank, 64, 2) for rank in range(0, 60, 2)]
     assert outcome_of(saves[0], 60.0) == (False, None)
     assert saves[0].missing == [60, 61, 62, 63]

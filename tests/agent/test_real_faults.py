@@ -1,4 +1,4 @@
-"""Real agents on storage with faults: what passes breaks no save, what lasts breaks one save."""
+"""Real agents on faulty storage: transient errors break no save, lasting errors break one save."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.faulty_storage.preload import FaultyStorage, append_only, fail, late, no_fallocate
 from tests.support.trainer import eventually, new_save_id
 
-#: Numbers that network file systems report while they are in trouble.
+#: Error numbers of network file systems in trouble.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.ESHUTDOWN)
-#: The calls of a save, in order, each with a part of the path of the file.
+#: The calls of a save in order, with part of the path of the file.
 STEPS = [
     ("mkdir", "{iteration}"),
     ("open", "safetensors"),
@@ -67,13 +67,13 @@ def files_open(node: Node, root: Path) -> list[str]:
     for fd in fds:
         try:
             opened.append(os.readlink(fd))
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # the file was closed after the listing
             continue
     return sorted(path for path in opened if path.startswith(f"{root}/"))
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["refused", "done but reported"])
-def test_an_error_that_passes_at_any_call_breaks_no_save(
+def test_a_transient_error_at_any_call_breaks_no_save(
     node: Node, root: Path, faulty: FaultyStorage, done: bool
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
@@ -93,7 +93,7 @@ def test_an_error_that_passes_at_any_call_breaks_no_save(
         eventually("all files are closed", lambda: not files_open(node, root))
 
 
-#: What no retry helps against, by where it happens.
+#: Errors that no retry can repair, by their location.
 LASTING = {
     "a full disk": ("write", errno.ENOSPC, "safetensors"),
     "no room for the file": ("fallocate", errno.ENOSPC, "safetensors"),
@@ -109,12 +109,12 @@ LASTING = {
 
 
 def has_no_strays(root: Path, before: list[str], kept: set[str]) -> bool:
-    """Return whether all files were there before or are of a kept checkpoint."""
+    """Return whether all files existed before or belong to a kept checkpoint."""
     new = [file for file in files_of_ours(root) if file not in before]
     return all(file.partition("/")[0] in kept for file in new)
 
 
-def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
+def test_a_lasting_error_fails_only_its_save_with_a_true_message(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
@@ -124,35 +124,35 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
         before = files_of_ours(root)
         faulty.rule(fail(call, number, part))
         errors = save_all(trainers, durable + 1)
-        for error in errors:  # that of the first rank, or a rank's own if it staged later
+        for error in errors:  # a rank that staged later has an error of its own
             assert error is not None, name
             assert str(root / file_names.iteration_dir(durable + 1)) in error, name
             assert os.strerror(number) in error, name
             assert error.endswith(class_of(number).remedy), name
         assert (root / file_names.TRACKER).read_text() == str(durable)
-        # The other rank may be writing still.
+        # The other rank may still be writing.
         eventually(f"all files are closed: {name}", lambda: files_open(node, root) == [])
         faulty.heal()
         assert_intact(root, durable, trainers)
-        # More saves than slots: no slot is lost to a failure.
+        # More saves than slots are made, because a failure must not lose a slot.
         for _ in range(2):
             durable += 2
             assert save_all(trainers, durable) == [None, None], name
             assert_intact(root, durable, trainers)
         kept = {file_names.iteration_dir(number) for number in (durable, durable - 2)}
-        # Files that could not be looked at go once two later saves are committed.
+        # Files that could not be listed are removed after two later commits.
         gone = functools.partial(has_no_strays, root, before, kept)
         eventually(f"nothing stays of {name}", gone)
     log = (node.directory(root) / LOG).read_text()
-    # A rank that stages after the failure of the other is a save of its own, with the same result.
+    # A rank that stages after the failure of the other gets the same result for a separate save.
     failed = set(re.findall(r"iteration (\d+) was not saved: ", log))
     assert len(failed) == len(LASTING)
 
 
-def test_other_nodes_learn_of_a_failure_though_a_full_disk_had_no_room_for_the_note(
+def test_a_failure_note_is_retried_when_a_full_disk_refuses_it(
     node: Node, other_node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
-    """The space of the failed shard is free a moment later; else they wait for half an hour."""
+    """The failed shard is removed a moment later; without the note, other nodes wait 30 minutes."""
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     faulty.rule(
         fail("fallocate", errno.ENOSPC, "rank_00000"),
@@ -168,7 +168,7 @@ def test_other_nodes_learn_of_a_failure_though_a_full_disk_had_no_room_for_the_n
     assert [hit.call for hit in faulty.hits()].count("write") == 1
 
 
-def test_a_tracker_that_cannot_be_moved_leaves_the_former_and_both_checkpoints(
+def test_a_tracker_that_cannot_move_leaves_both_checkpoints_loadable(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
@@ -184,7 +184,7 @@ def test_a_tracker_that_cannot_be_moved_leaves_the_former_and_both_checkpoints(
     assert_intact(root, 3, trainers)
 
 
-def test_nodes_that_see_each_others_files_late_commit(
+def test_nodes_commit_even_if_files_become_visible_late(
     node: Node, other_node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     delay_s = 0.7
@@ -196,22 +196,22 @@ def test_nodes_that_see_each_others_files_late_commit(
             trainer.stage(iteration, save_id)
         outcomes = [trainer.outcome(60.0) for trainer in trainers]
         assert [outcome.error for outcome in outcomes] == [None, None]
-        # Not before the other node's record was seen, nor before the manifest was.
+        # The save ends only after the other node's record and the manifest became visible.
         assert all(outcome.seconds > delay_s for outcome in outcomes)
         assert_intact(root, iteration, trainers)
 
 
-def test_what_a_job_resumes_from_is_no_leftover_though_its_manifest_comes_late(
+def test_a_checkpoint_to_resume_from_is_kept_if_its_manifest_comes_late(
     node: Node, other_node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
-    """Before: the agent of the node on which the job starts again deleted the shards."""
+    """Before, the agent of the node on which the job restarts deleted the shards."""
     trainer = node.trainer(root)
     faulty.rule(late(3_600_000, "manifest.json"))
     save_id = new_save_id()
     assert trainer.save(5, save_id).error is None
     record = root / file_names.iteration_dir(5) / file_names.record_name(0, save_id)
     eventually("tidiness", lambda: not record.exists())
-    record.touch()  # as if the agent had been killed after the manifest
+    record.touch()  # an agent killed after the manifest leaves this record
     half = root / file_names.iteration_dir(3) / file_names.shard_name(0, new_save_id())
     half.parent.mkdir()
     half.touch()
@@ -234,7 +234,7 @@ def test_a_file_system_without_fallocate_holds_checkpoints(
     assert {hit.call for hit in faulty.hits()} == {"fallocate"}
 
 
-def test_a_file_system_that_writes_at_the_end_only_fails_saves_by_name(
+def test_a_file_system_that_only_appends_fails_saves_with_the_reason(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
@@ -246,5 +246,5 @@ def test_a_file_system_that_writes_at_the_end_only_fails_saves_by_name(
     eventually("all files are closed", lambda: not files_open(node, root))
 
 
-def test_all_that_may_pass_is_in_the_table() -> None:
+def test_the_table_lists_every_transient_error() -> None:
     assert all(TABLE[number].may_pass for number in PASSING)

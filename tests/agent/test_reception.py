@@ -1,4 +1,4 @@
-"""The agent lives through any error of any connection: it may hold a checkpoint's only copy."""
+"""Errors of connections: the agent survives them all, because it may hold the only checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Crowd:
-    """Connections to an agent that do as they are told; closed at the end of the test."""
+    """Connections to an agent under control of the test, which closes them at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -38,16 +38,16 @@ class Crowd:
         for _ in range(count):
             sock = socket.socket(socket.AF_UNIX)
             self.sockets.append(sock)
-            sock.connect(self._path)  # with a time limit it would fail where the queue is full
+            sock.connect(self._path)  # a timeout would fail the call on a full queue
             sock.settimeout(PATIENCE_S)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(send)
 
     def is_hung_up(self, number: int) -> bool:
-        """Return whether the agent ends a connection; waits for it."""
+        """Wait until the agent ends a connection; return whether it did."""
         try:
             return self.sockets[number].recv(1) == b""
-        except ConnectionResetError:  # it had not read all of it
+        except ConnectionResetError:  # the agent left some bytes unread
             return True
 
     def go(self) -> None:
@@ -68,7 +68,7 @@ def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[Crowd]:
 
 
 def limit_files(pid: int, count: int) -> None:
-    """Let a process have as many open files; what it has stays open."""
+    """Limit the number of open files of a process; its open files stay open."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (count, hard))
 
@@ -88,8 +88,8 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     assert is_alive(agent)
     log = (node.directory(root) / "agent.log").read_text()
     assert "Too many open files" in log
-    assert log.count("turned away") < 5, "a flood does not fill the log"
-    again = node.trainer(root)  # while the last of the crowd are there
+    assert log.count("turned away") < 5, "a flood of connections does not fill the log"
+    again = node.trainer(root)  # the last connections of the crowd are still open
     assert again.client.agent_pid == agent
     assert [offer.iteration for offer in again.take()] == [1]
     assert data in (again.bytes_in(0), again.bytes_in(1))
@@ -98,11 +98,11 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
 
 
 def agent_connections(pid: int) -> int:
-    # The listener is one of them.
+    # The listening socket is one of these descriptors.
     return sum(path.startswith("socket:") for path in open_files(pid)) - 1
 
 
-def test_a_lack_of_descriptors_is_told_to_the_rank_whose_slab_does_not_arrive(
+def test_a_rank_learns_that_a_lack_of_descriptors_refused_its_slab(
     node: Node, root: Path, trainer: FakeTrainer
 ) -> None:
     agent = trainer.client.agent_pid
@@ -111,14 +111,14 @@ def test_a_lack_of_descriptors_is_told_to_the_rank_whose_slab_does_not_arrive(
     with pytest.raises(AgentError, match=r"may open \d+ files; raise its limit"):
         trainer.client.attach(slab)
     limit_files(agent, 1024)
-    assert trainer.client.attach(slab) == (), "the connection is as good as before"
+    assert trainer.client.attach(slab) == (), "the connection still works"
     slab.close()
 
 
-def test_a_lack_of_descriptors_does_not_hide_what_a_restarted_rank_has_in_memory(
+def test_a_restarted_rank_gets_its_slab_despite_a_lack_of_descriptors(
     node: Node, root: Path
 ) -> None:
-    """The slab is handed over as a descriptor; without it the job would go back to storage."""
+    """The slab is passed as a descriptor; without the slab the job would load from storage."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -141,7 +141,7 @@ def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, ro
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE) == (min(hard, 2**16), hard)
 
 
-def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
+def test_an_agent_limits_silent_connections_and_still_serves_ranks(
     node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
 ) -> None:
     agent = trainer.client.agent_pid
@@ -149,7 +149,7 @@ def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
     threads, connections = thread_count(agent), agent_connections(agent)
     crowd.come(MOST_SILENT + 100)
     for number in range(100):
-        assert crowd.is_hung_up(number), "the oldest go first"
+        assert crowd.is_hung_up(number), "the agent ends the oldest connections first"
     log = (node.directory(root) / "agent.log").read_text()
     assert f"more than {MOST_SILENT} connections send no greeting" in log
     eventually("few threads", lambda: thread_count(agent) <= threads + MOST_SILENT)
@@ -161,14 +161,14 @@ def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
     eventually("as many threads as before", lambda: thread_count(agent) <= threads + 1)
 
 
-def test_a_connection_that_says_nothing_is_hung_up_in_the_end(
+def test_an_agent_ends_a_silent_connection_after_a_timeout(
     node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
 ) -> None:
     crowd.come(1)
     crowd.come(1, b"\x14")
     assert crowd.is_hung_up(0)
     assert crowd.is_hung_up(1)
-    assert trainer.save(1).error is None, "one that has greeted may be silent for as long"
+    assert trainer.save(1).error is None, "a connection after its greeting may stay silent"
 
 
 def frame(body: bytes) -> bytes:
@@ -190,7 +190,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("sent", BAD.values(), ids=list(BAD))
-def test_a_greeting_that_is_none_ends_that_connection_only(
+def test_an_invalid_greeting_ends_only_its_connection(
     trainer: FakeTrainer, crowd: Crowd, sent: bytes
 ) -> None:
     memory = rss_nbytes(trainer.client.agent_pid)
@@ -198,7 +198,7 @@ def test_a_greeting_that_is_none_ends_that_connection_only(
     for number in range(5):
         with contextlib.suppress(ConnectionResetError):
             while crowd.sockets[number].recv(4096):
-                pass  # a refusal may come before the end
+                pass  # a refusal may precede the end
     assert trainer.save(1).error is None
     assert rss_nbytes(trainer.client.agent_pid) < memory + 50 * MIB
 
@@ -225,7 +225,7 @@ def test_peers_that_die_while_they_send_leave_no_descriptor(
 
 
 class Listener:
-    """Reports one error after the other, as the kernel does, and then has nobody."""
+    """A listening socket that raises the given errors in order, and then accepts no connection."""
 
     def __init__(self, *errors: OSError) -> None:
         self._errors = list(errors)
@@ -240,13 +240,13 @@ class Listener:
 @pytest.mark.parametrize(
     "number", [errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM]
 )
-def test_no_error_of_accept_is_the_end(number: int) -> None:
+def test_no_error_of_accept_ends_the_agent(number: int) -> None:
     listener = Listener(*(OSError(number, os.strerror(number)) for _ in range(3)))
     reception = Reception(listener, Strangers())
     assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
 
 
-def test_nothing_large_is_taken_from_those_who_have_not_greeted(
+def test_a_large_frame_before_the_greeting_is_refused(
     node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
 ) -> None:
     crowd.come(1, BAD["oversize"])

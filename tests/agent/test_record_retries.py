@@ -1,4 +1,4 @@
-"""A commit record whose put has reported an error may be there all the same, and be read."""
+"""Commit records whose put reported an error: the file may exist, and other nodes may read it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.faulty_storage.preload import FaultyStorage, fail
 from tests.support.trainer import new_save_id
 
 
-def test_a_shard_with_a_record_is_never_written_again(
+def test_a_shard_with_a_record_is_never_rewritten(
     node: Node, other_node: Node, root: Path, tmp_path: Path
 ) -> None:
-    """The node of rank 0 may have committed it by then, and the disk may be full by now."""
+    """The node of rank 0 may have committed the shard by then, and the disk may be full."""
     faulty = FaultyStorage(root, tmp_path)
     first = node.trainer(root, 0, 2)
     with faulty.under_agents():

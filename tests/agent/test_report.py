@@ -1,4 +1,4 @@
-"""`flashckpt report`: every save that a directory knows of, whatever became of it."""
+"""`flashckpt report`: every save in a directory, with its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: 
 
 @pytest.fixture
 def saves(node: Node, root: Path) -> Path:
-    """Return a directory of which 1 was removed, 3 failed, and 2 and 4 are there."""
+    """Return a directory in which save 1 was removed, 3 failed, and 2 and 4 are kept."""
     trainer = node.trainer(root, retention=Retention(latest=2))
     (root / "iter_0000003").parent.mkdir(exist_ok=True)
     for iteration in (1, 2, 3, 4):
@@ -40,7 +40,7 @@ def report(capsys: pytest.CaptureFixture, *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_every_save_is_listed_with_what_it_took(
+def test_every_save_is_listed_with_its_timings(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
@@ -69,7 +69,9 @@ def test_every_save_is_listed_with_what_it_took(
     assert "iter_0000003" in table
 
 
-def test_without_a_history_the_manifests_tell(saves: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_history_the_report_reads_the_manifests(
+    saves: Path, capsys: pytest.CaptureFixture
+) -> None:
     (saves / "flashckpt-history.jsonl").unlink()
     found = json.loads(report(capsys, saves, "--json"))
     assert [(row["iteration"], row["state"]) for row in found] == [
@@ -79,17 +81,17 @@ def test_without_a_history_the_manifests_tell(saves: Path, capsys: pytest.Captur
     assert "kept by" not in report(capsys, saves), "no rule is configured"
 
 
-def test_what_cannot_be_read_lacks_files_or_was_replaced_is_not_called_removed_or_committed(
+def test_unreadable_incomplete_and_replaced_saves_have_their_own_state(
     saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (saves / "iter_0000002/manifest.json").write_text("{")
     (shard,) = (saves / "iter_0000004").glob("*.safetensors")
     shard.unlink()
-    # As a conversion in the same directory leaves it.
+    # A conversion in the same directory leaves such a file.
     (saves / "iter_0000001/mp_rank_00").mkdir(parents=True)
     assert main(["report", str(saves), "--json"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "", "no retention is configured that could leave anything alone"
+    assert printed.err == "", "no retention is configured, so no warning is due"
     states = {row["iteration"]: row["state"] for row in json.loads(printed.out)}
     assert states == {1: "replaced", 2: "unreadable", 3: "failed", 4: "damaged"}
     table = report(capsys, saves)
@@ -102,7 +104,7 @@ def test_what_cannot_be_read_lacks_files_or_was_replaced_is_not_called_removed_o
     assert states == {2: "unreadable", 4: "damaged"}
 
 
-def test_an_iteration_that_was_saved_again_is_replaced(
+def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
     node: Node, root: Path, capsys: pytest.CaptureFixture
 ) -> None:
     trainer = node.trainer(root)
@@ -112,13 +114,15 @@ def test_an_iteration_that_was_saved_again_is_replaced(
     assert [row["state"] for row in found] == ["replaced", "committed"]
 
 
-def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_report_handles_an_empty_or_missing_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert "no saves recorded" in report(capsys, tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 1
     assert "give Megatron's --save directory" in capsys.readouterr().err
 
 
-def test_a_drawing_without_matplotlib_says_what_to_install(
+def test_a_drawing_without_matplotlib_names_the_missing_package(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -128,9 +132,7 @@ def test_a_drawing_without_matplotlib_says_what_to_install(
     assert not (saves / "x.png").exists()
 
 
-def test_a_drawing_replaces_no_file_that_is_none(
-    saves: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_drawing_replaces_only_png_files(saves: Path, capsys: pytest.CaptureFixture) -> None:
     manifest = saves / "iter_0000004" / "manifest.json"
     before = manifest.read_bytes()
     assert main(["report", str(saves), "--png", str(manifest)]) == 1
@@ -146,7 +148,7 @@ def test_a_narrow_terminal_gets_one_line_per_save(
     for width, has_details in ((80, False), (200, True)):
         monkeypatch.setattr(commands, "_PIPE_COLUMNS", width)
         lines = report(capsys, saves).splitlines()
-        assert len(lines) == 4, "a header, a line per save, the sum"
+        assert len(lines) == 4, "the report has a header, a line per save and the sum"
         assert ("slowest rank" in lines[0]) is has_details
         assert all(len(line.rstrip()) <= width for line in lines)
 
@@ -168,6 +170,6 @@ def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path
     pytest.importorskip("matplotlib")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "again"
+    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "a drawing is replaced"
     assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
     assert "cannot be written" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""What an agent costs, and that it costs the same after a long run.
+"""Resources of an agent: small, and constant over a long run.
 
-The numbers are printed (`pytest -rP`); only generous bounds are asserted.
+The figures are printed (`pytest -rP`); only generous bounds are asserted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def rss_nbytes(pid: int) -> int:
-    """Return the resident memory of a process."""
+    """Return the resident memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -40,7 +40,7 @@ def thread_count(pid: int) -> int:
 
 
 def at_rest(count: Callable[[], int], within_s: float = 0.5) -> int:
-    """Return the lowest count of a while: the agent tidies up when it has told an outcome."""
+    """Return the lowest count within a while: an agent tidies after it reports a result."""
     found, deadline = [count()], time.monotonic() + within_s
     while time.monotonic() < deadline:
         time.sleep(0.01)
@@ -59,12 +59,12 @@ def test_an_agent_is_small(node: Node, root: Path) -> None:
     assert rss_nbytes(agent) < 120 * MIB
 
 
-def test_50_saves_and_20_reconnects_leave_no_descriptor_no_thread_and_no_memory(
+def test_50_saves_and_20_reconnects_leak_no_descriptor_thread_or_memory(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root, retain_interval=1000)
     agent = trainer.client.agent_pid
-    for iteration in range(1, 11):  # by now whatever is kept for good is there
+    for iteration in range(1, 11):  # permanent allocations exist after these saves
         assert trainer.save(iteration).error is None
     files, memory = at_rest(lambda: len(open_files(agent))), rss_nbytes(agent)
     threads = at_rest(lambda: thread_count(agent))
@@ -83,7 +83,7 @@ def test_50_saves_and_20_reconnects_leave_no_descriptor_no_thread_and_no_memory(
     assert_intact(root, 60, [trainer])
 
 
-def test_slabs_that_were_replaced_are_freed(node: Node, root: Path) -> None:
+def test_replaced_slabs_are_freed(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
 
@@ -95,14 +95,12 @@ def test_slabs_that_were_replaced_are_freed(node: Node, root: Path) -> None:
     for iteration in range(2, 8):
         assert trainer.slab is not None
         trainer.slab.close()
-        trainer.slab = None  # the next save makes and attaches another
+        trainer.slab = None  # the next save makes and attaches another slab
         assert trainer.save(iteration).error is None
     assert slabs() == before
 
 
-def test_a_slab_that_is_replaced_while_it_is_persisted_is_freed_afterwards(
-    node: Node, root: Path
-) -> None:
+def test_a_slab_replaced_during_its_persist_is_freed_afterwards(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
 
@@ -120,7 +118,7 @@ def test_a_slab_that_is_replaced_while_it_is_persisted_is_freed_afterwards(
         trainer.slab.close()
         trainer.slab = None
         assert trainer.save(3).error is None
-        assert slabs() == 2 * before, "it is still being read"
+        assert slabs() == 2 * before, "the replaced slab is still being read"
         let_go()
         assert trainer.outcome().iteration == 2
     eventually("the former slab is freed", lambda: slabs() == before)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, that nothing else goes, and that a removal cut short is finished."""
+"""Retention: the rules that keep checkpoints, the limits of a removal, and removals cut short."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOUR = 3600.0
 
 
 def kept_by(rules: Retention, losses: dict[int, float | None], **more: object) -> list[int]:
-    """Return what stays of checkpoints with these losses; each was committed an hour later."""
+    """Return the kept checkpoints of these losses; their commits are one hour apart."""
     count = len(losses)
     commits = [
         CommitFacts(
@@ -65,7 +65,7 @@ MEASURED = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 1.0, 60: 9.0}
         (Retention(max_age_hours=2.5), TEN, [80, 90, 100]),
         (Retention(max_age_hours=0), TEN, [100]),
         (Retention(max_age_hours=2.5, every=40), TEN, [40, 80, 90, 100]),
-        # Of equals the newest.
+        # The newest of equal losses is kept.
         (Retention(best=Best(metric=LOSS)), MEASURED, [50, 60]),
         (Retention(best=Best(metric=LOSS, keep=3)), MEASURED, [20, 30, 50, 60]),
         (Retention(best=Best(metric=LOSS, keep=2, mode="max")), MEASURED, [10, 60]),
@@ -79,13 +79,13 @@ def test_a_checkpoint_stays_if_any_rule_keeps_it(
     assert kept_by(rules, losses) == kept
 
 
-def test_megatrons_interval_lets_only_the_previous_checkpoint_go_unless_there_are_rules() -> None:
+def test_without_rules_megatrons_interval_removes_only_the_previous_checkpoint() -> None:
     assert kept_by(Retention(), TEN, retain_interval=20, previous=90) == sorted({*TEN} - {90})
     assert kept_by(Retention(), TEN, retain_interval=30, previous=90) == list(TEN)
     assert kept_by(Retention(latest=1), TEN, retain_interval=40, previous=90) == [40, 80, 100]
 
 
-def test_a_checkpoint_of_unknown_age_is_not_too_old() -> None:
+def test_a_checkpoint_of_unknown_age_never_counts_as_too_old() -> None:
     commit = CommitFacts(iteration=1, save_id="a" * 8)
     last = CommitFacts(iteration=2, save_id="b" * 8, committed_at=HOUR)
     reasons = why_kept(
@@ -122,7 +122,7 @@ RULES = st.builds(
     retain_interval=st.none() | st.integers(1, 6),
     data=st.data(),
 )
-def test_whatever_the_rules_nothing_goes_that_is_not_older_than_the_last_durable_one(
+def test_no_rule_removes_a_checkpoint_newer_than_the_last_durable_one(
     rules: Retention,
     losses: dict[int, float | None],
     tracked: int,
@@ -141,7 +141,7 @@ def test_whatever_the_rules_nothing_goes_that_is_not_older_than_the_last_durable
         assert set(newest) <= set(kept)
     for interval in filter(None, (rules.every, retain_interval)):
         assert all(iteration % interval for iteration in gone)
-    # Composed: what one rule keeps alone, it keeps together with others.
+    # Combined rules keep every checkpoint that one of the rules keeps.
     for field in ("latest", "every", "best", "max_age_hours"):
         alone = Retention(**{field: getattr(rules, field)})
         if alone != Retention():
@@ -172,7 +172,7 @@ def assert_these_are_left_whole(root: Path, trainer: FakeTrainer, iterations: li
 
 
 def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -> None:
-    """The best was saved three agents ago: only the commit log can know it."""
+    """The best checkpoint was saved three agents ago, so only the commit log names it."""
     rules = Retention(latest=2, best=Best(metric=LOSS, keep=1))
     losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: 3.0, 50: None, 60: 2.0}
     for iteration, loss in losses.items():
@@ -193,7 +193,7 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
     assert all(abs(time.time() - (it.committed_at or 0)) < HOUR for it in found)
 
 
-def test_a_metric_of_any_rank_counts_and_of_several_the_lowest(node: Node, root: Path) -> None:
+def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     save_id = new_save_id()
     for trainer, metrics in zip(trainers, ({}, {"a": 1.0}, {"a": 2.0, "b": 3.0}), strict=True):
@@ -203,9 +203,7 @@ def test_a_metric_of_any_rank_counts_and_of_several_the_lowest(node: Node, root:
     assert stored(root, 1).manifest.metrics == {"a": 1.0, "b": 3.0}
 
 
-def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_said_in_the_log(
-    node: Node, root: Path
-) -> None:
+def test_a_metric_that_no_checkpoint_has_removes_none_and_is_logged(node: Node, root: Path) -> None:
     trainer = node.trainer(root, retention=Retention(best=Best(metric="los")))
     save_all(trainer, {10: 1.0, 20: 2.0})
     log = node.directory(root) / "agent.log"
@@ -214,7 +212,7 @@ def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_said_in_the_log(
     assert_these_are_left_whole(root, trainer, [10, 20])
 
 
-def test_rules_that_are_new_apply_to_what_is_there(node: Node, root: Path) -> None:
+def test_new_rules_apply_to_existing_checkpoints(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     save_all(trainer, dict.fromkeys(range(1, 8)))
     trainer.retention = Retention(every=3)
@@ -222,8 +220,8 @@ def test_rules_that_are_new_apply_to_what_is_there(node: Node, root: Path) -> No
     assert_these_are_left_whole(root, trainer, [3, 6, 8])
 
 
-def test_a_save_that_ends_after_a_later_one_costs_nobody_anything(node: Node, root: Path) -> None:
-    """Two saves in flight: the older is committed last, and only then is the older of the two."""
+def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Path) -> None:
+    """Two saves are in flight; the older one counts for retention only after its commit."""
     trainer = node.trainer(root, retention=Retention(latest=2))
     save_all(trainer, {1: None, 2: None})
     earlier = new_save_id()
@@ -234,7 +232,7 @@ def test_a_save_that_ends_after_a_later_one_costs_nobody_anything(node: Node, ro
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
         assert (root / file_names.iteration_dir(2)).exists(), (
-            "10 is not durable: 2 and 20 are the latest"
+            "10 is not durable, so 2 and 20 are the newest"
         )
         let_go()
         assert trainer.outcome().iteration == 10
@@ -242,19 +240,19 @@ def test_a_save_that_ends_after_a_later_one_costs_nobody_anything(node: Node, ro
     assert_intact(root, 20, [trainer])
 
 
-def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
+def test_retention_spares_newer_uncommitted_linked_foreign_and_megatron_files(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     trainer = node.trainer(root)
     save_all(trainer, dict.fromkeys((5, 10, 20, 30, 99)))
     trainer.hang_up()
     trainer = node.trainer(root, retention=Retention(latest=1))
-    trainer.client.adopt(None, 35)  # training goes on from before 99
+    trainer.client.adopt(None, 35)  # training resumes from before 99
     elsewhere = tmp_path / "elsewhere"
     (root / file_names.iteration_dir(10)).rename(elsewhere)
     (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
     others = {
-        # Megatron's own format, a copy by hand, a damaged manifest.
+        # These are Megatron's own format, a manual copy, and a damaged manifest.
         "iter_0000001/.metadata": b"torch_dist",
         "iter_0000002/mp_rank_00/model_optim_rng.pt": b"torch",
         "iter_0000004/manifest.json": (
@@ -264,7 +262,7 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
         "release/mp_rank_00/model_optim_rng.pt": b"release",
         "iter_20/manifest.json": b"not a name of Megatron's",
         "tensorboard/events": b"events",
-        # In a checkpoint that goes.
+        # These files lie in a checkpoint that is removed.
         "iter_0000020/notes.txt": b"mine",
     }
     for name, data in others.items():
@@ -281,9 +279,13 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     assert {name: (root / name).read_bytes() for name in others} == others
     assert sorted(elsewhere.iterdir()) == before
     assert (root / file_names.iteration_dir(10)).is_symlink()
-    assert os.listdir(root / file_names.iteration_dir(5)) == [shard.name], "a link stays"
+    assert os.listdir(root / file_names.iteration_dir(5)) == [shard.name], (
+        "retention keeps the link"
+    )
     assert (tmp_path / "moved").exists()
-    assert not list((root / file_names.iteration_dir(20)).glob("*.json")), "but it is no checkpoint"
+    assert not list((root / file_names.iteration_dir(20)).glob("*.json")), (
+        "the rest is no checkpoint"
+    )
     assert not (root / file_names.iteration_dir(30)).exists()
     assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
     assert_intact(root, 40, [trainer])
@@ -294,11 +296,11 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     assert "notes.txt" in log.read_text()
 
 
-def test_what_cannot_be_removed_is_no_failure_of_the_save(node: Node, root: Path) -> None:
+def test_a_failed_removal_does_not_fail_the_save(node: Node, root: Path) -> None:
     trainer = node.trainer(root, retention=Retention(latest=1))
     save_all(trainer, {1: None})
     manifest = stored(root, 1).manifest
-    (root / file_names.removal_name(1, manifest.save_id)).mkdir()  # in the way of the first step
+    (root / file_names.removal_name(1, manifest.save_id)).mkdir()  # blocks the first step
     save_all(trainer, {2: None})
     log = node.directory(root) / "agent.log"
     eventually("the attempt", lambda: "cannot remove the checkpoint of" in log.read_text())
@@ -335,7 +337,7 @@ class _Dying(PosixStorage):
 
 
 def in_a_process_that_may_die(work: Callable[[], None]) -> bool:
-    """Do `work` in a child; return whether it lived to the end."""
+    """Run `work` in a child; return whether the child survived."""
     child = os.fork()
     if not child:
         try:
@@ -344,14 +346,16 @@ def in_a_process_that_may_die(work: Callable[[], None]) -> bool:
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status), "it failed instead of dying"
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status), (
+        "the child failed instead of being killed"
+    )
     return not os.WIFSIGNALED(status)
 
 
-def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finished_later(
+def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
     node: Node, root: Path
 ) -> None:
-    """Two checkpoints go, with a SIGKILL before every single change that it takes."""
+    """Two checkpoints are removed, with a SIGKILL before each change in turn."""
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
 
     def save(iteration: int) -> None:
@@ -359,7 +363,7 @@ def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finishe
         for trainer in trainers:
             trainer.stage(iteration, save_id)
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
-        # What the agent still removed then would be missing among the changes that are counted.
+        # Otherwise the agent may carry out changes that the test has to count.
         eventually("tidiness", lambda: not list(root.rglob("*.commit")))
 
     def remove(changes: int, tracked: int) -> None:
@@ -374,7 +378,7 @@ def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finishe
             save(iteration)
         died = not in_a_process_that_may_die(functools.partial(remove, changes, iteration))
         assert_intact(root, iteration, trainers)
-        # What is still offered is whole; what was begun is not offered.
+        # An offered checkpoint is complete; a checkpoint with a begun removal is not offered.
         for found in committed(PosixStorage(root), os.listdir(root)):
             for trainer in trainers:
                 expected = content(trainer.rank, found.iteration, trainer.layout.nbytes)
@@ -387,11 +391,11 @@ def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finishe
         for trainer in trainers:
             trainer.retention = Retention()
         changes += 1
-    # Twice: manifest, two shards, common state, directory, the manifest that was moved.
+    # Each of two removals changes manifest, two shards, common state, directory, moved manifest.
     assert changes - 1 == 2 * 6
 
 
-def test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal(
+def test_a_checkpoint_saved_again_survives_its_former_unfinished_removal(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -404,7 +408,7 @@ def test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal(
     assert not in_a_process_that_may_die(remove)
     assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
     (root / file_names.TRACKER).unlink()
-    trainer.client.adopt(None, 0)  # from scratch
+    trainer.client.adopt(None, 0)  # training starts from scratch
     save_all(trainer, {1: None, 2: None})
     assert_these_are_left_whole(root, trainer, [1, 2])
 
@@ -412,7 +416,7 @@ def test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal(
 # ---------------------------------------------------------------------- what is reported
 
 
-def test_a_metric_is_said_of_one_checkpoint_and_only_if_it_is_a_number(
+def test_a_metric_counts_for_one_checkpoint_and_must_be_a_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metrics = Metrics()
@@ -433,7 +437,7 @@ def test_the_public_function_reports_to_the_saves_of_this_process() -> None:
         reported.clear()
 
 
-def test_a_clock_that_is_set_forward_makes_no_checkpoint_old(
+def test_a_clock_set_forward_makes_no_checkpoint_old(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
@@ -449,6 +453,6 @@ def test_a_clock_that_is_set_forward_makes_no_checkpoint_old(
     monkeypatch.setattr(time, "time", lambda: now + 1000 * HOUR)
     assert gone() == []
     monkeypatch.setattr(time, "clock_gettime", lambda _: steady + 1000 * HOUR)
-    assert gone() == [1, 2], "they are old"
+    assert gone() == [1, 2], "both checkpoints are too old"
     monkeypatch.setattr(time, "time", lambda: now - 1000 * HOUR)
-    assert gone() == [], "set back"
+    assert gone() == [], "the clock was set back"

@@ -1,6 +1,6 @@
-"""An agent serves one directory: what another one holds at the same path is none of its business.
+"""An agent serves one directory, and not another directory at the same path.
 
-The bind mounts are real, each in a mount namespace of its own, which ends with its processes.
+The bind mounts are real; each has a mount namespace of its own that ends with its processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
 
 def mounted(directory: Path, path: Path) -> tuple[str, ...]:
-    """Return what runs a command in a namespace in which `directory` is at `path`."""
+    """Return a command prefix that mounts `directory` at `path` in a new namespace."""
     shell = ("sh", "-c", _SCRIPT, "sh", str(directory), str(path))
     return ("unshare", "--mount", "--propagation", "private", *shell)
 
@@ -38,10 +38,10 @@ def holds_open(agent: int, directory: Path) -> bool:
 
 
 @pytest.mark.parametrize("call", ["mkdir", "stat", "lstat"])
-def test_an_error_that_passes_leads_no_trainer_to_another_agent(
+def test_a_transient_error_leads_no_trainer_to_another_agent(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Before: its rank had an agent of its own, in which there was no memory of it."""
+    """Before, the rank got a new agent, which lacked its checkpoint in memory."""
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     root = tmp_path / "link" / "save"
@@ -50,14 +50,14 @@ def test_an_error_that_passes_leads_no_trainer_to_another_agent(
     real, refused = getattr(os, call), []
 
     def refuse_twice(path: Any, *args: Any, **named: Any) -> Any:
-        # `realpath` looks for links on the way.
+        # `realpath` checks for links on the way.
         if str(path) == str(root.parent if call == "lstat" else root) and len(refused) < 2:
             refused.append(path)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(path, *args, **named)
 
     monkeypatch.setattr(save_directory, "_RETRIES_S", (0.001, 0.001))
-    # `makedirs` makes calls of its own, and forgives them.
+    # `makedirs` makes its own calls and tolerates errors of these.
     patched = SimpleNamespace(**{**vars(os), call: refuse_twice}) if call == "stat" else os
     monkeypatch.setattr(save_directory, "os", patched)
     if call != "stat":
@@ -68,7 +68,7 @@ def test_an_error_that_passes_leads_no_trainer_to_another_agent(
     assert found == (node.directory(root) if call == "mkdir" else expected)
 
 
-def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
+def test_two_directories_mounted_at_one_path_have_separate_agents(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -98,7 +98,7 @@ def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
 def test_a_directory_at_two_paths_has_two_agents_that_commit_together(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
-    """The path of one may lead elsewhere where the other lives, as in two containers."""
+    """The path of one may lead to another directory for the other, as in two containers."""
     other, save_id = tmp_path / "other", new_save_id()
     root.mkdir()
     other.mkdir()
@@ -113,13 +113,13 @@ def test_a_directory_at_two_paths_has_two_agents_that_commit_together(
     ]
     assert len({rank.stopped() for rank in ranks}) == 2
     assert stored(root, 1).manifest.save_id == save_id
-    assert not list(other.iterdir()), "nothing of it is outside the mount"
+    assert not list(other.iterdir()), "no file of the save is outside the mount"
 
 
-def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
+def test_a_directory_that_replaces_another_gets_another_agent(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
-    """The agent of a directory that is gone gives up its memory when its trainers are gone."""
+    """The agent of a removed directory frees its memory after its trainers have gone."""
     first = node.trainer(root)
     assert first.save(1).error is None
     agent = first.client.agent_pid
@@ -130,7 +130,7 @@ def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
     assert second.client.agent_pid != agent
     assert second.take() == ()
     assert second.save(2).error is None
-    # Its own trainer goes on to save to the path.
+    # Its own trainer continues to save to the path.
     assert first.save(3).error is None
     assert is_alive(agent)
     first.hang_up()
@@ -140,16 +140,14 @@ def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
     assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]
 
 
-def test_no_directory_is_taken_for_one_that_was_removed_while_its_agent_lives(
-    node: Node, root: Path
-) -> None:
+def test_a_new_directory_is_not_mistaken_for_a_removed_one(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     agent, former = trainer.client.agent_pid, identity_of(str(root))
     eventually("the directory is held", lambda: holds_open(agent, root))
     remove_tree(root)
     root.mkdir()
-    assert identity_of(str(root)) != former, "inode numbers are given out again at once on ext4"
+    assert identity_of(str(root)) != former, "ext4 reuses inode numbers at once"
     trainer.hang_up()
     assert node.trainer(root).client.agent_pid != agent
 
@@ -161,7 +159,7 @@ def test_a_symbolic_link_leads_to_the_agent_of_its_directory(node: Node, root: P
     assert node.trainer(link, 1).client.agent_pid == trainer.client.agent_pid
 
 
-def test_an_agent_refuses_a_trainer_for_which_its_directory_is_another_one(
+def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
@@ -172,20 +170,20 @@ def test_an_agent_refuses_a_trainer_for_which_its_directory_is_another_one(
         node.trainer(root)
     assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)
     assert "(device 7:7, inode 7)" in str(refused.value)
-    assert trainer.save(1).error is None, "it is served on"
+    assert trainer.save(1).error is None, "the agent still serves the first trainer"
 
 
-def test_offers_name_the_saves_that_they_continue(node: Node, root: Path) -> None:
+def test_offers_name_the_saves_that_precede_them(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [()], "nobody has said"
+    assert [offer.lineage for offer in trainer.take()] == [()], "no rank has reported a lineage"
     trainer.client.adopt(None, 0)
     trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from nothing"
+    assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from scratch"
     base, save_id = new_save_id(), new_save_id()
     trainer.client.adopt(base, 1)
     trainer.save(2, save_id)
     assert trainer.take()[0].lineage == (save_id, base)
     os.kill(trainer.client.agent_pid, 9)
     trainer.reconnect()
-    assert trainer.take()[0].lineage == (save_id,), "its slot says that it is durable"
+    assert trainer.take()[0].lineage == (save_id,), "the slot header marks the save as durable"

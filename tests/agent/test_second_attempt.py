@@ -1,4 +1,4 @@
-"""A save that failed is written once more when its agent leaves: storage may have come back."""
+"""A failed save, which the agent writes once more when it leaves: storage may work again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.trainer import FakeTrainer, content, eventually, held_back, n
 
 
 def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrainer]:
-    """Return two ranks, on so many nodes."""
+    """Return two ranks on the given number of nodes."""
     where = (node, node) if nodes == 1 else (node, other_node)
     return [
         each.trainer(root, rank, 2, config=each.config(grace_s=0.3))
@@ -26,7 +26,7 @@ def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrai
 
 
 def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
-    """Let a save of all ranks fail; return what must go so that another one works."""
+    """Let a save of all ranks fail; return the path that blocks it."""
     obstacle = root / file_names.iteration_dir(iteration)
     obstacle.parent.mkdir(exist_ok=True)
     obstacle.write_text("in the way")
@@ -36,7 +36,7 @@ def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])
-def test_it_is_there_after_all_if_storage_is_back_when_the_trainers_have_gone(
+def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
     node: Node, other_node: Node, root: Path, nodes: int, leave: bool
 ) -> None:
     trainers = start(node, other_node, root, nodes)
@@ -52,7 +52,7 @@ def test_it_is_there_after_all_if_storage_is_back_when_the_trainers_have_gone(
     assert not list(root.rglob("*.failed"))
 
 
-def test_if_storage_is_not_back_the_agent_leaves_all_the_same(node: Node, root: Path) -> None:
+def test_an_agent_also_leaves_if_storage_still_fails(node: Node, root: Path) -> None:
     trainers = start(node, node, root, 1)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
@@ -66,13 +66,13 @@ def test_if_storage_is_not_back_the_agent_leaves_all_the_same(node: Node, root: 
     assert obstacle.read_text() == "in the way"
     assert_intact(root, 1, trainers)
     said, _, at_the_end = (node.directory(root) / LOG).read_text().partition("writing it before")
-    # Once or, if it had failed before the second rank rang, for each rank.
+    # This happens once, or for each rank if the save failed before the second rank staged.
     assert said.count("iteration 2 was not saved") in (1, 2)
     assert at_the_end.count("iteration 2 was not saved") == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_what_a_later_save_has_made_needless_is_not_written(
+def test_a_failed_save_older_than_a_commit_is_not_written(
     node: Node, other_node: Node, root: Path, nodes: int
 ) -> None:
     trainers = start(node, other_node, root, nodes)
@@ -83,7 +83,7 @@ def test_what_a_later_save_has_made_needless_is_not_written(
         trainer.hang_up(leave=True)
     for agent in agents:
         assert_the_agent_leaves(agent)
-    # Files of the first attempt may be there: nothing was in their way any more.
+    # Files of the first attempt may exist, because their paths were no longer blocked.
     assert [path.parent.name for path in root.glob("*/manifest.json")] == [
         file_names.iteration_dir(3)
     ]
@@ -93,7 +93,7 @@ def test_what_a_later_save_has_made_needless_is_not_written(
         assert "writing it before" not in said
 
 
-def test_what_a_rank_had_no_part_in_keeps_no_agent_of_other_nodes_waiting(
+def test_a_save_without_a_part_of_this_node_does_not_delay_its_agent(
     node: Node, other_node: Node, root: Path
 ) -> None:
     trainers = start(node, other_node, root, 2)
@@ -109,7 +109,7 @@ def test_what_a_rank_had_no_part_in_keeps_no_agent_of_other_nodes_waiting(
     assert files_of_ours(root) == []
 
 
-def test_a_trainer_that_comes_back_meanwhile_goes_on_from_memory(node: Node, root: Path) -> None:
+def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: Path) -> None:
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent = trainer.client.agent_pid

@@ -1,4 +1,4 @@
-"""A rank that is started a second time while its first process lives."""
+"""A second start of a rank while its first process runs."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ OLDER, NEWER = RankProcess(1, 11), RankProcess(2, 22)
 
 
 def in_later_process(function: Callable[..., None], *args: object) -> None:
-    """Run `function` in a process that starts now; the test fails with it."""
+    """Run `function` in a process that starts now; the test fails if the process fails."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=args)
     process.start()
-    process.join(9 * PATIENCE_S)  # it imports torch, on a machine that may be busy
+    process.join(9 * PATIENCE_S)  # the process imports torch, perhaps on a busy machine
     assert process.exitcode == 0, "see the output above"
 
 
-def test_a_slot_that_the_first_process_copies_into_is_never_part_of_a_commit(
-    node: Node, root: Path
-) -> None:
+def test_a_slot_that_the_first_process_copies_is_never_committed(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1, 2], save_id="b" * 12, stop="staging")
     first.stopped()
     second = node.process(root, iterations=[3, 4], save_id="c" * 12, stop="committed")
     second.stopped()
-    assert first.process.poll() is None, "it lives"
+    assert first.process.poll() is None, "the first process still runs"
     assert stored(root, 4).manifest.save_id == "c" * 12
     assert not (root / file_names.iteration_dir(2)).exists()
 
 
-def test_the_first_process_is_refused_and_told_why(node: Node, root: Path) -> None:
+def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) -> None:
     first = node.trainer(root)
     data = first.stage(1, new_save_id())
     second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
     second.stopped()
-    assert read_rank(stored(root, 1), first) == data, "what it had staged is committed"
+    assert read_rank(stored(root, 1), first) == data, (
+        "the staged slot of the first process is committed"
+    )
     with pytest.raises(AgentError, match="is gone"):
         first.client.poll()
     with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
@@ -76,7 +76,7 @@ def test_the_first_process_is_refused_and_told_why(node: Node, root: Path) -> No
         node.trainer(root)
 
 
-def test_the_next_agent_refuses_the_first_process_though_it_meets_that_first(
+def test_the_next_agent_refuses_the_first_process_even_if_it_connects_first(
     node: Node, root: Path
 ) -> None:
     first = node.trainer(root)
@@ -92,10 +92,8 @@ def test_the_next_agent_refuses_the_first_process_though_it_meets_that_first(
         first.find_agent()
 
 
-def test_an_agent_after_next_refuses_a_first_process_that_its_predecessor_has_refused(
-    node: Node, root: Path
-) -> None:
-    """The agent that had met the first one alone is gone before the second one comes."""
+def test_later_agents_also_refuse_the_first_process(node: Node, root: Path) -> None:
+    """The only agent that met the first process is gone before the second process connects."""
     first = node.trainer(root)
     _kill(first.client.agent_pid)
     second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
@@ -113,7 +111,7 @@ def _kill(agent: int) -> None:
     eventually("the end of the agent", lambda: not is_alive(agent))
 
 
-def test_the_file_of_second_starts_ends_with_the_job(node: Node, root: Path) -> None:
+def test_the_file_of_second_starts_is_removed_with_the_job(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
     in_later_process(_leave, root, node.config())
@@ -129,7 +127,7 @@ def _leave(root: Path, config: Config) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[[0]]", b"\xff", b'[[0, [1, "x"], []]]'], ids=repr)
-def test_a_file_of_second_starts_that_is_none_is_passed_over(
+def test_an_invalid_file_of_second_starts_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     (tmp_path / SECOND_STARTS).write_bytes(content)
@@ -137,13 +135,13 @@ def test_a_file_of_second_starts_that_is_none_is_passed_over(
     assert "cannot read the former processes of ranks" in caplog.text
 
 
-def test_a_link_saves_into_memory_of_its_own_while_the_former_process_lives(
+def test_a_link_saves_into_a_new_slab_while_the_former_process_lives(
     node: Node, root: Path
 ) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     in_later_process(_save_beside, root, node.config(), first.process.pid)
-    assert first.process.poll() is None, "it lives"
+    assert first.process.poll() is None, "the first process still runs"
 
 
 def _save_beside(root: Path, config: Config, former: int) -> None:
@@ -161,10 +159,8 @@ def _save_beside(root: Path, config: Config, former: int) -> None:
     link.close(leave=False)
 
 
-def test_a_link_saves_into_the_slab_of_a_former_process_that_has_ended_since(
-    node: Node, root: Path
-) -> None:
-    """Else the node would need the memory of two slabs for as long as the job runs."""
+def test_a_link_reuses_the_slab_of_a_former_process_that_has_ended(node: Node, root: Path) -> None:
+    """Otherwise the node would need two slabs for the rest of the job."""
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     in_later_process(_save_after, root, node.config(), first.process.pid)
@@ -175,7 +171,7 @@ def _save_after(root: Path, config: Config, former: int) -> None:
     taken, offers = link.take_slab()
     assert taken is not None
     assert taken.read_only
-    assert not link.has_slab, "it needs memory of its own"
+    assert not link.has_slab, "the link needs a new slab"
     geometry = taken.geometry
     os.kill(former, signal.SIGKILL)
     eventually("the end of the former process", lambda: not is_alive(former))
@@ -183,18 +179,18 @@ def _save_after(root: Path, config: Config, former: int) -> None:
     assert link.has_slab
     made = link.ensure_slab(geometry.data_capacity, geometry.meta_capacity)
     held = [slot.index for slot in made.slots if slot.header.state in COMPLETE]
-    assert held == [offer.slot for offer in offers], "what the load used is still there"
+    assert held == [offer.slot for offer in offers], "the slots that the load used are still there"
     assert link.client().acquire(3, new_save_id(), 0.0) not in (-1, *held)
     link.close(leave=False)
 
 
-def test_an_agent_that_has_not_met_the_former_process_gives_nobody_its_slab(
+def test_an_agent_that_never_met_the_former_process_protects_its_slab(
     node: Node, root: Path
 ) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     in_later_process(_save_after_the_agent, root, node.config())
-    assert first.process.poll() is None, "it lives"
+    assert first.process.poll() is None, "the first process still runs"
 
 
 def _save_after_the_agent(root: Path, config: Config) -> None:
@@ -208,11 +204,11 @@ def _save_after_the_agent(root: Path, config: Config) -> None:
         link.client().acquire(3, new_save_id(), 0.0)
     made = link.ensure_slab(10, 10)
     assert not made.read_only
-    assert not any(slot.header.state in COMPLETE for slot in made.slots), "a slab of its own"
+    assert not any(slot.header.state in COMPLETE for slot in made.slots), "the link made a new slab"
     link.close(leave=False)
 
 
-def test_the_start_names_the_former_process(node: Node, root: Path) -> None:
+def test_a_start_warns_of_the_former_process(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
     in_later_process(_read_the_warning, root, node.config(), first.process.pid)
@@ -232,7 +228,7 @@ def _read_the_warning(root: Path, config: Config, former: int) -> None:
     assert [line for line in lines if f"process {former}, an earlier one of this rank" in line]
 
 
-def test_a_former_process_that_has_ended_changes_nothing(node: Node, root: Path) -> None:
+def test_a_former_process_that_has_ended_has_no_effect(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     first.kill()
@@ -244,7 +240,7 @@ def test_a_former_process_that_has_ended_changes_nothing(node: Node, root: Path)
     assert trainer.save(3).error is None
 
 
-def test_a_suspended_process_lives(node: Node, root: Path) -> None:
+def test_a_suspended_process_counts_as_running(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     suspend(first.process.pid)
@@ -254,7 +250,7 @@ def test_a_suspended_process_lives(node: Node, root: Path) -> None:
         os.kill(first.process.pid, signal.SIGCONT)
 
 
-# ---------------------------------------------------------------------- who is served
+# ---------------------------------------------------------------------- the served process
 
 
 @pytest.fixture
@@ -266,14 +262,14 @@ def all_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_process_that_started_last_is_served() -> None:
     incarnations = Incarnations()
     assert incarnations.greet(OLDER, left=False) is None
-    assert incarnations.greet(OLDER, left=False) is None, "it has reconnected"
+    assert incarnations.greet(OLDER, left=False) is None, "the older process has reconnected"
     assert incarnations.greet(NEWER, left=False) == OLDER
     with pytest.raises(ReplacedError, match="process 22 "):
         incarnations.greet(OLDER, left=False)
     assert incarnations.greet(NEWER, left=False) is None
 
 
-def test_a_replaced_process_is_refused_though_its_successor_has_ended(
+def test_a_replaced_process_is_refused_even_after_its_successor_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alive = {OLDER, NEWER}
@@ -287,7 +283,7 @@ def test_a_replaced_process_is_refused_though_its_successor_has_ended(
     assert incarnations.greet(RankProcess(3, 33), left=False) is None
 
 
-def test_a_slab_is_free_when_the_last_of_its_former_processes_has_ended(
+def test_a_slab_is_free_after_its_last_former_process_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alive = {OLDER, NEWER}
@@ -309,7 +305,7 @@ def test_a_slab_is_free_when_the_last_of_its_former_processes_has_ended(
 
 
 @pytest.mark.usefixtures("all_alive")
-def test_an_agent_that_replaces_another_may_meet_them_in_any_order() -> None:
+def test_processes_may_connect_to_a_new_agent_in_any_order() -> None:
     incarnations = Incarnations()
     assert incarnations.greet(NEWER, left=False) is None
     for left in (False, True):
@@ -318,13 +314,13 @@ def test_an_agent_that_replaces_another_may_meet_them_in_any_order() -> None:
 
 
 @pytest.mark.usefixtures("all_alive")
-def test_a_process_that_ended_as_planned_is_no_former_one() -> None:
+def test_a_process_that_ended_as_planned_does_not_count_as_former() -> None:
     incarnations = Incarnations()
     incarnations.greet(OLDER, left=False)
     assert incarnations.greet(NEWER, left=True) is None
 
 
-def test_a_process_with_a_reused_pid_is_another_one() -> None:
+def test_a_process_with_a_reused_pid_counts_as_another() -> None:
     left, right = socket.socketpair()
     with left, right:
         process = process_of(left)
@@ -334,7 +330,7 @@ def test_a_process_with_a_reused_pid_is_another_one() -> None:
     assert not process._replace(started=process.started + 1).is_alive
 
 
-def test_a_zombie_does_not_live() -> None:
+def test_a_zombie_counts_as_ended() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)

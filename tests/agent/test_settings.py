@@ -1,4 +1,4 @@
-"""An agent that an earlier run started takes the settings of the run that comes last."""
+"""Settings of an agent that an earlier run started: those of the newest run apply."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.support.trainer import (
     new_save_id,
 )
 
-#: Settings of the section `agent` that trainers heed, each in every run.
+#: Settings of the section `agent` that trainers use, each run its own.
 OF_TRAINERS = {"start_timeout_s", "answer_timeout_s", "environment"}
-#: Settings that go to the agent with the addresses of the other nodes' agents. `peer_timeout_s`
-#: changes with each run; of the others `introduce` says which ones stay.
+#: Settings that an agent gets with the addresses of its peers. `peer_timeout_s` changes with each
+#: run; `introduce` reports which others stay.
 OF_PEERS = {"address", "peer_timeout_s", "peer_threads"}
 
 Second = Callable[..., FakeTrainer]
@@ -62,9 +62,7 @@ def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
 def keeps_to_the_pace(node: Node, root: Path, second: Second) -> None:
     trainer = second(numel=5 * 2**20 // 6)
     trainer.stage(1, new_save_id())
-    assert trainer.outcome().seconds > 1.0, (
-        "the second of two chunks waits for the first one's 4 seconds"
-    )
+    assert trainer.outcome().seconds > 1.0, "the second chunk waits 4 seconds for the first one"
 
 
 def gives_way(node: Node, root: Path, second: Second) -> None:
@@ -141,12 +139,12 @@ def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
 
 
 def is_there_for_the_next_save(node: Node, root: Path, second: Second) -> None:
-    """Show nothing but that the agent goes on; `test_the_node_takes_...` looks inside."""
+    """Show only that the agent still saves; `test_a_node_applies_settings_...` looks inside."""
     assert second().save(1).error is None
 
 
 TRACED = {"trace_directory": "traces"}
-#: By setting: the values of the first run, those of the second, and what shows that they count.
+#: The values of the first and second run, and a check that the second ones apply, by setting.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, Second], None]]] = {
     "grace_s": ({"grace_s": 600.0}, {"grace_s": 0.2}, leaves_at_once),
     "persist_threads": (
@@ -174,7 +172,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, S
 }
 
 
-def test_every_setting_of_the_agent_has_its_test_or_is_heeded_elsewhere() -> None:
+def test_every_agent_setting_has_a_test_or_is_listed() -> None:
     names = {name.removeprefix("agent.") for name in by_name(settings_of(Config()))}
     assert set(CHANGES) == {name.replace(".", "_") for name in names}
     agent = set(AgentConfig.__struct_fields__)
@@ -182,7 +180,7 @@ def test_every_setting_of_the_agent_has_its_test_or_is_heeded_elsewhere() -> Non
 
 
 @pytest.mark.parametrize("setting", CHANGES)
-def test_the_run_that_comes_last_decides(node: Node, root: Path, setting: str) -> None:
+def test_the_settings_of_the_newest_run_apply(node: Node, root: Path, setting: str) -> None:
     before, after, shows = CHANGES[setting]
     first = node.trainer(root, config=config_of(node, before))
     agent = first.client.agent_pid
@@ -196,17 +194,17 @@ def test_the_run_that_comes_last_decides(node: Node, root: Path, setting: str) -
     shows(node, root, second)
 
 
-def test_the_settings_of_its_own_run_change_nothing(
+def test_an_agent_reports_no_change_for_the_settings_of_its_own_run(
     node: Node, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They have all come by the command line."""
+    """An agent gets the settings of its own run from the command line."""
     values = {name: value for _, after, _ in CHANGES.values() for name, value in after.items()}
     with caplog.at_level(logging.INFO, "megatron_flashckpt"):
         node.trainer(root, config=config_of(node, {**values, "grace_s": 60.0}))
     assert "changed its settings" not in caplog.text
 
 
-def test_what_changes_is_said_in_both_logs(
+def test_both_logs_name_changed_settings(
     node: Node, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = node.trainer(root, config=config_of(node, {"grace_s": 60.0}))
@@ -218,8 +216,8 @@ def test_what_changes_is_said_in_both_logs(
     assert f"settings changed: {said}" in (node.directory(root) / LOG).read_text()
 
 
-def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
-    """Threads that write one shard, and O_DIRECT."""
+def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:
+    """These are the threads that write one shard, and O_DIRECT."""
     former = settings_of(Config(agent=AgentConfig(write_threads=1, direct_io="always")))
     made = AgentNode(AgentOptions(root=str(tmp_path), **msgspec.structs.asdict(former)))
     pace = made.flow.pace
@@ -231,7 +229,7 @@ def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
         "agent.direct_io from 'always' to 'never'",
     )
     assert made.flow.threads == 3
-    assert made.flow.pace is pace, "shards that are being written share it"
+    assert made.flow.pace is pace, "shards under way share the rate limit"
     file = tmp_path / "file"
     file.touch()
     with open(file, "rb") as opened:
@@ -239,7 +237,7 @@ def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
     assert differences(new, new) == ()
 
 
-def test_settings_that_stay_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_cannot_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
     opened = p.PeersOpened(p.Identity("public", "secret"), "10.0.0.1", 7, threads=2)
     peer_setup._warn_of_kept_settings(3, opened, "10.0.0.1", Config())
     assert caplog.text == ""

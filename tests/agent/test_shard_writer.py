@@ -1,4 +1,4 @@
-"""Staged slots become committed checkpoints that hold the bytes exactly."""
+"""Staged slots, which become committed checkpoints with exactly their bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored(root: Path, iteration: int) -> StoredCheckpoint:
 
 
 def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
-    """Return a rank's bytes in layout order, read and verified."""
+    """Return the verified bytes of a rank in layout order."""
     plan = read_plan(trainer.pieces, checkpoint.sources(), checkpoint.place)
     tensors = [torch.empty(p.numel, dtype=_TORCH[p.dtype]) for p in trainer.pieces]
     read_all(checkpoint, plan, trainer.pieces, Targets(trainer.pieces, tensors), threads=2)
@@ -37,7 +37,7 @@ def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracker_names_it(
+def test_a_commit_writes_shards_manifest_common_state_and_tracker(
     node: Node, root: Path, world_size: int
 ) -> None:
     trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
@@ -66,7 +66,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_shard_opens_with_safetensors_and_holds_the_bytes(
+def test_safetensors_reads_the_bytes_of_every_shard(
     node: Node, root: Path, world_size: int
 ) -> None:
     trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
@@ -88,7 +88,7 @@ def test_every_shard_opens_with_safetensors_and_holds_the_bytes(
         assert position == len(data)
 
 
-def test_the_reader_verifies_and_returns_what_each_rank_staged(node: Node, root: Path) -> None:
+def test_the_reader_returns_the_verified_bytes_of_each_rank(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     save_id = new_save_id()
     staged = [trainer.stage(12, save_id) for trainer in trainers]
@@ -96,7 +96,7 @@ def test_the_reader_verifies_and_returns_what_each_rank_staged(node: Node, root:
     checkpoint = stored(root, 12)
     assert checkpoint.common() == b"common of 12 by %s" % save_id.encode()
     assert [s.coordinates.dp for s in checkpoint.manifest.shards] == [0, 1, 2]
-    assert len(checkpoint.manifest.templates) == 1, "like ranks share one template"
+    assert len(checkpoint.manifest.templates) == 1, "equal ranks share one template"
     for trainer, data in zip(trainers, staged, strict=True):
         assert checkpoint.shard(trainer.rank).metadata.save_id == save_id
         assert read_rank(checkpoint, trainer) == data
@@ -115,7 +115,7 @@ def test_a_slot_of_several_chunks_gets_one_digest_per_chunk(node: Node, root: Pa
     assert stored(root, 1).shard(0).digests == expected
     assert read_rank(stored(root, 1), trainer) == data
     (offer,) = trainer.take()
-    assert offer.digests == expected, "the agent offers them for a restart from memory"
+    assert offer.digests == expected, "the agent offers the digests for a restart from memory"
     assert offer.durable
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_pieces_takes_part(node: Node, root: Path) -> None:
     assert read_rank(checkpoint, trainers[0]) == data[0]
 
 
-def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> None:
+def test_successive_saves_hold_their_own_bytes(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     for iteration in (1, 2, 3, 4, 5):
         assert trainer.save(iteration).error is None
@@ -152,7 +152,7 @@ def test_the_slot_header_says_durable_once_committed(node: Node, root: Path) -> 
     assert slot.header.iteration == 9
 
 
-def test_ranks_in_processes_of_their_own_share_one_agent_and_one_checkpoint(
+def test_ranks_in_separate_processes_share_one_agent_and_one_checkpoint(
     node: Node, root: Path
 ) -> None:
     save_id = new_save_id()

@@ -1,4 +1,4 @@
-"""Commits on storage that several nodes share, and that reports errors which pass."""
+"""Commits on storage that several nodes share and that reports transient errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PASSING = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUT
 
 
 class _Troubled(PosixStorage):
-    """Real storage that refuses the next `count` calls with an error."""
+    """Real storage that fails the next `count` calls with an error."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -74,7 +74,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 @pytest.mark.parametrize("troubled", [0, 1])
-def test_an_error_that_passes_breaks_no_commit(root: Path, number: int, troubled: int) -> None:
+def test_a_transient_error_breaks_no_commit(root: Path, number: int, troubled: int) -> None:
     storages = [_Troubled(root), _Troubled(root)]
     saves = [persisted(storage, SAVE_ID, rank, 2) for rank, storage in enumerate(storages)]
     storages[troubled].trouble(number)
@@ -87,9 +87,7 @@ def test_an_error_that_passes_breaks_no_commit(root: Path, number: int, troubled
     )
 
 
-def test_errors_far_apart_while_shards_are_written_are_not_one_trouble(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_far_apart_do_not_add_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.2)
     monkeypatch.setattr(commit_module, "_WRITER_S", 0.0)
     storage = _Troubled(root)
@@ -98,7 +96,7 @@ def test_errors_far_apart_while_shards_are_written_are_not_one_trouble(
     for _ in range(2):
         storage.trouble(errno.ESTALE)
         assert outcome_of(save, 60.0) == OPEN
-        assert outcome_of(save, 60.0) == OPEN, "storage is well again"
+        assert outcome_of(save, 60.0) == OPEN, "storage works again"
         time.sleep(0.3)
 
 
@@ -108,24 +106,24 @@ def test_an_error_while_the_tracker_moves_is_retried(root: Path, number: int) ->
     save = persisted(storage, SAVE_ID)
     storage.trouble(number)
     storage.list = lambda directory: PosixStorage.list(storage, directory)  # type: ignore[method-assign]
-    assert outcome_of(save, 60.0) == OPEN, "the common state could not be put"
+    assert outcome_of(save, 60.0) == OPEN, "the put of the common state failed"
     assert outcome_of(save, 60.0) == (True, None)
     assert (root / file_names.TRACKER).read_text() == "5"
 
 
-def test_a_node_whose_time_is_over_leaves_its_files_to_the_committing_node(root: Path) -> None:
+def test_a_node_that_times_out_leaves_its_files_to_the_committing_node(root: Path) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
     finished, error = outcome_of(waiting, 0.0)
     assert finished
     assert error is not None
     forget(waiting)
-    assert len(_of_rank(root, 1)) == 2, "its record and its shard"
+    assert len(_of_rank(root, 1)) == 2, "the record and the shard of rank 1 stay"
     assert outcome_of(committing, 60.0) == (True, None)
     assert file_names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
 
 
-def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Path) -> None:
+def test_a_node_removes_its_files_after_the_committing_node_gave_up(root: Path) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 3)
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 3)
     finished, error = outcome_of(committing, 0.0)
@@ -136,7 +134,7 @@ def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Pa
     assert _of_rank(root, 1) == set()
 
 
-def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
+def test_a_node_without_a_record_of_its_rank_removes_its_files(root: Path) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
     (root / DIRECTORY / file_names.record_name(1, SAVE_ID)).unlink()
     save.error, save.failed = "no space", {1}
@@ -145,10 +143,10 @@ def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> No
     assert file_names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
 
 
-def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committing_node(
+def test_a_node_with_a_record_of_its_failed_rank_keeps_its_files(
     root: Path,
 ) -> None:
-    """Storage has put the record and reported an error; the committing node saw the record."""
+    """Storage put the record but reported an error; the committing node saw the record."""
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
     failed = persisted(PosixStorage(root), SAVE_ID, 1, 2)
     failed.error, failed.failed = "timed out", {1}
@@ -158,7 +156,7 @@ def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committin
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
-def test_a_committing_node_that_gives_up_tells_the_others(
+def test_a_committing_node_that_gives_up_notifies_the_others(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)
@@ -173,7 +171,7 @@ def test_a_committing_node_that_gives_up_tells_the_others(
 @pytest.mark.parametrize(
     ("number", "gives_up"), [(errno.EIO, True), (errno.ETIMEDOUT, False)], ids=["EIO", "ETIMEDOUT"]
 )
-def test_a_node_whose_device_is_dead_gives_up_before_the_timeout_and_leaves_its_files(
+def test_a_node_with_a_dead_device_gives_up_early_and_keeps_its_files(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int, gives_up: bool
 ) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
@@ -184,7 +182,7 @@ def test_a_node_whose_device_is_dead_gives_up_before_the_timeout_and_leaves_its_
     monkeypatch.setattr(commit_module, "_DEAD_DISK_S", 0.0)
     assert outcome_of(waiting, 60.0) == ((True, os_error(number)) if gives_up else OPEN)
     forget(waiting)
-    assert len(_of_rank(root, 1)) == 2, "its record and its shard"
+    assert len(_of_rank(root, 1)) == 2, "the record and the shard of rank 1 stay"
     assert outcome_of(committing, 60.0) == (True, None)
 
 
@@ -193,10 +191,10 @@ def os_error(number: int) -> str:
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_shard_that_is_not_what_its_record_states_is_not_committed(
+def test_a_shard_that_differs_from_its_record_is_not_committed(
     root: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)  # it may also come late
+    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)  # a shard may also become visible late
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
     shard = root / DIRECTORY / file_names.shard_name(1, SAVE_ID)
@@ -213,7 +211,7 @@ def test_a_shard_that_is_not_what_its_record_states_is_not_committed(
     assert outcome_of(waiting, 60.0) == (True, error)
 
 
-def test_a_note_is_put_again_until_it_is_there(root: Path) -> None:
+def test_a_node_retries_its_note_until_the_put_succeeds(root: Path) -> None:
     storage = _Troubled(root)
     persisted(storage, SAVE_ID)
     storage.trouble(errno.ESTALE, count=2)
@@ -222,10 +220,10 @@ def test_a_note_is_put_again_until_it_is_there(root: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_manifest_that_cannot_be_read_for_a_moment_protects_its_shards(
+def test_a_briefly_unreadable_manifest_still_protects_its_shards(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The tracker could not be moved, so the save has failed; but it is a whole checkpoint."""
+    """The tracker could not move, so the save has failed, but its checkpoint is complete."""
     storage = _Troubled(root)
     save = persisted(storage, SAVE_ID)
     assert outcome_of(save, 60.0) == (True, None)

@@ -1,4 +1,4 @@
-"""A save directory that others use too: members of a group, and copies taken while saves go on."""
+"""A save directory with other users: members of a group, and copies taken during saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP = 12345
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can choose any group")
-def test_members_of_a_group_may_read_and_replace_what_is_in_a_directory_of_theirs(
+def test_members_of_a_group_may_read_and_replace_files_in_their_directory(
     node: Node, root: Path
 ) -> None:
     root.mkdir()
@@ -36,7 +36,7 @@ def test_members_of_a_group_may_read_and_replace_what_is_in_a_directory_of_their
     root.chmod(0o2775)
     former = os.umask(0o002)
     try:
-        trainer = node.trainer(root)  # its agent has the same umask
+        trainer = node.trainer(root)  # the agent inherits this umask
     finally:
         os.umask(former)
     assert trainer.save(1).error is None
@@ -56,13 +56,13 @@ def _tar(source: Path, copy: Path) -> None:
 
 
 def _file_by_file(source: Path, copy: Path) -> None:
-    """As `rsync` and `cp` do: what goes meanwhile is left out."""
+    """Copy as `rsync` and `cp` do: files that disappear meanwhile are left out."""
     with contextlib.suppress(shutil.Error):
         shutil.copytree(source, copy)
 
 
 @pytest.mark.parametrize("take", [_tar, _file_by_file])
-def test_a_copy_that_is_taken_while_saves_go_on_has_no_checkpoint_by_halves(
+def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
     node: Node, root: Path, tmp_path: Path, take: Callable[[Path, Path], None]
 ) -> None:
     trainer = node.trainer(root, numel=2**18)

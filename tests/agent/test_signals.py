@@ -1,4 +1,4 @@
-"""Signals that reach the agent: those that a scheduler sends to a whole job, and SIGTERM."""
+"""Signals to an agent: those that a scheduler sends to a whole job, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, n
 
 
 def watched(pid: int, for_s: float) -> bool:
-    """Return whether `pid` lives for that long: several times what leaving takes."""
+    """Return whether `pid` survives for `for_s`, which is several times the time of an exit."""
     deadline = time.monotonic() + for_s
     while time.monotonic() < deadline and is_alive(pid):
         time.sleep(0.02)
     return is_alive(pid)
 
 
-def test_an_agent_told_to_end_commits_what_is_staged_and_leaves(node: Node, root: Path) -> None:
-    """All trainers have been killed: without the signal it would stay for the grace time."""
+def test_an_agent_told_to_end_commits_staged_slots_and_leaves(node: Node, root: Path) -> None:
+    """All trainers have been killed; without the signal the agent would wait for the grace time."""
     save_id = new_save_id()
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
@@ -45,7 +45,7 @@ def test_an_agent_told_to_end_commits_what_is_staged_and_leaves(node: Node, root
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_an_agent_told_to_end_serves_the_last_save_of_trainers_that_are_there(
+def test_an_agent_told_to_end_serves_the_last_save_of_connected_trainers(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -60,7 +60,7 @@ def test_an_agent_told_to_end_serves_the_last_save_of_trainers_that_are_there(
 
 
 @pytest.mark.parametrize("how", ["the deadline passes", "it is told twice"])
-def test_an_agent_told_to_end_does_not_wait_for_ever_and_another_takes_over(
+def test_an_agent_told_to_end_leaves_in_time_and_another_adopts_its_saves(
     node: Node, root: Path, how: str
 ) -> None:
     timeout_s = 0.5 if how == "the deadline passes" else 60.0
@@ -94,10 +94,10 @@ def test_signals_meant_for_the_trainers_do_not_end_the_agent(
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["persist_on_leave", "not"])
-def test_an_agent_told_to_end_writes_what_is_in_memory_only_if_that_is_wanted(
+def test_an_agent_told_to_end_writes_memory_only_saves_if_configured(
     node: Node, root: Path, wanted: bool
 ) -> None:
-    """Storage is slow: it waits for it, and a second time not."""
+    """Storage is slow; the agent waits for the write once, and not a second time."""
     trainer = node.trainer(root, config=node.config(persist_on_leave=wanted))
     agent, save_id = trainer.client.agent_pid, new_save_id()
     with held_back(
@@ -117,7 +117,7 @@ def test_an_agent_told_to_end_writes_what_is_in_memory_only_if_that_is_wanted(
         assert not (root / file_names.TRACKER).exists()
 
 
-def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
+def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=0.5))
@@ -134,10 +134,8 @@ def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
     assert not (root / file_names.TRACKER).exists()
 
 
-def test_a_trainer_that_is_told_to_end_leaves_what_it_has_staged_to_the_agent(
-    node: Node, root: Path
-) -> None:
-    """No handler of its own: it ends at once, while storage is slow, and the agent after that."""
+def test_a_trainer_told_to_end_leaves_its_staged_slot_to_the_agent(node: Node, root: Path) -> None:
+    """A trainer without a handler ends at once; the agent ends later, because storage is slow."""
     save_id = new_save_id()
     with held_back(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)

@@ -1,4 +1,4 @@
-"""Which slot is handed out, and which checkpoints in memory are offered or given up."""
+"""Slots: which one a save gets, and which checkpoints in memory are offered or dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.agent.test_resources import open_files
 from tests.support.trainer import PATIENCE_S, content, held_back, new_save_id, pieces_of
 
 
-def test_the_newest_complete_checkpoint_is_never_overwritten_while_the_other_slot_is_free(
+def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -38,10 +38,10 @@ def test_the_newest_complete_checkpoint_is_never_overwritten_while_the_other_slo
         assert [offer.iteration for offer in trainer.take()] == expected
 
 
-def test_a_slot_whose_copy_was_given_up_is_taken_before_the_only_complete_one(
+def test_a_slot_with_a_failed_copy_is_reused_before_the_only_complete_one(
     node: Node, root: Path
 ) -> None:
-    """A copy that failed leaves a slot STAGING, though its trainer lives and saves again."""
+    """A failed copy leaves a slot in STAGING, although its trainer lives and saves again."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     torn = trainer.begin(2, new_save_id())
@@ -52,7 +52,7 @@ def test_a_slot_whose_copy_was_given_up_is_taken_before_the_only_complete_one(
     assert [offer.iteration for offer in trainer.take()] == [1]
 
 
-def test_acquire_says_busy_until_a_slot_is_persisted(node: Node, root: Path) -> None:
+def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     first, second = new_save_id(), new_save_id()
     directory = root / file_names.iteration_dir(1)
@@ -91,10 +91,10 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
         let_go()
         waiter.join(20.0)
         assert granted == [0]
-        assert time.monotonic() - started < 20.0, "far less than it was willing to wait"
+        assert time.monotonic() - started < 20.0, "much less than its timeout"
 
 
-def test_other_ranks_go_on_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
+def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     ids = [new_save_id(), new_save_id()]
     directory = root / file_names.iteration_dir(1)
@@ -118,10 +118,10 @@ def test_acquire_before_a_slab_is_attached_is_refused(node: Node, root: Path) ->
     trainer = node.trainer(root)
     with pytest.raises(ConnectionError, match="before a slab was attached"):
         trainer.client.acquire(1, new_save_id(), 0.0)
-    assert trainer.save(1).error is None, "the connection goes on"
+    assert trainer.save(1).error is None, "the connection still works"
 
 
-def test_adopt_empties_newer_slots_of_other_saves_and_no_others(node: Node, root: Path) -> None:
+def test_a_resume_empties_only_newer_slots_of_other_saves(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     ids = {iteration: new_save_id() for iteration in (10, 20)}
     for iteration, save_id in ids.items():
@@ -133,11 +133,11 @@ def test_adopt_empties_newer_slots_of_other_saves_and_no_others(node: Node, root
     trainer.client.adopt(ids[20], 20)
     assert offered() == [20, 10]
     trainer.client.adopt(ids[10], 10)
-    assert offered() == [10], "training goes on from 10: 20 did not happen"
+    assert offered() == [10], "training resumes from 10, so 20 is dropped"
     trainer.client.adopt(None, 11)
-    assert offered() == [10], "older than what training goes on from"
+    assert offered() == [10], "10 is older than the checkpoint resumed from"
     trainer.client.adopt(None, 10)
-    assert offered() == [], "iteration 10 from storage is another save than the slot's"
+    assert offered() == [], "iteration 10 in storage is another save than in the slot"
 
 
 def test_a_larger_slab_replaces_the_former_one(node: Node, root: Path) -> None:
@@ -161,7 +161,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(slots=st.integers(2, 4), steps=STEPS)
-def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_only_as_the_last(
+def test_a_slot_being_read_is_never_reused_and_the_newest_is_reused_last(
     slots: int, steps: list[str]
 ) -> None:
     slab = Slab.create(slots, 0, 4096, "0")
@@ -179,7 +179,7 @@ def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_o
                 assert index not in reading
                 free = set(range(slots)) - set(reading)
                 if offers and index == offers[0].slot:
-                    assert free == {index}, "the newest complete one, though another was free"
+                    assert free == {index}, "the newest slot was reused although another was free"
                 iteration += 1
                 state = SlotState.STAGED if step == "stage" else SlotState.STAGING
                 slab.slots[index].set_header(SlotHeader(state, iteration, f"{iteration:x}", 0, 0))
@@ -202,13 +202,13 @@ def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_o
         slab.close()
 
 
-def test_a_slot_that_is_being_digested_is_not_handed_out() -> None:
+def test_a_slot_being_digested_is_not_reused() -> None:
     slab = Slab.create(2, 100, 100, "0")
     try:
         book = RankSlots(slab)
         book.infos[book.acquire()].digesting = True
         assert book.busy
-        assert not book.is_persisting, "an agent that leaves does not wait for it"
+        assert not book.is_persisting, "an agent that leaves does not wait for the digest"
         other = book.acquire()
         assert other >= 0
         assert not book.infos[other].digesting
@@ -219,7 +219,7 @@ def test_a_slot_that_is_being_digested_is_not_handed_out() -> None:
 
 
 @pytest.mark.parametrize("newest", [0, 1])
-def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
+def test_a_slab_of_a_killed_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
     slab = Slab.create(2, 100, 100, "0")
     try:
         for slot in slab.slots:
@@ -232,10 +232,10 @@ def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newe
         slab.close()
 
 
-def test_saves_that_wait_for_their_commit_do_not_pile_up(
+def test_the_number_of_uncommitted_saves_is_limited(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """Their slots are free when they are persisted: without a limit there is no end to them."""
+    """Their slots are free after the persist, so only a limit bounds the number of these saves."""
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     save_ids = [new_save_id() for _ in range(8)]
     for iteration, save_id in enumerate(save_ids, 1):
@@ -250,7 +250,7 @@ def memfds(pid: int) -> list[str]:
     return [path for path in open_files(pid) if "memfd:flashckpt-" in path]
 
 
-def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path) -> None:
+def test_an_agent_closes_a_slab_without_a_checkpoint(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     trainer.begin(1, new_save_id())
     agent = trainer.client.agent_pid
@@ -258,7 +258,7 @@ def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path
     trainer.client.detach()
     assert memfds(agent) == []
     assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
-    trainer.client.detach()  # nothing more to let go of
+    trainer.client.detach()  # a second call has no effect
     with pytest.raises(AgentError, match="a slot was requested before a slab was attached"):
         trainer.client.acquire(1, new_save_id(), 0.0)
     assert trainer.slab is not None
@@ -267,7 +267,7 @@ def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path
     assert trainer.save(2).error is None
 
 
-def test_the_agent_keeps_a_slab_with_a_checkpoint(node: Node, root: Path) -> None:
+def test_an_agent_keeps_a_slab_with_a_checkpoint(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     with pytest.raises(AgentError, match="of rank 0 holds iteration 1, so the agent keeps it"):

@@ -1,4 +1,4 @@
-"""The socket directory is private: no other user gets in, and nobody can lay a trap."""
+"""The private socket directory: other users can neither enter nor prepare it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_where_no_directory_can_be_made_is_named() -> None:
     with (
-        tempfile.NamedTemporaryFile() as file,  # a short name, for that is looked at first
+        tempfile.NamedTemporaryFile() as file,  # a short name, because its length is checked first
         pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"),
     ):
         agent_directory("/some/save", f"{file.name}/run")
@@ -97,7 +97,7 @@ def test_a_path_too_long_for_a_socket_is_named_with_the_remedy(tmp_path: Path) -
         connect(str(tmp_path / "save"), 0, 0, config_of(deep))
 
 
-def test_a_relative_runtime_dir_is_that_of_the_rank_that_asks(
+def test_a_relative_runtime_dir_starts_at_the_directory_of_the_rank(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,7 +114,7 @@ def test_a_relative_runtime_dir_is_that_of_the_rank_that_asks(
 
 @pytest.fixture
 def reachable() -> Iterator[Path]:
-    """A directory that any user can enter, unlike those that pytest makes."""
+    """A directory that any user can enter, unlike the directories of pytest."""
     path = Path(tempfile.mkdtemp(prefix="fc-test-"))
     path.chmod(0o755)
     yield path
@@ -122,7 +122,7 @@ def reachable() -> Iterator[Path]:
 
 
 def run_as_nobody(action: Callable[[], str], before: Callable[[], object] = lambda: None) -> str:
-    """Return what `action` returns in a process of user 65534; `before` still runs as root."""
+    """Return the result of `action` in a process of user 65534; `before` still runs as root."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -144,7 +144,7 @@ def run_as_nobody(action: Callable[[], str], before: Callable[[], object] = lamb
 
 
 def say_hello(path: Path) -> str:
-    """Try to talk to the agent; return what came of it."""
+    """Connect to the agent; return the name of its reply or of the error."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10.0)
         sock.connect(str(path))
@@ -162,7 +162,7 @@ def test_another_user_does_not_reach_the_socket(reachable: Path) -> None:
         trainer = node.trainer(reachable / "save")
         path = node.directory(reachable / "save") / SOCKET
         assert path.exists()
-        assert say_hello(path) == "Welcome", "the probe works"
+        assert say_hello(path) == "Welcome", "the probe reaches the agent"
         assert run_as_nobody(lambda: say_hello(path)) == "PermissionError"
         assert run_as_nobody(lambda: str(os.listdir(path.parent))) == "PermissionError"
         assert trainer.save(1).error is None
@@ -171,7 +171,7 @@ def test_another_user_does_not_reach_the_socket(reachable: Path) -> None:
 
 
 @as_root
-def test_the_agent_hangs_up_on_another_user_even_if_the_directory_was_opened(
+def test_an_agent_rejects_another_user_even_if_the_directory_is_open(
     reachable: Path,
 ) -> None:
     node = Node(reachable / "run")
@@ -197,7 +197,7 @@ def test_a_rank_does_not_talk_to_an_agent_of_another_user(tmp_path: Path) -> Non
     ready, release = os.pipe(), os.pipe()
 
     def serve() -> str:
-        # The kernel vouches for whoever called listen().
+        # The kernel reports the user that called listen().
         listener.listen()
         os.write(ready[1], b"!")
         os.read(release[0], 1)

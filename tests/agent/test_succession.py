@@ -1,4 +1,4 @@
-"""An agent is killed while trainers live: the next one ends what was staged at the first."""
+"""An agent is killed while trainers live; the next agent finishes its saves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
 from tests.support.trainer import FakeTrainer, eventually, held_back, is_alive, new_save_id
 
-#: Fault points from the doorbell to telling the outcome, and which time round: four small files are
-#: put (record, common state, manifest, tracker), and two older ones deleted at the least.
+#: Failpoints from the "staged" message to the report of the result, each with its hit count. Four
+#: small files are put (record, common state, manifest, tracker), and at least two are deleted.
 STEPS = [
     *("agent.enqueued:1", "persist.created:1", "persist.chunk:1", "persist.chunks:1"),
     *("persist.header:1", "file.synced:1", "persist.durable:1", "persist.record:1"),
@@ -26,7 +26,7 @@ STEPS = [
     *("commit.ready:1", "commit.common:1", "commit.manifest:1", "commit.tracker:1"),
     *("save.marked:1", "leftover.file:1", "commit.tidy:1", "commit.done:1"),
 ]
-#: Those at which the slots are marked already.
+#: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-4:]
 
 
@@ -44,9 +44,7 @@ def is_only_the_checkpoint(directory: Path) -> bool:
     return [path.name for path in left] == [file_names.MANIFEST]
 
 
-def test_what_two_ranks_had_staged_is_committed_by_the_next_agent_and_told(
-    node: Node, root: Path
-) -> None:
+def test_the_next_agent_commits_staged_slots_and_reports_the_result(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     first, save_id = trainers[0].client.agent_pid, new_save_id()
     with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)):
@@ -64,18 +62,18 @@ def test_what_two_ranks_had_staged_is_committed_by_the_next_agent_and_told(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_agent_killed_at_any_step_is_succeeded_by_one_that_ends_the_save(
+def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """And that never writes again to a file that a commit may stand on already."""
+    """The successor never rewrites a file that a commit may already name."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     kill_agent(trainer.client.agent_pid)
     reached = tmp_path / "reached"
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{step}:KILL:{reached}")
-    assert trainer.reconnect() == (), "all is durable"
+    assert trainer.reconnect() == (), "every slot is durable"
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with contextlib.suppress(AgentError):  # it may be gone before it has answered the doorbell
+    with contextlib.suppress(AgentError):  # the agent may die before it answers
         trainer.stage(2, save_id)
     eventually("the agent's end", lambda: not is_alive(agent))
     assert reached.exists()
@@ -92,7 +90,7 @@ def test_an_agent_killed_at_any_step_is_succeeded_by_one_that_ends_the_save(
     else:
         assert step in TOLD
     assert_intact(root, 2, [trainer])
-    if not taken:  # the first agent was about to tidy up; the next one does after its next commit
+    if not taken:  # the next agent tidies after its next commit
         assert trainer.save(3).error is None
     eventually("all else is tidied away", lambda: is_only_the_checkpoint(directory))
     if before is not None:
@@ -104,10 +102,10 @@ def test_an_agent_killed_at_any_step_is_succeeded_by_one_that_ends_the_save(
     assert trainer.save(4).error is None
 
 
-def test_a_save_that_was_overtaken_at_the_first_agent_does_not_move_the_tracker_back(
+def test_a_save_older_than_a_commit_of_the_killed_agent_keeps_the_tracker(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later one was committed; the first agent was killed before it had told anybody."""
+    """The later save was committed; the first agent was killed before it reported a result."""
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:commit.tracker:1:KILL:{tmp_path / 'reached'}")
     trainer = node.trainer(root, retain_interval=100)
     agent, slow, fast = trainer.client.agent_pid, new_save_id(), new_save_id()
@@ -123,10 +121,10 @@ def test_a_save_that_was_overtaken_at_the_first_agent_does_not_move_the_tracker_
     assert_intact(root, 2, [trainer])
 
 
-def test_a_rank_that_comes_late_is_told_of_a_save_that_retention_has_removed_since(
+def test_a_late_rank_learns_the_result_of_a_save_that_retention_removed(
     node: Node, root: Path
 ) -> None:
-    """Its part was durable when the agent died; with that the others' agent has committed it."""
+    """The shard was durable when the agent died, so the agent of the other node committed it."""
     late = node.trainer(root, 1, 2)
     first, second = new_save_id(), new_save_id()
     for iteration, save_id in ((1, first), (2, second)):
@@ -145,14 +143,12 @@ def test_a_rank_that_comes_late_is_told_of_a_save_that_retention_has_removed_sin
         (1, first, None),
         (2, second, None),
     }
-    assert not removed.exists(), "nothing of it was written again"
+    assert not removed.exists(), "the save was not written again"
     assert_intact(root, 2, [prompt, late])
     assert save_all([prompt, late], 3) == [None, None]
 
 
-def test_what_was_staged_is_persisted_though_its_trainer_died_before_the_doorbell(
-    node: Node, root: Path
-) -> None:
+def test_a_staged_slot_is_persisted_even_without_its_staged_message(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     slot = trainer.begin(1, new_save_id())
     assert slot is not None
@@ -162,10 +158,12 @@ def test_what_was_staged_is_persisted_though_its_trainer_died_before_the_doorbel
     eventually("the mark", lambda: slot.header.state == SlotState.DURABLE)
     assert (root / file_names.TRACKER).read_text() == "1"
     trainer.reconnect()
-    assert trainer.client.poll(0.0).finished == (), "its former life's save is none of its business"
+    assert trainer.client.poll(0.0).finished == (), (
+        "the rank gets no result from its former process"
+    )
 
 
-def test_a_rank_that_reconnects_to_the_same_agent_is_told_and_its_slot_is_read_once(
+def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -178,7 +176,9 @@ def test_a_rank_that_reconnects_to_the_same_agent_is_told_and_its_slot_is_read_o
         assert trainer.client.agent_pid == agent
         other = trainer.begin(2, new_save_id())
         assert other is not None
-        assert trainer.client.acquire(3, new_save_id(), 0.0) == other.index, "the first is read"
+        assert trainer.client.acquire(3, new_save_id(), 0.0) == other.index, (
+            "the first slot is being read"
+        )
         let_go()
         assert trainer.outcome().save_id == save_id
     assert_intact(root, 1, [trainer])
@@ -186,7 +186,7 @@ def test_a_rank_that_reconnects_to_the_same_agent_is_told_and_its_slot_is_read_o
     assert log.count("persisted iteration 1") == 1
 
 
-def test_a_copy_cut_short_with_its_agent_is_not_taken_over(node: Node, root: Path) -> None:
+def test_an_incomplete_copy_is_not_adopted_by_the_next_agent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     assert trainer.begin(2, new_save_id()) is not None
@@ -195,9 +195,7 @@ def test_a_copy_cut_short_with_its_agent_is_not_taken_over(node: Node, root: Pat
     assert [offer.iteration for offer in trainer.take()] == [1]
 
 
-def test_a_save_that_lacks_a_rank_is_not_committed_by_the_next_agent(
-    node: Node, root: Path
-) -> None:
+def test_the_next_agent_does_not_commit_a_save_that_lacks_a_rank(node: Node, root: Path) -> None:
     trainers: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
     trainers[0].stage(2, save_id := new_save_id())

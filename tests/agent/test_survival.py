@@ -1,4 +1,4 @@
-"""The agent is a process apart: it outlives the trainers, ends their work, and then goes."""
+"""The agent as a separate process: it outlives the trainers, finishes their saves, and ends."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ def test_the_agent_has_no_torch_no_numpy_and_no_gpu_library_mapped(node: Node, r
     assert "python" in mapped
     for library in ("libtorch", "libc10", "libcuda", "numpy", "megatron/core"):
         assert library not in mapped
-    assert "libtorch" in Path("/proc/self/maps").read_text(), "the probe would see it"
+    assert "libtorch" in Path("/proc/self/maps").read_text(), (
+        "the probe finds libtorch where it is loaded"
+    )
 
 
-def test_the_agent_is_in_a_session_of_its_own_and_nobodys_child(node: Node, root: Path) -> None:
+def test_the_agent_is_an_orphan_in_a_separate_session(node: Node, root: Path) -> None:
     pid = node.trainer(root).client.agent_pid
     assert os.getsid(pid) not in (os.getsid(0), 0)
     assert os.getpgid(pid) != os.getpgid(0)
-    # Once the process that started it has been reaped, and it has before `connect` returned.
+    # The process that started the agent has been reaped before `connect` returned.
     status = Path(f"/proc/{pid}/status").read_text()
     parent = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid"))
     assert int(parent) != os.getpid()
-    assert os.getsid(pid) != pid, "not a session leader: it cannot acquire a terminal"
+    assert os.getsid(pid) != pid, "a process that leads no session cannot get a terminal"
 
 
 def test_the_agent_does_not_look_like_a_torchrun_worker(
@@ -52,9 +54,7 @@ def test_the_agent_does_not_look_like_a_torchrun_worker(
     assert "PATH" in found
 
 
-def test_a_save_is_committed_though_all_trainers_were_killed_right_after_staging(
-    node: Node, root: Path
-) -> None:
+def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, root: Path) -> None:
     save_id = new_save_id()
     shard = root / file_names.iteration_dir(30) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
@@ -79,9 +79,7 @@ def test_a_save_is_committed_though_all_trainers_were_killed_right_after_staging
         assert read_rank(stored(root, 30), trainer) == expected
 
 
-def test_a_restarted_rank_is_offered_its_slots_with_the_bytes_it_had(
-    node: Node, root: Path
-) -> None:
+def test_a_restarted_rank_is_offered_its_slots_with_their_bytes(node: Node, root: Path) -> None:
     save_id = new_save_id()
     process = node.process(root, iterations=[10, 20], save_id=save_id, stop="committed")
     agent = process.stopped()
@@ -95,14 +93,12 @@ def test_a_restarted_rank_is_offered_its_slots_with_the_bytes_it_had(
         expected = content(0, offer.iteration, trainer.layout.nbytes)
         assert trainer.bytes_in(offer.slot) == expected
         assert offer.digests == stored(root, offer.iteration).shard(0).digests
-    # The slab goes on being used: the oldest slot is overwritten, and the newest stays.
+    # The slab stays in use: the oldest slot is overwritten, and the newest stays.
     assert trainer.save(30).error is None
     assert [offer.iteration for offer in trainer.take()] == [30, 20]
 
 
-def test_a_slot_that_was_being_copied_when_its_trainer_died_is_not_offered(
-    node: Node, root: Path
-) -> None:
+def test_a_slot_is_not_offered_if_its_trainer_died_during_the_copy(node: Node, root: Path) -> None:
     process = node.process(root, iterations=[10, 20], save_id=new_save_id(), stop="staging")
     process.stopped()
     process.kill()
@@ -113,13 +109,13 @@ def test_a_slot_that_was_being_copied_when_its_trainer_died_is_not_offered(
     assert trainer.slab is not None
     states = sorted(slot.header.state for slot in trainer.slab.slots)
     assert states == [SlotState.EMPTY, SlotState.DURABLE]
-    # And the torn slot is the one that is used next.
+    # The next save reuses the torn slot.
     slot = trainer.begin(20, new_save_id())
     assert slot is not None
     assert slot.index != offers[0].slot
 
 
-def test_a_rank_without_a_past_is_offered_nothing(node: Node, root: Path) -> None:
+def test_a_rank_that_never_saved_is_offered_no_slot(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.client.take() == (None, ())
 
@@ -135,7 +131,7 @@ def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -
         second = node.trainer(root)
         (offer,) = second.take()
         assert not offer.durable
-        assert offer.digests is not None, "digested when its trainer hung up"
+        assert offer.digests is not None, "the agent digested the slot at the hang-up"
         assert second.bytes_in(offer.slot) == data
         let_go()
         eventually("the commit", (root / file_names.TRACKER).exists)
@@ -143,9 +139,7 @@ def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -
     assert offer.digests is not None
 
 
-def test_an_agent_without_trainers_waits_for_the_grace_time_and_leaves_nothing(
-    node: Node, root: Path
-) -> None:
+def test_an_agent_without_trainers_ends_after_the_grace_time(node: Node, root: Path) -> None:
     config = node.config(grace_s=0.6)
     trainer = node.trainer(root, config=config)
     agent = trainer.client.agent_pid
@@ -157,7 +151,7 @@ def test_an_agent_without_trainers_waits_for_the_grace_time_and_leaves_nothing(
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_trainer_that_comes_back_within_the_grace_time_finds_the_same_agent(
+def test_a_trainer_that_returns_within_the_grace_time_finds_its_agent(
     node: Node, root: Path
 ) -> None:
     config = node.config(grace_s=1.0)
@@ -168,15 +162,13 @@ def test_a_trainer_that_comes_back_within_the_grace_time_finds_the_same_agent(
     again = node.trainer(root, config=config)
     assert again.client.agent_pid == agent
     deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:  # longer than the grace time: a connection keeps it
+    while time.monotonic() < deadline:  # a connection keeps the agent past the grace time
         assert again.client.poll(0.1).pending == 0
         time.sleep(0.02)
     assert [offer.iteration for offer in again.take()] == [1]
 
 
-def test_the_agent_leaves_at_once_and_leaves_nothing_when_all_ranks_have_left(
-    node: Node, root: Path
-) -> None:
+def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     agent = trainers[0].client.agent_pid
     save_id = new_save_id()
@@ -184,17 +176,15 @@ def test_the_agent_leaves_at_once_and_leaves_nothing_when_all_ranks_have_left(
         trainer.stage(1, save_id)
     assert [trainer.outcome().error for trainer in trainers] == [None, None]
     trainers[0].hang_up(leave=True)
-    assert trainers[1].client.poll(0.0).pending == 0, "one rank is still there"
+    assert trainers[1].client.poll(0.0).pending == 0, "one rank is still connected"
     trainers[1].hang_up(leave=True)
-    # The grace time is a minute here.
+    # The grace time of this test is one minute.
     eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
     assert list(node.runtime_dir.iterdir()) == []
     assert node.agents() == []
 
 
-def test_the_agent_stays_while_a_rank_that_did_not_leave_may_come_back(
-    node: Node, root: Path
-) -> None:
+def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -> None:
     config = node.config(grace_s=0.8)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     agent = trainers[0].client.agent_pid
@@ -205,7 +195,7 @@ def test_the_agent_stays_while_a_rank_that_did_not_leave_may_come_back(
     assert time.monotonic() - started >= 0.8
 
 
-def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path) -> None:
+def test_an_agent_finishes_pending_saves_before_it_ends(node: Node, root: Path) -> None:
     save_id = new_save_id()
     with held_back(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
@@ -214,7 +204,7 @@ def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path)
         agent = trainer.client.agent_pid
         trainer.stage(1, save_id)
         trainer.hang_up(leave=True)
-        deadline = time.monotonic() + 0.7  # several times what leaving takes
+        deadline = time.monotonic() + 0.7  # several times as long as an exit takes
         while time.monotonic() < deadline:
             assert is_alive(agent)
             time.sleep(0.02)
@@ -224,7 +214,7 @@ def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path)
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_an_agent_that_had_an_error_to_report_leaves_its_log_behind(node: Node, root: Path) -> None:
+def test_an_agent_with_an_error_leaves_its_log_behind(node: Node, root: Path) -> None:
     root.write_text("a file")
     trainer = node.trainer(root)
     directory, agent = node.directory(root), trainer.client.agent_pid
@@ -236,8 +226,8 @@ def test_an_agent_that_had_an_error_to_report_leaves_its_log_behind(node: Node, 
     assert error in (directory / LOG).read_text()
 
 
-def test_the_memory_of_a_slab_is_freed_when_its_last_holder_ends(node: Node, root: Path) -> None:
-    gc.collect()  # what earlier tests have left in cycles
+def test_the_memory_of_a_slab_is_freed_with_its_last_holder(node: Node, root: Path) -> None:
+    gc.collect()  # objects in reference cycles of earlier tests
     before = _mentions(os.getpid())
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
@@ -251,7 +241,7 @@ def test_the_memory_of_a_slab_is_freed_when_its_last_holder_ends(node: Node, roo
 
 
 def _mentions(pid: int) -> int:
-    """Return how many descriptors and mappings a process has of slabs of rank 0."""
+    """Return how many descriptors and mappings of slabs of rank 0 a process has."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return (_open_files(pid) + maps).count("memfd:flashckpt-0")
 

@@ -1,4 +1,4 @@
-"""What a start does about a claim that is there: refuse, wait, or take the place of its run."""
+"""A start on a claimed directory: it refuses, waits, or takes the place of the claiming run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def storage(root: Path) -> PosixStorage:
 
 @pytest.fixture
 def renewing(storage: PosixStorage) -> Iterator[Callable[[Claim], None]]:
-    """Returns a function that lets a writer elsewhere renew a claim, as long as it has it."""
+    """Return a function that lets a writer elsewhere renew a claim until the claim is replaced."""
     done = threading.Event()
     writers = []
 
@@ -87,10 +87,10 @@ def test_a_refused_start_names_the_writer_and_changes_nothing(
     for words in (run, f"agent {agent} on {os.uname().nodename}", time.strftime("%Y-%m-%d")):
         assert words in said
     assert listing() == before
-    assert first.save(2).error is None, "it goes on as if nothing had been"
+    assert first.save(2).error is None, "the first run continues undisturbed"
 
 
-def test_a_restart_on_the_same_node_waits_for_nothing(node: Node, root: Path) -> None:
+def test_a_restart_on_the_same_node_does_not_wait(node: Node, root: Path) -> None:
     first = node.trainer(root)
     keys = [first.claim()]
     assert first.save(1).error is None
@@ -103,10 +103,10 @@ def test_a_restart_on_the_same_node_waits_for_nothing(node: Node, root: Path) ->
     assert iterations_in(root) == [1, 2, 3]
 
 
-def test_what_was_staged_before_a_restart_is_committed_after_it(
+def test_slots_staged_before_a_restart_are_committed_after_it(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is in the middle of a commit, of the run before, when the next run claims."""
+    """The agent is committing a save of the former run when the next run claims the directory."""
     monkeypatch.setenv(VARIABLE, f"agent:commit.ready:1:STOP:{tmp_path / 'reached'}")
     config = node.config(answer_timeout_s=600.0)
     first = node.trainer(root, config=config)
@@ -125,22 +125,22 @@ def test_what_was_staged_before_a_restart_is_committed_after_it(
 
 
 @pytest.mark.parametrize("state", [IDLE, ENDED])
-def test_a_run_that_is_over_is_no_obstacle(
+def test_a_start_does_not_wait_for_a_finished_run(
     node: Node, root: Path, storage: PosixStorage, state: int
 ) -> None:
     claims.put(storage, claim_of(OLD, state=state))
     assert node.trainer(root).claim().epoch == OLD.epoch + 1
 
 
-def test_a_claim_that_nobody_renews_is_taken_after_a_moment(
+def test_a_start_takes_a_claim_that_no_agent_renews(
     node: Node, root: Path, storage: PosixStorage
 ) -> None:
-    """Whatever its times say: clocks of hosts are not compared."""
+    """The times in the claim have no effect, because clocks of hosts are not compared."""
     claims.put(storage, claim_of(OLD, renewed_at=time.time() + 3600.0))
     assert node.trainer(root).claim().epoch == OLD.epoch + 1
 
 
-def test_a_process_of_this_machine_that_is_gone_is_no_obstacle(
+def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(
     node: Node, root: Path, storage: PosixStorage
 ) -> None:
     me = process_with(os.getpid())
@@ -166,14 +166,14 @@ def test_a_start_waits_for_a_run_to_end(
     ending.join()
 
 
-def test_an_agent_elsewhere_has_a_bounded_time_for_what_was_staged(
+def test_a_start_waits_a_bounded_time_for_the_staged_saves_of_another_agent(
     node: Node, root: Path, renewing: Callable[[Claim], None]
 ) -> None:
     renewing(claim_of(OLD, state=FINISHING))
     assert node.trainer(root).claim(wait_s=0.2).epoch == OLD.epoch + 1
 
 
-def test_a_start_waits_for_an_agent_elsewhere_that_commits_what_was_staged(
+def test_a_start_waits_for_another_agent_that_commits_staged_saves(
     node: Node, other_node: Node, root: Path, storage: PosixStorage, tmp_path: Path
 ) -> None:
     third = Node(tmp_path / "run3")
@@ -200,10 +200,10 @@ def test_a_start_waits_for_an_agent_elsewhere_that_commits_what_was_staged(
         third.close()
 
 
-def test_a_node_whose_ranks_are_of_the_new_run_does_not_train_for_the_old(
+def test_an_agent_that_has_joined_the_new_run_does_not_block_its_start(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """A requeue deals ranks anew: the agent that renews the claim has rank 1 of the next run."""
+    """A requeue reassigns ranks, so the agent that renews the claim has rank 1 of the next run."""
     first = node.trainer(root)
     first.claim()
     assert first.save(1).error is None
@@ -224,10 +224,10 @@ def test_a_node_whose_ranks_are_of_the_new_run_does_not_train_for_the_old(
     [(3, False), (3, True), (2, False)],
     ids=["a run missed", "from memory", "no run missed"],
 )
-def test_a_node_that_missed_a_run_gives_up_what_nobody_commits_any_more(
+def test_a_node_that_missed_a_run_gives_up_saves_without_a_committing_agent(
     node: Node, root: Path, storage: PosixStorage, epoch: int, from_memory: bool
 ) -> None:
-    """Rank 1 was on another node meanwhile, and rank 0's agent has given the save up, or is gone.
+    """Rank 1 was on another node meanwhile, and the agent of rank 0 gave the save up or is gone.
 
     A save that the agent of rank 0 may still commit is kept.
     """
@@ -256,8 +256,8 @@ def test_a_node_that_missed_a_run_gives_up_what_nobody_commits_any_more(
         assert record.exists()
 
 
-def test_two_starts_at_once_leave_one_writer(node: Node, other_node: Node, root: Path) -> None:
-    """Both may have claimed, but only one can save."""
+def test_two_simultaneous_starts_leave_one_writer(node: Node, other_node: Node, root: Path) -> None:
+    """Both runs may have claimed the directory, but only one of them can save."""
     starts = [node.trainer(root), other_node.trainer(root)]
     errors: list[BaseException | None] = [None, None]
 
@@ -280,7 +280,7 @@ def test_two_starts_at_once_leave_one_writer(node: Node, other_node: Node, root:
 
 
 class _BusyOnce(PosixStorage):
-    """Does not take the first file; calls `meanwhile` before the next attempt."""
+    """Storage that refuses the first put, and calls `meanwhile` before the second one."""
 
     meanwhile: Callable[[], object] | None = None
 
@@ -292,7 +292,7 @@ class _BusyOnce(PosixStorage):
         super().put(name, *args, **named)
 
 
-def test_a_claim_that_is_put_again_does_not_replace_that_of_a_run_that_has_claimed_meanwhile(
+def test_a_retried_claim_does_not_replace_a_claim_put_meanwhile(
     node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
@@ -304,10 +304,10 @@ def test_a_claim_that_is_put_again_does_not_replace_that_of_a_run_that_has_claim
     assert other.save(1).error is None
 
 
-def test_a_run_that_took_a_directory_made_anew_keeps_it(
+def test_a_run_keeps_a_recreated_directory_that_it_claimed(
     node: Node, other_node: Node, root: Path, storage: PosixStorage
 ) -> None:
-    """Its epoch is lower than that of the run before, whose agent lives on."""
+    """The epoch of its claim is lower than that of the former run, whose agent still lives."""
     first = node.trainer(root)
     for _ in range(3):
         first.claim()
@@ -320,19 +320,19 @@ def test_a_run_that_took_a_directory_made_anew_keeps_it(
     assert epoch_in(storage) == 1
 
 
-def test_what_is_no_claim_is_replaced(node: Node, root: Path, storage: PosixStorage) -> None:
+def test_an_invalid_claim_is_replaced(node: Node, root: Path, storage: PosixStorage) -> None:
     storage.put(file_names.CLAIM, b"garbage")
     trainer = node.trainer(root)
     assert trainer.claim().epoch == 1
     assert trainer.save(1).error is None
 
 
-def test_who_asks_whether_a_job_lives_is_told(
+def test_the_claim_shows_whether_a_job_is_live(
     storage: PosixStorage, renewing: Callable[[Claim], None]
 ) -> None:
     assert is_live(storage) is None
     claims.put(storage, claim_of(OLD))
-    assert is_live(storage) is None, "nobody renews it"
+    assert is_live(storage) is None, "no agent renews the claim"
     renewing(claim_of(RunKey(2, "cccccccc"), state=TRAINING))
     found = is_live(storage)
     assert found is not None
@@ -360,7 +360,7 @@ def test_the_next_agent_of_a_run_renews_its_claim(
     eventually("a renewal", renewed)
 
 
-def test_a_start_outlasts_storage_that_does_not_answer_for_a_moment(
+def test_a_start_retries_transient_errors_of_storage(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)

@@ -1,4 +1,4 @@
-"""Of the ranks that need a template at the same moment one computes it, whatever becomes of it."""
+"""Templates: of the ranks that need one at the same time, a single rank computes it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def get(store: TemplateStore, rank: int, wait_s: float = 0.0) -> tuple[bytes | N
         return store.get(rank, "a", wait_s)
 
 
-def test_the_first_rank_computes_and_the_others_wait(store: TemplateStore) -> None:
+def test_the_first_rank_computes_a_template_and_the_others_wait(store: TemplateStore) -> None:
     assert [get(store, rank) for rank in (0, 1, 2)] == [COMPUTE, WAIT, WAIT]
-    assert get(store, 0) == COMPUTE, "a rank does not wait for itself"
+    assert get(store, 0) == COMPUTE, "the rank that computes does not wait"
     with store._changed:
         store.put("a", b"template")
     assert get(store, 1) == (b"template", False)
 
 
-def test_a_rank_that_waits_gets_the_template_when_it_is_there(store: TemplateStore) -> None:
+def test_a_waiting_rank_gets_the_published_template(store: TemplateStore) -> None:
     assert get(store, 0) == COMPUTE
     got: list[object] = []
     waiting = threading.Thread(target=lambda: got.append(get(store, 1, 60.0)), daemon=True)
@@ -56,7 +56,7 @@ def test_one_other_rank_computes_if_the_first_takes_too_long(
     assert [get(store, rank) for rank in (1, 2)] == [COMPUTE, WAIT]
 
 
-def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: Path) -> None:
+def test_another_rank_computes_the_template_of_a_rank_that_hung_up(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     assert first.client.fetch_template("a") is None
     asked: list[bytes | None] = []
@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: P
     assert asked == [None]
 
 
-def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
+def test_no_rank_waits_while_the_agent_decodes_a_staged_slot(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding, may_end = threading.Event(), threading.Event()
@@ -79,7 +79,7 @@ def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
         assert may_end.wait(PATIENCE_S)
         return decoded_meta(encoded, index)
 
-    # By both ways to the decoder.
+    # The loop covers both callers of the decoder.
     monkeypatch.setattr(request_handler, "decoded_meta", slow)
     monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
     with agent_here(node, root):
@@ -92,7 +92,7 @@ def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
         polling.start()
         polling.join(PATIENCE_S / 2)
         answered = len(answers)
-        assert staging.is_alive(), "the description is still being decoded"
+        assert staging.is_alive(), "the agent is still decoding the slot metadata"
         may_end.set()
         staging.join(PATIENCE_S)
         polling.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What a commit leaves to be removed goes after its outcome was told, and costs nobody anything."""
+"""Removal of obsolete files after a commit: later than its result, and without any delay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DIRECTORY = file_names.iteration_dir(5)
 
 
 class Gate(PosixStorage):
-    """Real storage whose deletes wait until the gate is opened."""
+    """Real storage whose deletes wait until a gate opens."""
 
     opened = threading.Event()
 
@@ -58,12 +58,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     Gate.opened.set()
 
 
-def test_the_outcome_is_told_and_slots_are_free_before_anything_is_deleted(
+def test_results_are_reported_and_slots_freed_before_files_are_deleted(
     node: Node, root: Path, gate: threading.Event
 ) -> None:
     with agent_here(node, root):
         trainer = node.trainer(root, retention=Retention(latest=1))
-        for iteration in (1, 2, 3, 4):  # two slots
+        for iteration in (1, 2, 3, 4):  # more saves than slots
             assert trainer.save(iteration).error is None
         assert iterations_in(root) == [1, 2, 3, 4]
         assert len(list(root.rglob("*.commit"))) == 4
@@ -73,7 +73,7 @@ def test_the_outcome_is_told_and_slots_are_free_before_anything_is_deleted(
         assert_intact(root, 4, [trainer])
 
 
-def test_an_agent_that_ends_tidies_up_before(node: Node, root: Path, gate: threading.Event) -> None:
+def test_an_agent_tidies_before_it_ends(node: Node, root: Path, gate: threading.Event) -> None:
     with agent_here(node, root):
         trainer = node.trainer(root, retention=Retention(latest=1))
         for iteration in (1, 2):
@@ -84,21 +84,19 @@ def test_an_agent_that_ends_tidies_up_before(node: Node, root: Path, gate: threa
     assert not list(root.rglob("*.commit"))
 
 
-def test_an_agent_that_ends_does_not_wait_for_storage_that_hangs(
+def test_an_agent_ends_even_if_a_removal_hangs(
     node: Node, root: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committer_module, "_TIDY_S", 0.2)
-    with agent_here(node, root):  # which asserts the agent's end
+    with agent_here(node, root):  # this context asserts the end of the agent
         trainer = node.trainer(root)
         assert trainer.save(1).error is None
         trainer.hang_up(leave=True)
     assert not gate.is_set()
-    assert len(list(root.rglob("*.commit"))) == 1, "the next agent's to remove"
+    assert len(list(root.rglob("*.commit"))) == 1, "the next agent removes this record"
 
 
-def test_what_a_killed_agent_had_not_tidied_goes_after_the_next_commit(
-    node: Node, root: Path
-) -> None:
+def test_the_next_commit_tidies_after_a_killed_agent(node: Node, root: Path) -> None:
     assert node.trainer(root).save(1).error is None
     eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     for pid in node.agents():
@@ -111,23 +109,25 @@ def test_what_a_killed_agent_had_not_tidied_goes_after_the_next_commit(
     assert verify(stored(root, 1)) == []
 
 
-def test_saves_wait_for_removals_without_what_only_their_commit_needed(
+def test_saves_that_wait_for_removals_release_their_commit_data(
     node: Node, root: Path, gate: threading.Event
 ) -> None:
-    """Before: each of them kept its template and its common state until storage answered."""
+    """Before, each save kept its template and its common state until storage answered."""
     with agent_here(node, root):
         trainer = node.trainer(root, retention=Retention(latest=1))
         for iteration in range(1, 51):
             outcome = trainer.save(iteration)
             assert (outcome.iteration, outcome.error) == (iteration, None)
-        assert len(list(root.rglob("*.commit"))) == 50, "nothing was removed so far"
+        assert len(list(root.rglob("*.commit"))) == 50, "no record was removed so far"
         gc.collect()
         kept = collections.Counter(type(each) for each in gc.get_objects())
-        # One may still be in the hands of the thread that has committed it; slots describe two.
+        # The commit thread may still hold one save; the slots describe two.
         assert kept[PendingSave] <= 2
         assert kept[SlotMeta] <= 6
         assert len(_waiting()) == 50
-        assert len({id(each.manifests) for each in _waiting()}) == 1, "it is the agent's"
+        assert len({id(each.manifests) for each in _waiting()}) == 1, (
+            "all saves share the cache of the agent"
+        )
         gate.set()
         eventually("tidiness", lambda: iterations_in(root) == [50], within_s=60.0)
         eventually("the end of records", lambda: not list(root.rglob("*.commit")))
@@ -140,10 +140,10 @@ def _waiting() -> list[CommittedSave]:
     return [each for each in gc.get_objects() if type(each) is CommittedSave]
 
 
-# ---------------------------------------------------------------------- nothing else is hit
+# ---------------------------------------------------------------------- files that stay
 
 
-def test_a_save_of_the_same_iteration_that_is_under_way_is_spared(root: Path) -> None:
+def test_a_save_under_way_of_the_same_iteration_is_spared(root: Path) -> None:
     storage = PosixStorage(root)
     former, later = persisted(storage, A), persisted(storage, B)
     commit(former)
@@ -153,8 +153,8 @@ def test_a_save_of_the_same_iteration_that_is_under_way_is_spared(root: Path) ->
     assert stored(root, 5).manifest.save_id == B
 
 
-def test_tidying_after_a_restart_spares_what_other_nodes_save_again(root: Path) -> None:
-    """The job went back, and this node has not staged its part of the same iteration yet."""
+def test_tidying_after_a_restart_spares_new_saves_of_other_nodes(root: Path) -> None:
+    """The job resumed earlier, and this node has not staged its part of the same iteration yet."""
     storage, fence = PosixStorage(root), Fence()
     former, run = persisted(storage, A), RunKey(1, "run")
     fence.hold(run, has_rank_0=True)
@@ -169,10 +169,10 @@ def test_tidying_after_a_restart_spares_what_other_nodes_save_again(root: Path) 
     assert outcome_of(elsewhere, 60.0) == (False, None)
 
 
-def test_saves_of_other_nodes_are_spared_after_training_went_back(
+def test_tidying_spares_saves_of_other_nodes_after_a_resume(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """A node may stage its part of the next save before the save before it is committed."""
+    """A node may stage its part of the next save before the previous save is committed."""
     first, second = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     ids = {iteration: new_save_id() for iteration in (10, 20, 11, 12)}
     for iteration in (10, 20):
@@ -197,7 +197,7 @@ def test_saves_of_other_nodes_are_spared_after_training_went_back(
     assert_intact(root, 12, [first, second])
 
 
-def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(root: Path) -> None:
+def test_late_tidying_spares_a_later_commit_of_the_same_iteration(root: Path) -> None:
     storage = PosixStorage(root)
     former, later = persisted(storage, A), persisted(storage, B)
     commit(former)
@@ -213,10 +213,10 @@ def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(ro
     }
 
 
-def test_nothing_is_chosen_and_nothing_looked_for_while_a_commit_puts_its_files(
+def test_no_removal_is_chosen_while_a_commit_puts_its_files(
     root: Path,
 ) -> None:
-    """A tracker that is about to name a checkpoint, or a temporary file, must not be removed."""
+    """A checkpoint that the tracker is about to name, or a temporary file, must not be removed."""
     storage = PosixStorage(root)
     save = persisted(storage, A)
     commit(save)
@@ -230,7 +230,7 @@ def test_nothing_is_chosen_and_nothing_looked_for_while_a_commit_puts_its_files(
     assert not record.exists()
 
 
-def test_files_that_nfs_keeps_for_a_reader_are_left_and_named_once(
+def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -252,11 +252,11 @@ def test_files_that_nfs_keeps_for_a_reader_are_left_and_named_once(
     retention_module._told_open.clear()
 
 
-# ---------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------- costs of tidying
 
 
 class Distant(PosixStorage):
-    """Takes 5 ms per delete, and notes how many are under way at a time; counts whole reads."""
+    """Storage with 5 ms per delete; counts simultaneous deletes and complete reads."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -277,7 +277,7 @@ class Distant(PosixStorage):
         return super().read(name, offset, nbytes)
 
 
-def test_files_of_a_checkpoint_are_deleted_several_at_a_time_on_slow_storage(root: Path) -> None:
+def test_several_files_are_deleted_at_a_time_on_slow_storage(root: Path) -> None:
     commit(persisted(PosixStorage(root), A))
     (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, A))
     for rank in range(1, 64):
@@ -288,7 +288,7 @@ def test_files_of_a_checkpoint_are_deleted_several_at_a_time_on_slow_storage(roo
     assert not (root / DIRECTORY).exists()
 
 
-def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
+def test_one_error_among_many_calls_is_raised_after_all_have_ended() -> None:
     done: list[int] = []
 
     def call(number: int) -> int:
@@ -303,7 +303,7 @@ def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
     assert not [it for it in threading.enumerate() if it.name.startswith("storage")]
 
 
-def test_retention_reads_a_manifest_once_and_again_when_it_was_replaced(root: Path) -> None:
+def test_retention_reads_a_manifest_again_only_if_it_was_replaced(root: Path) -> None:
     storage = Distant(root)
     commit(persisted(PosixStorage(root), A))
     known = KnownManifests()
@@ -323,10 +323,10 @@ def test_retention_reads_a_manifest_once_and_again_when_it_was_replaced(root: Pa
     assert survey(storage, [DIRECTORY], known) == ([], {})
 
 
-def test_an_agent_reads_the_manifests_of_kept_checkpoints_once(
+def test_an_agent_reads_each_manifest_of_a_kept_checkpoint_once(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: all of them after every commit."""
+    """Before, an agent read all of them after each commit."""
     decoded: list[str] = []
     decode = manifest.decode_facts
 
@@ -343,8 +343,8 @@ def test_an_agent_reads_the_manifests_of_kept_checkpoints_once(
     assert len(decoded) == len(set(decoded)) == 6
 
 
-def test_a_removal_needs_no_known_manifests(root: Path) -> None:
-    """As `flashckpt prune` calls it."""
+def test_a_removal_works_without_a_manifest_cache(root: Path) -> None:
+    """`flashckpt prune` calls the function in this way."""
     commit(persisted(PosixStorage(root), A))
     retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=9, previous=None)
     assert iterations_in(root) == [5]

@@ -1,4 +1,4 @@
-"""Traces of saves: what is in them, where they lie, and that nobody pays who did not ask."""
+"""Traces of saves: their contents, their place, and no cost without the setting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(root: Path) -> list[Path]:
 
 
 def phases(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the events of a trace by the names of process and phase."""
+    """Return the events of a trace by process name and phase name."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -41,7 +41,7 @@ def phases(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
-    """Save as ranks do: some phases go with the doorbell, some with the poll."""
+    """Save as ranks do: some phases go with the "staged" message, others with the poll."""
     save_id = new_save_id()
     now = time.monotonic()
     for trainer in trainers:
@@ -100,7 +100,7 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     assert foreign.exists()
 
 
-def test_traces_that_are_gone_are_not_remembered(tmp_path: Path) -> None:
+def test_removed_traces_are_forgotten(tmp_path: Path) -> None:
     traces = Traces(str(tmp_path), Trace(directory=TRACES, keep=2))
     for number in range(6):
         save_id = f"{number:012x}"
@@ -110,7 +110,7 @@ def test_traces_that_are_gone_are_not_remembered(tmp_path: Path) -> None:
     assert len(traces._known) <= 3
 
 
-def test_jobs_that_share_a_directory_for_traces_keep_their_own(
+def test_jobs_that_share_a_trace_directory_keep_their_own_traces(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     shared = msgspec.structs.replace(
@@ -133,7 +133,7 @@ def test_jobs_that_share_a_directory_for_traces_keep_their_own(
     assert link.is_symlink()
 
 
-def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Path) -> None:
+def test_without_the_setting_no_trace_is_recorded_or_written(node: Node, root: Path) -> None:
     traced_save([node.trainer(root)], 7)
     assert not (root / TRACES).exists()
     quiet = Traces(str(root), Trace())
@@ -143,14 +143,14 @@ def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Pa
     assert quiet._saves == {}
 
 
-def test_traces_that_cannot_be_written_cost_no_save(node: Node, root: Path) -> None:
+def test_traces_that_cannot_be_written_fail_no_save(node: Node, root: Path) -> None:
     root.mkdir()
     (root / TRACES).write_text("a file")
     traced_save([node.trainer(root, config=config_with_traces(node))], 7)
     assert (root / TRACES).read_text() == "a file"
 
 
-def test_a_recorder_counts_what_blocks_training_once() -> None:
+def test_a_recorder_counts_blocked_time_once() -> None:
     recorder = Recorder()
     recorder.spans += [
         Span(EARLY, "MainThread", 0.0, 1.0),
@@ -162,8 +162,8 @@ def test_a_recorder_counts_what_blocks_training_once() -> None:
     assert recorder.blocked_s == 4.5
 
 
-def test_waits_of_other_threads_do_not_block_training() -> None:
-    """The thread that looks for another agent waits for copies, too."""
+def test_waits_of_other_threads_do_not_count_as_blocked_time() -> None:
+    """The thread that searches for another agent also waits for copies."""
     recorder = Recorder()
     with recorder.phase(SAVE):
         pass
@@ -182,7 +182,7 @@ def test_waits_of_other_threads_do_not_block_training() -> None:
     assert recorder.blocked_s == saved_s + recorder.spans[-1].seconds
 
 
-def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> None:
+def test_the_measured_wait_of_the_training_loop_is_the_blocked_time() -> None:
     recorder = Recorder(in_loop=True)
     recorder.spans += [
         Span(EARLY, "MainThread", 0.0, 1.0),
@@ -197,13 +197,13 @@ def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> N
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
-def test_a_save_whose_training_loop_never_continues_is_handed_over() -> None:
+def test_a_save_is_staged_even_if_the_training_loop_never_continues() -> None:
     recorder = Recorder(in_loop=True)
     recorder.await_loop(0.01)
     assert recorder.staged_cost(3.0, "computed", blocking=True).blocked_s == 3.0
 
 
-def test_phases_go_to_the_recorder_of_their_thread_only() -> None:
+def test_phases_go_only_to_the_recorder_of_their_thread() -> None:
     one, other = Recorder(), Recorder()
 
     def work() -> None:
@@ -222,7 +222,7 @@ def test_phases_go_to_the_recorder_of_their_thread_only() -> None:
     assert [span.name for span in other.spans] == ["theirs"]
 
 
-def test_a_large_shards_chunks_are_counted_but_not_listed_one_by_one() -> None:
+def test_chunks_of_a_large_shard_are_counted_but_not_listed() -> None:
     recorder = Recorder()
     with recorder.recording():
         for _ in range(1000):
@@ -232,13 +232,13 @@ def test_a_large_shards_chunks_are_counted_but_not_listed_one_by_one() -> None:
     assert recorder.seconds["write"] > sum(span.seconds for span in recorder.spans)
 
 
-def test_what_was_sent_is_not_sent_again_and_forgotten_saves_do_not_pile_up() -> None:
+def test_spans_are_sent_once_and_those_of_forgotten_saves_are_dropped() -> None:
     traces = OpenTraces()
     recorder = Recorder()
     traces.begin("a", recorder)
     with recorder.phase("one"):
         pass
-    assert traces.unsent() == {}, "before the doorbell, which tells of the save, an agent drops it"
+    assert traces.unsent() == {}, "an agent drops spans of a save before its staged message"
     assert [span.name for span in recorder.first_sent()] == ["one"]
     with recorder.phase("two"):
         pass

@@ -1,4 +1,4 @@
-"""An agent keeps its own files where trainers find them, whatever cleaners take."""
+"""Upkeep: an agent restores its own files when a cleaner removes them, so trainers find it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def put_another_file(directory: Path) -> None:
         put_another_file,
     ],
 )
-def test_what_a_cleaner_takes_from_a_living_agent_is_back_at_once_with_its_memory(
+def test_an_agent_restores_removed_files_at_once_and_keeps_its_memory(
     node: Node, root: Path, take: Callable[[Path], None]
 ) -> None:
     trainer = node.trainer(root)
@@ -85,11 +85,11 @@ def _listens(directory: Path, before: dict[str, os.stat_result]) -> bool:
         found = (directory / SOCKET).lstat()
     except FileNotFoundError:
         return False
-    # Of a lock alone, the socket is restored as well; a look may still be under way.
+    # If only the lock is missing, the agent also restores the socket; a check may be under way.
     return not os.path.samestat(found, before[SOCKET])
 
 
-def test_a_rank_that_reconnects_right_after_the_socket_went_saves_at_once(
+def test_a_rank_that_reconnects_after_the_socket_was_removed_saves_at_once(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -101,7 +101,7 @@ def test_a_rank_that_reconnects_right_after_the_socket_went_saves_at_once(
     assert trainer.save(2).error is None
 
 
-def test_files_do_not_grow_old(node: Node, root: Path) -> None:
+def test_an_agent_keeps_its_files_recent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     directory = node.directory(root)
     paths = [*directory.iterdir(), directory, directory.parent]
@@ -133,15 +133,15 @@ def test_an_agent_that_does_not_restore_its_socket_is_named_and_replaced(
 @pytest.mark.parametrize(
     "text", [b"%d\n" % os.getpid(), b"", b"x"], ids=["another process", "nothing", "no pid"]
 )
-def test_who_holds_a_lock_and_is_no_agent_is_named_and_lives(
+def test_a_process_that_holds_the_lock_is_named_and_not_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
     monkeypatch.setattr("megatron_flashckpt.agent.launcher._PROBE_S", 0.0)
     silent = SilentHolder(0.0)
-    assert silent.is_none(tmp_path), "nobody has it"
+    assert silent.is_none(tmp_path), "no process holds the lock"
     (tmp_path / LOCK).write_bytes(text)
-    assert silent.is_none(tmp_path), "an old one that nobody holds"
+    assert silent.is_none(tmp_path), "the lock is old, but no process holds it"
     fd = os.open(tmp_path / LOCK, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with caplog.at_level(logging.ERROR):
@@ -151,16 +151,18 @@ def test_who_holds_a_lock_and_is_no_agent_is_named_and_lives(
     assert silent.is_none(tmp_path)
 
 
-def test_an_agent_whose_place_is_taken_leaves_it_to_the_other(node: Node, root: Path) -> None:
+def test_an_agent_whose_place_was_taken_leaves_the_place_to_the_other(
+    node: Node, root: Path
+) -> None:
     first = node.trainer(root)
     agent = first.client.agent_pid
     directory = node.directory(root)
     suspend(agent)
     take_directory(directory)
-    second = node.trainer(root)  # by now nothing says that there is another one
+    second = node.trainer(root)  # no file names the first agent any more
     assert second.client.agent_pid != agent
     os.kill(agent, signal.SIGCONT)
-    assert first.save(1).error is None, "its own trainers go on with it"
+    assert first.save(1).error is None, "the trainers of the first agent continue"
     first.hang_up(leave=True)
     eventually("its end", lambda: not is_alive(agent))
     assert second.save(2).error is None

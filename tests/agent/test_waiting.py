@@ -1,4 +1,4 @@
-"""What the nodes of a job ask storage while they wait for each other, and what they are told."""
+"""Waits of the nodes of a job for each other: their calls of storage, and the results."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class _Counting(PosixStorage):
 
 @pytest.fixture
 def never_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a test takes, it is not time yet for waiting nodes to list."""
+    """Prevent listings by waiting nodes, even if a test takes long."""
     monkeypatch.setattr(presence, "_FIRST_S_PER_RANK", 1e6)
     monkeypatch.setattr(presence, "_FIRST_S", 1e6)
 
 
 @pytest.mark.usefixtures("never_lists")
-def test_nodes_that_do_not_commit_ask_for_three_names_and_seldom_list_them_all(root: Path) -> None:
+def test_waiting_nodes_ask_for_three_names_and_rarely_list(root: Path) -> None:
     first, second = _Counting(root), _Counting(root)
     committing = persisted(first, SAVE_ID, 0, 2)
     waiting = persisted(second, SAVE_ID, 1, 2)
@@ -54,7 +54,7 @@ def test_nodes_that_do_not_commit_ask_for_three_names_and_seldom_list_them_all(r
     assert second.listed == 0
 
 
-def test_the_first_listing_waits_with_the_size_of_the_job_and_later_ones_ever_longer(
+def test_listings_wait_longer_in_larger_jobs_and_each_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -74,18 +74,18 @@ def test_the_first_listing_waits_with_the_size_of_the_job_and_later_ones_ever_lo
         pauses = [b - a for a, b in itertools.pairwise(listed_after)]
         for pause, mean in zip(pauses, (10, 20, 40, 80, 90, 90), strict=False):
             assert 0.75 * mean <= pause <= 1.25 * mean + 0.5
-        assert 7 <= len(listed_after) <= 11, "20 when it was every 30 s"
+        assert 7 <= len(listed_after) <= 11, "before, there were 20, one every 30 s"
 
 
-def test_nodes_do_not_list_at_one_moment(root: Path) -> None:
+def test_nodes_list_at_different_times(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE_ID, rank, 1000) for rank in range(1, 9)]
     for save in saves:
         presence.look(save)
     assert len({save.list_at for save in saves}) == len(saves)
 
 
-def test_the_node_that_commits_asks_for_the_last_records_by_name(root: Path) -> None:
-    """A listing may be old: NFS compares times of directories, which may have ticks of 4 ms."""
+def test_the_committing_node_asks_for_the_last_records_by_name(root: Path) -> None:
+    """A listing may be old: NFS compares directory times, which may have ticks of 4 ms."""
     storage = _Counting(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
@@ -94,16 +94,16 @@ def test_the_node_that_commits_asks_for_the_last_records_by_name(root: Path) -> 
     storage.list = lambda directory: old  # type: ignore[method-assign]
     for _ in range(POLLS):
         assert outcome_of(saves[0], 60.0) == OPEN
-    assert storage.listed == listed + 1, "by this test"
+    assert storage.listed == listed + 1, "only this test has listed"
     for rank in (62, 63):
         saves.append(persisted(storage, SAVE_ID, rank, 64))
     assert outcome_of(saves[0], 60.0) == (True, None)
 
 
-def test_records_of_a_node_that_publishes_in_parts_are_listed_soon(
+def test_records_that_a_node_publishes_in_parts_are_listed_soon(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Listings while many ranks were missing do not count: those were the cheaper way to ask."""
+    """Listings while many ranks were missing do not count, because they were cheaper."""
     now = 1000.0
     monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
     storage = PosixStorage(root)
@@ -124,7 +124,7 @@ def test_records_of_a_node_that_publishes_in_parts_are_listed_soon(
         assert now < began + 7.0
 
 
-def test_a_note_of_one_of_the_last_ranks_is_asked_for_by_name(root: Path) -> None:
+def test_a_note_of_a_last_missing_rank_is_asked_for_by_name(root: Path) -> None:
     storage = _Counting(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
@@ -134,8 +134,8 @@ def test_a_note_of_one_of_the_last_ranks_is_asked_for_by_name(root: Path) -> Non
     assert storage.listed == listed
 
 
-def test_a_node_leaves_its_note_in_the_name_of_a_rank_that_failed(root: Path) -> None:
-    """That of a rank whose record is there would be seen in a listing only."""
+def test_a_node_names_its_note_after_a_failed_rank(root: Path) -> None:
+    """A note named after a rank with a record would be seen only in a listing."""
     save = persisted(PosixStorage(root), SAVE_ID, 1, 64)
     save.metas[2] = save.metas[1]
     save.error, save.failed = "no space", {2}
@@ -145,7 +145,7 @@ def test_a_node_leaves_its_note_in_the_name_of_a_rank_that_failed(root: Path) ->
 
 
 @pytest.mark.parametrize("failed", [0, 1, 2])
-def test_the_node_that_commits_hands_on_why_a_save_failed(root: Path, failed: int) -> None:
+def test_the_committing_node_passes_on_why_a_save_failed(root: Path, failed: int) -> None:
     saves = [persisted(PosixStorage(root), SAVE_ID, rank, 4) for rank in range(3)]
     assert [outcome_of(save, 60.0) for save in saves] == [OPEN] * 3
     leave_note(PosixStorage(root), 5, SAVE_ID, failed, "no space")
@@ -154,12 +154,12 @@ def test_the_node_that_commits_hands_on_why_a_save_failed(root: Path, failed: in
 
 
 @pytest.mark.usefixtures("never_lists")
-def test_a_failure_is_found_though_the_node_that_commits_knows_nothing_of_the_save(
+def test_a_failure_is_seen_even_if_the_committing_node_lacks_the_save(
     root: Path,
 ) -> None:
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 3)
     assert outcome_of(waiting, 60.0) == OPEN
     leave_note(PosixStorage(root), 5, SAVE_ID, 2, "no space")
-    assert outcome_of(waiting, 60.0) == OPEN, "it does not list yet"
+    assert outcome_of(waiting, 60.0) == OPEN, "the waiting node does not list yet"
     waiting.list_at = time.monotonic()
     assert outcome_of(waiting, 60.0) == (True, "no space")

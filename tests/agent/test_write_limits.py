@@ -1,4 +1,4 @@
-"""How bytes go to storage: several at a time, at no more than a rate, at a lower priority."""
+"""Limits of writes to storage: the number of threads, the rate limit, and the priority."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 def staged(node: Node, root: Path, chunks: int) -> tuple[FakeTrainer, Slot, SlotHeader, SlotMeta]:
-    """Return a slot with so many chunks, the last one short, that its agent was not told of."""
+    """Return a slot of `chunks` chunks, the last one short, whose agent got no "staged" message."""
     trainer = node.trainer(root, numel=(chunks * CHUNK_NBYTES - 5000) // 6)
     slot = trainer.begin(1, new_save_id())
     assert slot is not None
@@ -46,7 +46,7 @@ def staged(node: Node, root: Path, chunks: int) -> tuple[FakeTrainer, Slot, Slot
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_chunks_are_written_in_any_order_and_their_digests_returned_in_theirs(
+def test_chunks_are_written_in_any_order_and_digests_keep_theirs(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     _, slot, header, meta = staged(node, root, 6)
@@ -62,7 +62,7 @@ def test_chunks_are_written_in_any_order_and_their_digests_returned_in_theirs(
             at_once += 1
             most = max(most, at_once)
             late = at_once == 1
-        if late:  # the first one ends after the others have begun
+        if late:  # the first write ends after the others have begun
             time.sleep(0.1)
         with lock:
             order.append(offset)
@@ -81,7 +81,7 @@ def test_chunks_are_written_in_any_order_and_their_digests_returned_in_theirs(
     assert most == 1 if threads == 1 else 1 < most <= threads
 
 
-def test_when_one_thread_fails_the_others_stop_and_nothing_is_left(
+def test_a_failed_thread_stops_the_others_and_removes_the_file(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, slot, header, meta = staged(node, root, 12)
@@ -103,10 +103,10 @@ def test_when_one_thread_fails_the_others_stop_and_nothing_is_left(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]
 
 
-def test_an_agent_finds_out_what_the_file_system_can_and_its_checkpoints_are_whole(
+def test_an_agent_probes_the_file_system_and_its_checkpoints_are_complete(
     node: Node, root: Path
 ) -> None:
-    config = node.config(write_threads=1)  # of several at a time only one is looked at
+    config = node.config(write_threads=1)  # the agent measures only one of several threads
     trainer = node.trainer(root, config=config, numel=16 * CHUNK_NBYTES // 6)
     for iteration in (1, 2):
         assert trainer.save(iteration).error is None
@@ -116,7 +116,7 @@ def test_an_agent_finds_out_what_the_file_system_can_and_its_checkpoints_are_who
     assert log.count("refuses O_DIRECT") + log.count("MiB/s with O_DIRECT") == 1
 
 
-def test_all_threads_together_keep_to_the_pace() -> None:
+def test_all_threads_together_keep_to_the_rate_limit() -> None:
     pace = Pace(mib_per_s=4)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
@@ -125,7 +125,7 @@ def test_all_threads_together_keep_to_the_pace() -> None:
     assert time.monotonic() - started >= 19 * 64 * 1024 / (4 * MIB)
 
 
-def test_without_a_rate_nothing_waits_and_a_lifted_one_lets_go() -> None:
+def test_no_write_waits_without_a_rate_limit_or_after_it_is_lifted() -> None:
     Pace().wait(10**15)
     pace = Pace(mib_per_s=1)
     pace.wait(10**15)
@@ -135,9 +135,11 @@ def test_without_a_rate_nothing_waits_and_a_lifted_one_lets_go() -> None:
         waiting.result(PATIENCE_S)
 
 
-def test_an_agent_keeps_to_the_pace_until_it_is_told_to_end(node: Node, root: Path) -> None:
+def test_an_agent_keeps_to_the_rate_limit_until_it_must_end(node: Node, root: Path) -> None:
     chunks = 12
-    assert chunks * CHUNK_NBYTES / MIB > 2 * PATIENCE_S, "or it might just have been quick"
+    assert chunks * CHUNK_NBYTES / MIB > 2 * PATIENCE_S, (
+        "at the rate limit, the write outlasts the patience"
+    )
     trainer = node.trainer(
         root,
         config=node.config(write_mib_per_s=1.0, write_threads=2),
@@ -146,7 +148,7 @@ def test_an_agent_keeps_to_the_pace_until_it_is_told_to_end(node: Node, root: Pa
     agent = trainer.client.agent_pid
     trainer.stage(1, new_save_id())
     started = time.monotonic()
-    # The second chunk waits for the first one's four seconds, the third one for eight.
+    # The second chunk waits four seconds for the first one, and the third one waits eight.
     assert trainer.client.poll(1.0).pending == 1
     os.kill(agent, signal.SIGTERM)
     assert trainer.outcome().error is None
@@ -156,7 +158,9 @@ def test_an_agent_keeps_to_the_pace_until_it_is_told_to_end(node: Node, root: Pa
 
 
 @pytest.mark.parametrize("nice", [0, 7])
-def test_threads_that_write_give_way_to_training(node: Node, root: Path, nice: int) -> None:
+def test_writing_threads_have_a_lower_priority_than_training(
+    node: Node, root: Path, nice: int
+) -> None:
     trainer = node.trainer(root, config=node.config(writer_nice=nice))
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
