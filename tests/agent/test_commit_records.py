@@ -154,7 +154,7 @@ def test_node_records_equal_the_records_of_their_ranks(
     assert sorted(whole) == ["t0", "t1"]
 
 
-def test_a_record_file_contains_each_template_once(of_nodes: Path) -> None:
+def test_a_file_has_each_template_once(of_nodes: Path) -> None:
     path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 8)
     found = decode_records(path.read_bytes(), "it")
     assert [it.template is KNOWN_ITEMS for it in found] == [False, False] + 6 * [True]

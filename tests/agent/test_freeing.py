@@ -51,7 +51,7 @@ def replace_slab(trainer: FakeTrainer) -> None:
     trainer.slab = None
 
 
-def test_ranks_get_answers_while_a_replaced_slab_is_freed(
+def test_ranks_are_answered_while_a_replaced_slab_is_freed(
     node: Node, root: Path, freeing: SlowFreeing
 ) -> None:
     with agent_here(node, root):
@@ -69,7 +69,7 @@ def test_ranks_get_answers_while_a_replaced_slab_is_freed(
         freeing.go_on.set()
 
 
-def test_a_rank_gets_answers_while_an_ending_agent_frees_its_slabs(
+def test_a_rank_is_answered_while_the_slabs_of_an_agent_that_ends_are_freed(
     node: Node, root: Path, freeing: SlowFreeing
 ) -> None:
     with agent_here(node, root) as agent:

@@ -81,7 +81,7 @@ def descriptors_of_slabs() -> int:
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("local_rank", [0, 5])
-def test_each_local_rank_stores_its_own_bytes(
+def test_every_local_rank_stores_its_own_bytes(
     make: Any, root: Path, gpus: GpuNode, local_rank: int, pinned: bool
 ) -> None:
     """A thread prepares the memory; without care, its current device would be 0."""

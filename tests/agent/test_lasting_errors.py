@@ -41,5 +41,5 @@ def test_a_full_disk_counts_as_lasting_on_all_nodes(
         ("[Errno x] ", False),
     ],
 )
-def test_only_storage_errors_count_as_lasting(reason: str, lasts: bool) -> None:
+def test_only_errors_of_storage_last(reason: str, lasts: bool) -> None:
     assert lasts_elsewhere(reason) is lasts

@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
-def test_a_lost_node_gets_its_only_checkpoint_from_other_nodes(tmp_path: Path, scheme: str) -> None:
+def test_a_lost_node_gets_its_only_checkpoint_from_others(tmp_path: Path, scheme: str) -> None:
     with cluster(tmp_path, (1, 1, 1), slots=1) as job:
         job.start(scheme, 3)
         for iteration in (1, 2):

@@ -56,7 +56,7 @@ def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) ->
     assert slab_of(job.checkpointer) is enough
 
 
-def test_a_slab_that_is_large_enough_is_kept(job: Job) -> None:
+def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
     """The slab holds the only checkpoint that a restart can load from memory."""
     job.checkpointer.link.prepare(25_000_000)
     enough = slab_of(job.checkpointer)

@@ -130,7 +130,7 @@ def test_a_rank_without_pieces_takes_part(node: Node, root: Path) -> None:
     assert read_rank(checkpoint, trainers[0]) == data[0]
 
 
-def test_successive_saves_hold_their_own_bytes(node: Node, root: Path) -> None:
+def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     for iteration in (1, 2, 3, 4, 5):
         assert trainer.save(iteration).error is None

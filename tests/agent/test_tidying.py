@@ -288,7 +288,7 @@ def test_several_files_are_deleted_at_a_time_on_slow_storage(root: Path) -> None
     assert not (root / DIRECTORY).exists()
 
 
-def test_one_error_among_many_calls_is_raised_after_all_have_ended() -> None:
+def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
     done: list[int] = []
 
     def call(number: int) -> int:
