@@ -37,7 +37,7 @@ def test_a_node_removes_no_files_of_a_save_that_rank_0_is_committing(
     second.stage(1, save_id)
     asking = threading.Thread(target=first.stage, args=(1, save_id))  # the agent may answer later
     asking.start()
-    eventually("all but the manifest", reached.exists)
+    eventually("the stop before the manifest", reached.exists)
     (agent,) = node.agents()
     directory = root / file_names.iteration_dir(1)
     shard = directory / file_names.shard_name(1, save_id)
@@ -45,7 +45,9 @@ def test_a_node_removes_no_files_of_a_save_that_rank_0_is_committing(
     try:
         second.hang_up()
         other_node.trainer(root, 1, 2).client.adopt(None, 0)
-        eventually("it knows", lambda: note.exists() or not shard.exists())
+        eventually(
+            "the agent knows of the abandoned save", lambda: note.exists() or not shard.exists()
+        )
     finally:
         os.kill(agent, signal.SIGCONT)
         asking.join()
@@ -69,7 +71,7 @@ def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: P
     again[1].client.hold(again[0].claim())
     for trainer in again:
         trainer.client.adopt(None, 0)
-    eventually("its end", lambda: not shard.exists())
+    eventually("the removal of the shard", lambda: not shard.exists())
     log = (node.directory(root) / LOG).read_text()
     assert "removed" not in log, "the agent removes its own shard, not an orphaned file"
 
@@ -96,7 +98,9 @@ def test_other_nodes_learn_that_rank_0_staged_no_part(
         trainer.client.hold(key)
         trainer.client.adopt(None, 0)
     shard = directory / file_names.shard_name(2, save_id)
-    eventually("its end", lambda: not shard.exists() and not record.exists())
+    eventually(
+        "the removal of shard and record", lambda: not shard.exists() and not record.exists()
+    )
 
 
 class _Telling(PosixStorage):

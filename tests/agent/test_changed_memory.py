@@ -73,7 +73,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         let_go()
         assert trainer.slab is not None
         slot = trainer.slab.slots[offer.slot]
-        eventually("the failure", lambda: slot.header.state == SlotState.FAILED)
+        eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
     assert "its slot changed after its trainer had gone" in (node.directory(root) / LOG).read_text()
     assert not (root / file_names.TRACKER).exists()
     assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
@@ -126,7 +126,9 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
         for trainer in trainers:
             trainer.stage(7, save_id)
             if trainer.rank == 0:
-                eventually("its record", (directory / file_names.record_name(0, save_id)).exists)
+                eventually(
+                    "the commit record", (directory / file_names.record_name(0, save_id)).exists
+                )
         first, second = trainers
         (offer,) = first.take()
         kill_agent(first.client.agent_pid)

@@ -69,7 +69,7 @@ class Job:
         """Save and wait; return the error, or None."""
         self.checkpointer.save(self.request(iteration, **more))
         self.checkpointer.link.stager.wait()
-        (outcome,) = eventually("its outcome", lambda: self.checkpointer.saves.poll(0.1))
+        (outcome,) = eventually("a result of the save", lambda: self.checkpointer.saves.poll(0.1))
         return outcome.error
 
     def assert_stored(self, root: Path, iteration: int) -> None:
@@ -165,7 +165,7 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
     checkpointer.save(job.request(1, memory_only=True))
     checkpointer.link.stager.wait()
     client = checkpointer.link.client()
-    eventually("its digests", lambda: not any(slab.in_use for slab in client.held()))
+    eventually("the slots are digested", lambda: not any(slab.in_use for slab in client.held()))
     staged = client.staged
 
     def damaged(index: int, *rest: Any) -> None:

@@ -90,7 +90,10 @@ def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(node: Node, r
     assert trainer.save(10).error is None
     plant(root, 99, *half_a_save("cccccccccccc"))
     trainer.client.adopt(None, 10)
-    eventually("the end of half a save", lambda: not (root / file_names.iteration_dir(99)).exists())
+    eventually(
+        "the removal of the partial save",
+        lambda: not (root / file_names.iteration_dir(99)).exists(),
+    )
     assert_intact(root, 10, [trainer])
 
 
@@ -119,7 +122,7 @@ def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root:
     trainer = node.trainer(root)
     assert [trainer.save(iteration).error for iteration in (10, 20)] == [None, None]
     manifest = root / file_names.iteration_dir(20) / file_names.MANIFEST
-    eventually("tidiness", lambda: not list(manifest.parent.glob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(manifest.parent.glob("*.commit")))
     manifest.rename(manifest.with_suffix(".off"))
     before = listing(root / file_names.iteration_dir(20))
     plant(root, 20, *half_a_save("cccccccccccc"))
@@ -128,7 +131,7 @@ def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root:
     eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
     for iteration in (30, 40):
         assert trainer.save(iteration).error is None
-    eventually("the end of half a save", lambda: listing(manifest.parent) == before)
+    eventually("the removal of the partial save", lambda: listing(manifest.parent) == before)
 
 
 def test_a_record_that_became_visible_late_is_removed_when_a_job_resumes(root: Path) -> None:
@@ -187,7 +190,7 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
 ) -> None:
     monkeypatch.setattr(cleanup, "_LOOK_S", 0.01)
     assert node.trainer(root).save(5).error is None
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     (orphan,) = plant(root, 5, file_names.shard_name(7, "aaaaaaaaaaaa"))
     storage, looked = PosixStorage(root), threading.Event()
 
@@ -239,12 +242,15 @@ def test_a_killed_agents_files_are_gone_once_its_successor_has_committed(
     agent = first.client.agent_pid
     with contextlib.suppress(AgentError):  # the agent may die before it answers
         first.stage(10, new_save_id())
-    eventually("the death of the agent", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     first.hang_up()
     assert len(listing(root)) > 1
     trainer = node.trainer(root)
     assert [trainer.save(iteration).error for iteration in (20, 30)] == [None, None]
     expected = {"iter_0000020", "iter_0000030", file_names.TRACKER, file_names.HISTORY}
-    eventually("tidiness", lambda: {name.split("/")[0] for name in listing(root)} == expected)
+    eventually(
+        "the removal of orphaned files",
+        lambda: {name.split("/")[0] for name in listing(root)} == expected,
+    )
     os.kill(trainer.client.agent_pid, signal.SIGKILL)
     assert_intact(root, 30, [trainer])

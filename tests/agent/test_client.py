@@ -24,7 +24,7 @@ from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, n
 
 def kill_agent(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    eventually("the agent's end", lambda: not is_alive(pid))
+    eventually("the end of the agent", lambda: not is_alive(pid))
 
 
 REQUESTS: dict[str, Callable[[AgentClient], object]] = {
@@ -61,7 +61,7 @@ def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) 
     for _ in range(2):
         with pytest.raises(AgentError, match=r"is gone \(no answer within 0.2 s\)"):
             trainer.client.poll()
-    eventually("the agent's end", lambda: not is_alive(trainer.client.agent_pid))
+    eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
     again = node.trainer(root)
     assert again.save(1).error is None
 
@@ -109,7 +109,9 @@ def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, 
     with held_back(directory / file_names.shard_name(1, cut_short)):
         for trainer in first:
             trainer.stage(7, cut_short)
-        eventually("half of it", (directory / file_names.record_name(0, cut_short)).exists)
+        eventually(
+            "the commit record of rank 0", (directory / file_names.record_name(0, cut_short)).exists
+        )
         kill_agent(first[0].client.agent_pid)
     assert not (root / file_names.TRACKER).exists()
     assert not (directory / file_names.MANIFEST).exists()
@@ -120,7 +122,7 @@ def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, 
     assert [trainer.outcome().error for trainer in again] == [None, None]
     assert_intact(root, 7, again)
     eventually(
-        "the end of half a save",
+        "the removal of the partial save",
         lambda: not [name for name in files_of_ours(root) if cut_short in name],
     )
 
@@ -247,7 +249,7 @@ def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> N
     for thread in threads:
         thread.join(PATIENCE_S)
     assert failures == []
-    eventually("all have left", lambda: not node.agents())
+    eventually("the end of all agents", lambda: not node.agents())
     assert list(node.runtime_dir.iterdir()) == []
 
 

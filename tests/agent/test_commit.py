@@ -52,7 +52,7 @@ def test_a_save_is_not_committed_before_the_record_of_the_last_rank(node: Node, 
     for trainer in trainers[:2]:
         trainer.stage(1, save_id)
         record = directory / file_names.record_name(trainer.rank, save_id)
-        eventually("its record", record.exists)
+        eventually("the commit record", record.exists)
     for trainer in trainers[:2]:
         told = trainer.client.poll(0.2)
         assert (told.finished, told.pending) == ((), 1)
@@ -80,7 +80,7 @@ def test_a_record_of_an_earlier_attempt_does_not_count(node: Node, root: Path) -
         file_names.shard_name(rank, this) for rank in range(2)
     ]
     eventually(
-        "nothing of the earlier attempt is left",
+        "the removal of the earlier attempt",
         lambda: not [name for name in files_of_ours(root) if earlier in name],
     )
 
@@ -236,11 +236,13 @@ def test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit(
     directory = root / file_names.iteration_dir(5)
     before = (directory / file_names.MANIFEST).read_bytes()
     # Otherwise the sweep removes the file that blocks the shard, because no save has that file.
-    eventually("tidiness", lambda: not list(directory.glob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(directory.glob("*.commit")))
     with held_back(directory / file_names.shard_name(1, second)) as let_go:
         for trainer in trainers:
             trainer.stage(5, second)
-        eventually("half of it", (directory / file_names.record_name(0, second)).exists)
+        eventually(
+            "the commit record of rank 0", (directory / file_names.record_name(0, second)).exists
+        )
         assert (directory / file_names.MANIFEST).read_bytes() == before
         assert_intact(root, 5, trainers)
         let_go()
@@ -286,7 +288,7 @@ def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
     assert stored(root, 5).manifest.save_id == newer
     assert_intact(root, 5, [trainer])
     eventually(
-        "nothing of the older attempt is left",
+        "the removal of the older attempt",
         lambda: not [name for name in files_of_ours(root) if older in name],
     )
 
@@ -309,7 +311,9 @@ def test_foreign_files_stay_in_the_iteration_directory(node: Node, root: Path) -
     for name in ours:
         (directory / name).write_text("of an attempt that failed")
     assert node.trainer(root).save(5).error is None
-    eventually("our end", lambda: not any((directory / name).exists() for name in ours))
+    eventually(
+        "the removal of our files", lambda: not any((directory / name).exists() for name in ours)
+    )
     assert [(directory / name).read_text() for name in foreign] == foreign
 
 
@@ -364,7 +368,7 @@ def test_the_previous_checkpoint_stays_only_at_multiples_of_the_retain_interval(
     trainer = node.trainer(root, retain_interval=interval)
     for iteration in (10, 20, 25, 30, 40, 45):
         assert trainer.save(iteration).error is None
-    eventually("the others' end", lambda: iterations_in(root) == kept)
+    eventually("the removal of the other checkpoints", lambda: iterations_in(root) == kept)
     for iteration in kept:
         expected = content(0, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
@@ -383,7 +387,7 @@ def test_retention_applies_to_a_save_that_commits_after_a_later_one(
         let_go()
         assert trainer.outcome().error is None
     assert (root / file_names.TRACKER).read_text() == "30"
-    eventually("the others' end", lambda: iterations_in(root) == kept)
+    eventually("the removal of the other checkpoints", lambda: iterations_in(root) == kept)
 
 
 def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root: Path) -> None:
@@ -397,7 +401,9 @@ def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root:
         *("iter_0000003", "iter_0000004", "iter_0000006"),
         *("release", "tensorboard", file_names.TRACKER, file_names.HISTORY),
     }
-    eventually("the end of 5", lambda: {path.name for path in root.iterdir()} == expected)
+    eventually(
+        "the removal of checkpoint 5", lambda: {path.name for path in root.iterdir()} == expected
+    )
 
 
 def test_a_symlink_in_place_of_an_iteration_directory_is_left_alone(
@@ -534,5 +540,5 @@ def test_a_resume_gives_up_a_save_that_a_crash_cut_short(node: Node, root: Path)
             slab.close()
         return [offer.save_id for offer in offers]
 
-    eventually("its slot to be emptied", lambda: offered() == [kept])
+    eventually("the slot of the abandoned save is emptied", lambda: offered() == [kept])
     assert (root / file_names.TRACKER).read_text() == "1"

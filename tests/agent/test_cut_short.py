@@ -27,7 +27,7 @@ def cut_short(
     assert trainer.save(10).error is None
     with contextlib.suppress(AgentError):  # the agent may die before it answers
         trainer.stage(20, new_save_id())
-    eventually("the death of the agent", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     assert (root / file_names.TRACKER).read_text() == "10"
     return PosixStorage(root)
 

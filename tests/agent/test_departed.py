@@ -143,7 +143,7 @@ def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_hangs_up(
     second[0].client.held(0.5)
     assert slabs(agent) == [0, 1]
     first[1].hang_up()
-    eventually("freed", lambda: slabs(agent) == [0])
+    eventually("the slabs are freed", lambda: slabs(agent) == [0])
 
 
 def test_ranks_assigned_to_another_node_leave_no_memory_here(node: Node, root: Path) -> None:
@@ -153,7 +153,7 @@ def test_ranks_assigned_to_another_node_leave_no_memory_here(node: Node, root: P
     crash(first)
     second = [node.trainer(root, rank, 4) for rank in (2, 3)]
     begin(second)
-    eventually("freed", lambda: slabs(agent) == [])
+    eventually("the slabs are freed", lambda: slabs(agent) == [])
     back = node.trainer(root, 0, 4)
     assert back.take() == (), "the slots of the rank are gone"
     assert back.slab is None

@@ -115,7 +115,7 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)
     ballast.write_bytes(bytes(free - 100_000))
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before, free = files_of_ours(root), _free_nbytes(small_disk)
     for error in save_all(trainers, 2):
         assert error is not None
@@ -125,14 +125,16 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     # A rank may still be writing when the save fails; its file is removed after that write.
     page = 4096  # for the note to other nodes
     eventually(
-        "all of the attempt is gone",
+        "the removal of the failed attempt",
         lambda: files_of_ours(root) == before and _free_nbytes(small_disk) >= free - page,
     )
     assert_intact(root, 1, trainers)
     ballast.unlink()
     assert save_all(trainers, 2) == [None, None]
     assert_intact(root, 2, trainers)
-    eventually("the note goes with the next commit", lambda: not list(root.rglob("*.failed")))
+    eventually(
+        "the removal of the note by the next commit", lambda: not list(root.rglob("*.failed"))
+    )
 
 
 def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
@@ -141,7 +143,7 @@ def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
     root = small_disk / "save"
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before = files_of_ours(root)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     try:
@@ -177,7 +179,7 @@ def without_permission(path: Path) -> Iterator[None]:
 def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before = files_of_ours(root)
     with without_permission(root):
         for error in save_all(trainers, 2):
@@ -214,7 +216,7 @@ def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root
     assert str(obstacle) in error
     trainers[1].stage(1, save_id)
     assert trainers[1].outcome().error == error
-    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+    eventually("the removal of the failed attempt", lambda: files_of_ours(root) == [])
 
 
 def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root: Path) -> None:
@@ -230,7 +232,7 @@ def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root
         assert errors[0] is not None
         assert errors == [errors[0]] * 2
     (directory / file_names.shard_name(0, save_id)).rmdir()
-    eventually("the other rank's files are gone", lambda: files_of_ours(root) == [])
+    eventually("the removal of the files of the other rank", lambda: files_of_ours(root) == [])
     assert save_all(trainers, 1) == [None, None]
 
 
@@ -249,7 +251,7 @@ def test_a_failure_on_one_node_reaches_the_other_with_its_reason(
         assert error is not None
         assert str(obstacle) in error
         assert "a directory stands where a file should be: move it away" in error
-    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+    eventually("the removal of the failed attempt", lambda: files_of_ours(root) == [])
     assert not (root / file_names.TRACKER).exists()
     obstacle.rmdir()
     assert save_all([here, there], 1) == [None, None]
@@ -269,7 +271,7 @@ def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
         trainer.stage(1, save_id)
     if first == "the rank that waits":
         for trainer in waiting:
-            eventually("its part is in storage", lambda t=trainer: _is_persisted(t))
+            eventually("the part of the rank is in storage", lambda t=trainer: _is_persisted(t))
         assert there.client.poll().pending == 1
         here[1].client.abandon(1, save_id, "no memory for it")
     for trainer in waiting:
@@ -277,7 +279,7 @@ def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
         assert (outcome.iteration, outcome.save_id) == (1, save_id)
         assert outcome.error == "rank 1: no memory for it"
     assert here[1].client.poll().finished == (), "the rank that failed gets no second result"
-    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+    eventually("the removal of the failed attempt", lambda: files_of_ours(root) == [])
     assert save_all([*here, there], 2) == [None] * 3
     assert_intact(root, 2, [*here, there])
 

@@ -113,7 +113,7 @@ def test_an_io_error_at_any_call_fails_the_save_and_leaves_no_files(
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]
-        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+        eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
         before = files_of_ours(root)
         faults.fail(call)
         for error in save_all(trainers, 2):
@@ -153,7 +153,7 @@ def test_a_save_on_hanging_storage_is_reported_slow_then_failed(
         # The files of the save are removed, if the hung call was not part of the commit.
         directory = root / file_names.iteration_dir(2)
         eventually(
-            "its end",
+            "the removal of the save",
             lambda: (
                 not any(directory.glob("*.safetensors"))
                 or (call == "listdir" and (directory / file_names.MANIFEST).exists())

@@ -179,7 +179,7 @@ def test_an_agent_does_not_write_to_a_replaced_directory(storage: PosixStorage) 
     (root / file_names.CLAIM).unlink()
     assert not is_refused(fence, storage), "the directory at this path is still the same"
     root.rename(root.with_name("moved"))
-    eventually("a check that looks", lambda: is_refused(fence, storage))
+    eventually("a check that reads the claim", lambda: is_refused(fence, storage))
     with pytest.raises(OvertakenError, match="removed or replaced"):
         fenced.put("a", b"")
     assert not root.exists(), "the agent does not make the directory again"
@@ -199,7 +199,7 @@ def test_an_overtaken_agent_changes_no_file_in_storage(storage: PosixStorage) ->
     fenced.put("empty/file", b"1")
     fenced.delete("empty/file")
     claims.put(storage, claim_of(NEW))
-    eventually("a check that looks", lambda: is_refused(fence, storage))
+    eventually("a check that reads the claim", lambda: is_refused(fence, storage))
     before = sorted(Path(storage.place).rglob("*"))
     for change in (
         lambda: fenced.put("directory/file", b"2"),
@@ -239,7 +239,7 @@ def test_the_agent_of_rank_0_renews_the_claim_with_the_state_of_the_run(
     eventually("the run is over", lambda: found().state == IDLE)
     (agent,) = node.agents()
     os.kill(agent, signal.SIGTERM)
-    eventually("the agent ends", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     claim = claims.read(storage)
     assert claim is not None
     assert claim.state == ENDED
@@ -282,10 +282,10 @@ def test_a_shard_that_was_removed_while_it_was_written_is_not_committed(
     trainer.claim()
     asking = threading.Thread(target=trainer.stage, args=(1, save_id))
     asking.start()
-    eventually("the agent stands still", (tmp_path / "reached").exists)
+    eventually("the agent is stopped", (tmp_path / "reached").exists)
     (root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)).unlink()
     agent = trainer.client.agent_pid
-    eventually("it can be woken", lambda: wake(agent))
+    eventually("the agent is stopped", lambda: wake(agent))
     asking.join()
     assert f"{file_names.shard_name(0, save_id)} is missing" in str(trainer.outcome().error)
     assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()

@@ -104,7 +104,11 @@ def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     assert trainer.save(1).error is None
     trainer.hang_up(leave=True)
     log = node.directory(root) / LOG
-    eventually("freed memory", lambda: "their memory is free" in log.read_text(), PATIENCE_S)
+    eventually(
+        "the log line of freed memory",
+        lambda: "their memory is free" in log.read_text(),
+        PATIENCE_S,
+    )
     second = node.trainer(root)
     assert second.client.agent_pid == agent.pid
     assert second.take() == (), "the trainers before ended as planned"
@@ -313,7 +317,7 @@ def test_a_foreground_agent_restores_files_that_a_cleaner_removed(
     directory = node.directory(root)
     for name in (LOG, SOCKET):
         (directory / name).unlink()
-    eventually("its socket", (directory / SOCKET).exists, PATIENCE_S)
+    eventually("the socket of the agent", (directory / SOCKET).exists, PATIENCE_S)
     trainer = node.trainer(root)
     assert trainer.client.agent_pid == agent.pid
     assert trainer.save(1).error is None

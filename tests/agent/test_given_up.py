@@ -46,7 +46,7 @@ class Stuck(PosixStorage):
         if name.endswith(".safetensors") and name.startswith(DIRECTORY) and self.hangs_at:
             self.sized.set()
             self.back.wait(PATIENCE_S)
-            eventually("somebody else removes it", lambda: self.kind(name) is None)
+            eventually("another thread removes the file", lambda: self.kind(name) is None)
         return nbytes
 
 
@@ -76,7 +76,9 @@ def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
         assert "gave up" in (trainer.outcome().error or "")
         assert stuck.sized.is_set()
         trainer.client.adopt(kept, 1)
-        eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
+        eventually(
+            "the removal of the shards", lambda: not list((root / DIRECTORY).glob("*.safetensors"))
+        )
         stuck.hangs_at = ""
         stuck.back.set()
         assert trainer.save(3).error is None
@@ -95,8 +97,12 @@ def test_an_agent_removes_a_save_given_up_when_its_put_returns(
         trainer.stage(2, new_save_id())
         assert "gave up" in (trainer.outcome().error or "")
         stuck.back.set()
-        eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
-        eventually("its records go", lambda: not list((root / DIRECTORY).glob("*.commit")))
+        eventually(
+            "the removal of the shards", lambda: not list((root / DIRECTORY).glob("*.safetensors"))
+        )
+        eventually(
+            "the removal of the records", lambda: not list((root / DIRECTORY).glob("*.commit"))
+        )
         stuck.hangs_at = ""
         assert trainer.save(3).error is None
         assert not (root / DIRECTORY / file_names.MANIFEST).exists()

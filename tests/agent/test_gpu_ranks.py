@@ -207,7 +207,9 @@ def test_the_agent_gets_the_blocked_time_of_the_training_loop(
     monkeypatch.setattr(client, "staged", ring)
     recorder = job.checkpointer.save(job.request(2, in_loop=True)).recorder
     slots = job.checkpointer.link._slab.slots
-    eventually("all is copied", lambda: SlotState.STAGED in {it.header.state for it in slots})
+    eventually(
+        "all tensors are copied", lambda: SlotState.STAGED in {it.header.state for it in slots}
+    )
     recorder.seen_by_loop(recorder.started, 7.5)
     assert [outcome.error for outcome in job.checkpointer.wait()] == [None]
     assert told == [7.5]
@@ -256,7 +258,8 @@ def test_the_next_agent_adopts_a_save_that_is_still_copied(
         job.checkpointer.save(job.request(2))
         os.kill(link.client().agent_pid, signal.SIGKILL)
         eventually(
-            "the loss is seen", lambda: job.checkpointer.saves.poll() or link.current is None
+            "the loss of the agent is noticed",
+            lambda: job.checkpointer.saves.poll() or link.current is None,
         )
         link._preparing.join(1.0)
         assert link.is_preparing, "the next agent waits for the copies"

@@ -251,7 +251,7 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
         assert trainer.slab is not None
         (slot,) = (slot for slot in trainer.slab.slots if slot.header.state == KEPT)
         trainer.client.close()
-        eventually("the write", lambda: slot.header.state == SlotState.STAGED)
+        eventually("the slot is being written", lambda: slot.header.state == SlotState.STAGED)
         again = node.trainer(root, config=config)
         assert again.client.agent_pid == agent
         (offer,) = again.take()

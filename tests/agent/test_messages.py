@@ -31,7 +31,7 @@ def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, r
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
         trainer.stage(1, save_id)
-        eventually("the agent waits for it", lambda: trainer.client.poll(0.2).pending)
+        eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
         remove_tree(root)
         let_go()
         error = trainer.outcome().error or ""
@@ -55,7 +55,7 @@ def test_an_error_explains_a_killed_agent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
     os.kill(agent, signal.SIGKILL)
-    eventually("its end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     with pytest.raises(AgentError) as raised:
         trainer.client.poll()
     assert str(node.directory(root) / LOG) in str(raised.value)
@@ -127,7 +127,7 @@ def test_an_error_explains_an_agent_killed_for_memory_by_its_control_group(
             pytest.skip(f"no process can join a control group here: {error}")
         with pytest.raises(AgentError, match=MEMORY):
             trainer.client.publish_template("0" * 16, bytes(64 * 2**20))
-        eventually("its end", lambda: not is_alive(agent))
+        eventually("the end of the agent", lambda: not is_alive(agent))
     assert trainer.reconnect() == (save_id,), "the next agent has the staged slot"
     assert trainer.outcome().error is None
     assert trainer.client.agent_pid != agent
@@ -141,7 +141,7 @@ def test_a_removed_directory_ends_the_save_before_the_timeout(
     directory = root / file_names.iteration_dir(1)
     trainers[0].stage(1, save_id)
     record = directory / file_names.record_name(0, save_id)
-    eventually("its record", record.exists)
+    eventually("the commit record", record.exists)
     remove_tree(directory)
     trainers[1].stage(1, save_id)
     errors = [trainer.outcome(60.0).error or "" for trainer in trainers]
@@ -157,7 +157,9 @@ def test_a_node_reports_its_removed_records_to_the_node_of_rank_0(root: Path) ->
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     record.unlink()
-    ((_, error),) = eventually("its end", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
+    ((_, error),) = eventually(
+        "a result of the save", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]]
+    )
     assert f"{record.name} was removed before the save was committed" in (error or "")
     note = record.parent / file_names.failure_name(1, "a" * 12)
     assert note.read_text() == error
@@ -170,7 +172,9 @@ def test_a_save_that_retention_has_removed_still_counts_as_committed(root: Path)
     append(save.storage, past, 10)
     remove_tree(root / file_names.iteration_dir(5))
     (root / file_names.iteration_dir(5)).mkdir()
-    found = eventually("its outcome", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
+    found = eventually(
+        "a result of the save", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]]
+    )
     assert found == [(True, None)]
 
 

@@ -48,14 +48,14 @@ class Rank:
 
     def failure(self) -> str:
         """Return the error of the only open save of this rank."""
-        (outcome,) = eventually("its outcome", self.saves.poll)
+        (outcome,) = eventually("a result of the save", self.saves.poll)
         assert outcome.failed_ranks == (self.rank,)
         return outcome.error or ""
 
     def kill_agent(self) -> None:
         for pid in self.node.agents():
             os.kill(pid, signal.SIGKILL)
-            eventually("the agent's end", lambda pid=pid: not is_alive(pid))
+            eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
 
     def close(self) -> None:
         self.saves.close()
@@ -128,7 +128,7 @@ def test_rank_0_leaves_no_note_while_its_agent_lives(
     lonely.link.client()
     lonely.link.replace_agent(lonely.link.current)  # type: ignore[arg-type]
     refuse(monkeypatch)
-    eventually("it has an agent again", lambda: lonely.link.wait_prepared(0.0))
+    eventually("the link has an agent again", lambda: lonely.link.wait_prepared(0.0))
     lonely.link.agent.close()
     other.stage(1, save_id)
     note = root / file_names.iteration_dir(1) / file_names.failure_name(0, save_id)
@@ -145,7 +145,7 @@ def test_rank_0_leaves_no_note_while_its_agent_lives(
         lonely.saves.poll()
         return note.exists()
 
-    eventually("it is served again, and its agent leaves the note", told)
+    eventually("the note of the new agent", told)
     assert other.outcome(SOON_S).error == "rank 0: no room"
 
 

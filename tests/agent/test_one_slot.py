@@ -32,7 +32,7 @@ def test_a_save_waits_for_the_commit_of_the_previous_one(node: Node, root: Path)
     with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
         for trainer in (first, second):
             trainer.stage(1, save_id)
-        eventually("its record", (directory / file_names.record_name(0, save_id)).exists)
+        eventually("the commit record", (directory / file_names.record_name(0, save_id)).exists)
         assert first.client.acquire(2, new_save_id(), 0.2) == -1
         let_go()
         assert first.client.acquire(2, new_save_id(), 60.0) == 0
@@ -125,7 +125,7 @@ def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
     save_id = new_save_id()
     with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
-        eventually("it is given up", lambda: trainer.outcome(60.0).error)
+        eventually("the error of the save that was given up", lambda: trainer.outcome(60.0).error)
         with pytest.raises(SaveFailedError, match="the storage hangs"):
             trainer.client.acquire(2, new_save_id(), 0.0)
 

@@ -115,7 +115,7 @@ def test_files_get_the_modes_that_the_umask_leaves(
         assert node.trainer(root).save(1).error is None
     finally:
         os.umask(former)
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
     for path, mode in modes.items():
         assert mode == (directory if path.is_dir() else file), path

@@ -260,7 +260,10 @@ def test_an_agent_moves_with_its_memory_when_its_session_ends(
         trainer.hang_up()
         monkeypatch.delenv("XDG_RUNTIME_DIR")
         # A trainer that connected within this second would start another agent.
-        eventually("its move", lambda: holder(agent_directory(str(root), None)) == agent)
+        eventually(
+            "the agent holds its new directory",
+            lambda: holder(agent_directory(str(root), None)) == agent,
+        )
         again = FakeTrainer(root, config)
         assert again.client.agent_pid == agent
         assert [offer.iteration for offer in again.take()] == [1]
@@ -268,7 +271,7 @@ def test_an_agent_moves_with_its_memory_when_its_session_ends(
         moved = agent_directory(str(root), None)
         assert moved != place
         again.hang_up(leave=True)
-        eventually("its end", lambda: not is_alive(agent))
+        eventually("the end of the agent", lambda: not is_alive(agent))
         assert not os.path.lexists(moved), "the moved directory is removed"
     finally:
         if is_alive(agent):

@@ -236,7 +236,9 @@ def test_an_agent_has_the_lowest_allowed_oom_score(node: Node, root: Path) -> No
     finally:
         own.write_text(former)
     score = int(Path(f"/proc/{agent}/oom_score_adj").read_text())
-    eventually("it says so", lambda: f"oom_score_adj {score}\n" in log_of(node, root))
+    eventually(
+        "the log line with the OOM score", lambda: f"oom_score_adj {score}\n" in log_of(node, root)
+    )
     assert score <= int(former)
 
 

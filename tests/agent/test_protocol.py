@@ -254,7 +254,7 @@ def test_garbage_ends_only_its_own_connection(
         said = _hang_up_and_read(sock)
     assert b"Granted" not in said
     assert b"SlabOffer" not in said
-    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
+    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert [offer.iteration for offer in busy.take()] == [1]
     assert busy.save(2).error is None
     assert_intact(root, 2, [busy])
@@ -328,7 +328,7 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
             "the save of the other rank is reported"
         )
     os.close(fd)
-    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
+    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert busy.save(2).error is None
 
 
@@ -348,7 +348,7 @@ def test_an_unrequested_descriptor_is_closed(
             assert b"Welcome" in frames.receive(sock)[0]
         _send_with(sock, request_with_fd, [file.fileno()])
         _hang_up_and_read(sock)
-    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
+    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert is_alive(busy.client.agent_pid)
 
 
@@ -360,7 +360,7 @@ def test_an_agent_ends_with_its_ranks_despite_connected_strangers(
         _hang_up_and_read(sock)
     agent = busy.client.agent_pid
     busy.hang_up(leave=True)
-    eventually("the agent's end", lambda: not is_alive(agent), within_s=5.0)
+    eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
 
 
 # ---------------------------------------------------------------------- two processes of one rank
@@ -378,7 +378,7 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     before = open_fds(former.client.agent_pid, root)
     former.hang_up()
     eventually(
-        "that it was noticed",
+        "the end of the former connection",
         lambda: len(open_fds(successor.client.agent_pid, root)) < len(before),
     )
     assert slot.header.state == SlotState.STAGING

@@ -96,7 +96,7 @@ def test_a_node_of_four_ranks_puts_one_record_per_save(
             assert noting.records == [file_names.record_name(0, save_id, 4)]
             assert_intact(root, iteration, trainers)
             noting.records.clear()
-        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+        eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
 
 
 def test_each_of_two_nodes_puts_the_record_of_its_ranks(
@@ -178,7 +178,7 @@ def test_the_successor_of_a_killed_agent_publishes_missing_records(
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     agent = trainers[0].client.agent_pid
     save_id = stage_all(trainers, 1)
-    eventually("the agent's end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     before = shard.stat().st_mtime_ns
     for trainer in trainers:

@@ -210,14 +210,14 @@ def test_a_checkpoint_to_resume_from_is_kept_if_its_manifest_comes_late(
     save_id = new_save_id()
     assert trainer.save(5, save_id).error is None
     record = root / file_names.iteration_dir(5) / file_names.record_name(0, save_id)
-    eventually("tidiness", lambda: not record.exists())
+    eventually("the removal of the commit record", lambda: not record.exists())
     record.touch()  # an agent killed after the manifest leaves this record
     half = root / file_names.iteration_dir(3) / file_names.shard_name(0, new_save_id())
     half.parent.mkdir()
     half.touch()
     later = other_node.trainer(root)
     later.client.adopt(save_id, 5)
-    eventually("other leftovers are removed", lambda: not half.parent.exists())
+    eventually("the removal of other orphaned files", lambda: not half.parent.exists())
     faulty.heal()
     assert_intact(root, 5, [trainer])
     assert later.save(6).error is None

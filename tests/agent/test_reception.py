@@ -80,7 +80,7 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     assert trainer.keep(1).error is None
     data = content(0, 1, trainer.layout.nbytes)
     trainer.hang_up()
-    eventually("the end of its connection", lambda: agent_connections(agent) == 0)
+    eventually("the end of the connection", lambda: agent_connections(agent) == 0)
     limit_files(agent, len(open_files(agent)) + 4)
     crowd.come(100)
     for number in range(90):

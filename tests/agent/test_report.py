@@ -31,7 +31,7 @@ def saves(node: Node, root: Path) -> Path:
         cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5, plan=PLANS[iteration])
         trainer.stage(iteration, new_save_id(), cost=cost)
         assert (trainer.outcome().error is None) == (iteration != 3)
-    eventually("retention", lambda: not (root / "iter_0000001").exists())
+    eventually("the removal by retention", lambda: not (root / "iter_0000001").exists())
     return root
 
 

@@ -160,7 +160,7 @@ def save_all(trainer: FakeTrainer, losses: dict[int, float | None]) -> None:
 
 def assert_these_are_left_whole(root: Path, trainer: FakeTrainer, iterations: list[int]) -> None:
     eventually(
-        "the end of the others",
+        "the removal of the other checkpoints",
         lambda: (
             iterations_in(root) == iterations
             and not [path for path in root.iterdir() if path.name.endswith(".removed")]
@@ -178,7 +178,9 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
     for iteration, loss in losses.items():
         trainer = node.trainer(root, retention=rules)
         save_all(trainer, {iteration: loss})
-        eventually("no more than it keeps", lambda: len(iterations_in(root)) <= 3)
+        eventually(
+            "the removal of checkpoints without a rule", lambda: len(iterations_in(root)) <= 3
+        )
         trainer.hang_up()
         for pid in node.agents():
             os.kill(pid, signal.SIGKILL)
@@ -208,7 +210,7 @@ def test_a_metric_that_no_checkpoint_has_removes_none_and_is_logged(node: Node, 
     save_all(trainer, {10: 1.0, 20: 2.0})
     log = node.directory(root) / "agent.log"
     said = "no checkpoint has the metric 'los'"
-    eventually("both are looked at", lambda: log.read_text().count(said) == 2)
+    eventually("the log lines of both saves", lambda: log.read_text().count(said) == 2)
     assert_these_are_left_whole(root, trainer, [10, 20])
 
 
@@ -303,7 +305,10 @@ def test_a_failed_removal_does_not_fail_the_save(node: Node, root: Path) -> None
     (root / file_names.removal_name(1, manifest.save_id)).mkdir()  # blocks the first step
     save_all(trainer, {2: None})
     log = node.directory(root) / "agent.log"
-    eventually("the attempt", lambda: "cannot remove the checkpoint of" in log.read_text())
+    eventually(
+        "the log line of the failed removal",
+        lambda: "cannot remove the checkpoint of" in log.read_text(),
+    )
     assert read_rank(stored(root, 1), trainer) == content(0, 1, trainer.layout.nbytes)
     assert_intact(root, 2, [trainer])
 
@@ -364,7 +369,7 @@ def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
             trainer.stage(iteration, save_id)
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
         # Otherwise the agent may carry out changes that the test has to count.
-        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+        eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
 
     def remove(changes: int, tracked: int) -> None:
         rules = Retention(latest=1)

@@ -134,7 +134,7 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     assert first.save(3).error is None
     assert is_alive(agent)
     first.hang_up()
-    eventually("its end", lambda: not is_alive(agent), 60)
+    eventually("the end of the agent", lambda: not is_alive(agent), 60)
     assert f"{root}: was removed, or another directory is in its place" in log.read_text()
     assert second.save(4).error is None
     assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]

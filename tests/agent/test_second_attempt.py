@@ -56,7 +56,7 @@ def test_an_agent_also_leaves_if_storage_still_fails(node: Node, root: Path) -> 
     trainers = start(node, node, root, 1)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     obstacle = fail(trainers, root, 2)
     before = files_of_ours(root)
     for trainer in trainers:
@@ -130,6 +130,6 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         let_go()
         assert again.slab is not None
         slot = again.slab.slots[offered.slot]
-        eventually("it is durable", lambda: slot.header.state == SlotState.DURABLE)
+        eventually("the slot is marked durable", lambda: slot.header.state == SlotState.DURABLE)
     assert again.save(3).error is None
     assert read_rank(stored(root, 2), again) == content(0, 2, again.layout.nbytes)

@@ -114,7 +114,7 @@ def writes_what_is_in_memory_only(node: Node, root: Path, second: Second) -> Non
     trainer = second()
     trainer.keep(1)
     trainer.hang_up(leave=True)
-    eventually("it is written", (root / file_names.TRACKER).exists)
+    eventually("the commit", (root / file_names.TRACKER).exists)
 
 
 def has_a_history(node: Node, root: Path, second: Second) -> None:
@@ -134,8 +134,10 @@ def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
         assert trainer.save(iteration).error is None
         trainer.client.poll()
     newest = file_names.iteration_dir(2)
-    eventually("the second", lambda: list((root / "traces").glob(f"{newest}*.json")))
-    eventually("one trace", lambda: len(list((root / "traces").glob("*.json"))) == 1)
+    eventually("the second trace", lambda: list((root / "traces").glob(f"{newest}*.json")))
+    eventually(
+        "the removal of the first trace", lambda: len(list((root / "traces").glob("*.json"))) == 1
+    )
 
 
 def is_there_for_the_next_save(node: Node, root: Path, second: Second) -> None:

@@ -49,7 +49,7 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
         assert (outcome.iteration, outcome.save_id, outcome.error) == (7, save_id, None)
         assert outcome.seconds > 0
         assert trainer.client.poll().pending == 0
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     shards = {file_names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
         "manifest.json",

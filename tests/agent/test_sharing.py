@@ -41,7 +41,7 @@ def test_members_of_a_group_may_read_and_replace_files_in_their_directory(
         os.umask(former)
     assert trainer.save(1).error is None
     eventually("the history", (root / file_names.HISTORY).exists)
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     for path in root.rglob("*"):
         status = path.stat()
         assert status.st_gid == GROUP, path
@@ -78,7 +78,10 @@ def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
     training = threading.Thread(target=train)
     training.start()
     try:
-        eventually("saves go on", (root / file_names.iteration_dir(3) / file_names.MANIFEST).exists)
+        eventually(
+            "the commit of iteration 3",
+            (root / file_names.iteration_dir(3) / file_names.MANIFEST).exists,
+        )
         take(root, tmp_path / "copy")
     finally:
         stop.set()

@@ -32,7 +32,7 @@ TOLD = STEPS[-4:]
 
 def kill_agent(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    eventually("the agent's end", lambda: not is_alive(pid))
+    eventually("the end of the agent", lambda: not is_alive(pid))
 
 
 def is_only_the_checkpoint(directory: Path) -> bool:
@@ -75,7 +75,7 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     agent, save_id = trainer.client.agent_pid, new_save_id()
     with contextlib.suppress(AgentError):  # the agent may die before it answers
         trainer.stage(2, save_id)
-    eventually("the agent's end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     assert reached.exists()
     directory = root / file_names.iteration_dir(2)
     shard = directory / file_names.shard_name(0, save_id)
@@ -92,7 +92,7 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     assert_intact(root, 2, [trainer])
     if not taken:  # the next agent tidies after its next commit
         assert trainer.save(3).error is None
-    eventually("all else is tidied away", lambda: is_only_the_checkpoint(directory))
+    eventually("the removal of all other files", lambda: is_only_the_checkpoint(directory))
     if before is not None:
         assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (
             before.st_ino,
@@ -113,7 +113,7 @@ def test_a_save_older_than_a_commit_of_the_killed_agent_keeps_the_tracker(
         trainer.stage(1, slow)
         with contextlib.suppress(AgentError):
             trainer.stage(2, fast)
-        eventually("the agent's end", lambda: not is_alive(agent))
+        eventually("the end of the agent", lambda: not is_alive(agent))
     assert (root / file_names.TRACKER).read_text() == "2"
     assert trainer.reconnect() == (slow, fast)
     outcomes = {trainer.outcome().iteration, trainer.outcome().iteration}
@@ -130,13 +130,13 @@ def test_a_late_rank_learns_the_result_of_a_save_that_retention_removed(
     for iteration, save_id in ((1, first), (2, second)):
         late.stage(iteration, save_id)
         record = root / file_names.iteration_dir(iteration) / file_names.record_name(1, save_id)
-        eventually("its record", record.exists)
+        eventually("the commit record", record.exists)
     kill_agent(late.client.agent_pid)
     prompt = node.trainer(root, 0, 2, retention=Retention(latest=1))
     assert prompt.save(1, first).error is None
     assert prompt.save(2, second).error is None
     removed = root / file_names.iteration_dir(1)
-    eventually("its removal", lambda: not removed.exists())
+    eventually("the removal by retention", lambda: not removed.exists())
     assert late.reconnect() == (first, second)
     outcomes = [late.outcome(), late.outcome()]
     assert {(it.iteration, it.save_id, it.error) for it in outcomes} == {
@@ -155,7 +155,7 @@ def test_a_staged_slot_is_persisted_even_without_its_staged_message(node: Node, 
     trainer.fill(slot, b"\1" * trainer.layout.nbytes)
     slot.set_state(SlotState.STAGED)
     trainer.client.close()
-    eventually("the mark", lambda: slot.header.state == SlotState.DURABLE)
+    eventually("the slot is marked durable", lambda: slot.header.state == SlotState.DURABLE)
     assert (root / file_names.TRACKER).read_text() == "1"
     trainer.reconnect()
     assert trainer.client.poll(0.0).finished == (), (
@@ -202,7 +202,7 @@ def test_the_next_agent_does_not_commit_a_save_that_lacks_a_rank(node: Node, roo
     kill_agent(trainers[0].client.agent_pid)
     assert [trainer.reconnect() for trainer in trainers] == [(save_id,), ()]
     record = root / file_names.iteration_dir(2) / file_names.record_name(0, save_id)
-    eventually("its shard is durable again", record.exists)
+    eventually("the commit record of the shard", record.exists)
     assert trainers[0].client.poll(0.2).pending == 1
     assert_intact(root, 1, trainers)
     assert save_all(trainers, 3) == [None, None]

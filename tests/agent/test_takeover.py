@@ -73,7 +73,7 @@ def test_a_refused_start_names_the_writer_and_changes_nothing(
     first = node.trainer(root)
     run = first.claim().run_id
     assert first.save(1).error is None
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     later = other_node.trainer(root)
 
     def listing() -> set[Path]:
@@ -113,9 +113,9 @@ def test_slots_staged_before_a_restart_are_committed_after_it(
     first.claim()
     asking = threading.Thread(target=first.stage, args=(1, new_save_id()))
     asking.start()
-    eventually("the agent stands still", (tmp_path / "reached").exists)
+    eventually("the agent is stopped", (tmp_path / "reached").exists)
     agent = first.client.agent_pid
-    waking = threading.Timer(0.5, lambda: eventually("it can be woken", lambda: wake(agent)))
+    waking = threading.Timer(0.5, lambda: eventually("the agent is stopped", lambda: wake(agent)))
     waking.start()
     second = node.trainer(root, config=config)
     second.claim()
@@ -237,7 +237,7 @@ def test_a_node_that_missed_a_run_gives_up_saves_without_a_committing_agent(
     hung.client.hold(first)
     hung.stage(4, stale := new_save_id())
     record = root / file_names.iteration_dir(4) / file_names.record_name(1, stale)
-    eventually("its record is there", record.exists)
+    eventually("the commit record", record.exists)
     resumed_from = new_save_id()
     if from_memory:
         assert hung.keep(5, resumed_from).error is None
@@ -248,9 +248,9 @@ def test_a_node_that_missed_a_run_gives_up_saves_without_a_committing_agent(
     back.take()
     back.client.adopt(resumed_from, 6)
     if epoch == 3 and not from_memory:
-        eventually("it is given up", lambda: not record.parent.exists())
+        eventually("the removal of the save that was given up", lambda: not record.parent.exists())
         back.hang_up(leave=True)
-        eventually("the agent leaves", lambda: not node.agents())
+        eventually("the end of the agent", lambda: not node.agents())
     else:
         assert back.client.poll(1.0).pending == 1
         assert record.exists()
@@ -346,7 +346,7 @@ def test_the_next_agent_of_a_run_renews_its_claim(
     key = trainer.claim()
     (agent,) = node.agents()
     os.kill(agent, 9)
-    eventually("its end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     trainer.find_agent()
     trainer.client.hold(key)
     (successor,) = node.agents()

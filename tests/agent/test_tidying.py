@@ -68,7 +68,7 @@ def test_results_are_reported_and_slots_freed_before_files_are_deleted(
         assert iterations_in(root) == [1, 2, 3, 4]
         assert len(list(root.rglob("*.commit"))) == 4
         gate.set()
-        eventually("tidiness", lambda: iterations_in(root) == [4])
+        eventually("the removal of commit records", lambda: iterations_in(root) == [4])
         eventually("the end of records", lambda: not list(root.rglob("*.commit")))
         assert_intact(root, 4, [trainer])
 
@@ -98,14 +98,14 @@ def test_an_agent_ends_even_if_a_removal_hangs(
 
 def test_the_next_commit_tidies_after_a_killed_agent(node: Node, root: Path) -> None:
     assert node.trainer(root).save(1).error is None
-    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     for pid in node.agents():
         os.kill(pid, 9)
     save_id = stored(root, 1).manifest.save_id
     record = root / file_names.iteration_dir(1) / file_names.record_name(0, save_id)
     record.touch()
     assert node.trainer(root).save(2).error is None
-    eventually("its end", lambda: not record.exists())
+    eventually("the removal of the record", lambda: not record.exists())
     assert verify(stored(root, 1)) == []
 
 
@@ -129,10 +129,12 @@ def test_saves_that_wait_for_removals_release_their_commit_data(
             "all saves share the cache of the agent"
         )
         gate.set()
-        eventually("tidiness", lambda: iterations_in(root) == [50], within_s=60.0)
+        eventually(
+            "the removal of commit records", lambda: iterations_in(root) == [50], within_s=60.0
+        )
         eventually("the end of records", lambda: not list(root.rglob("*.commit")))
         assert_intact(root, 50, [trainer])
-        eventually("the end of what waited", lambda: len(_waiting()) <= 1)  # the last
+        eventually("the end of waiting saves", lambda: len(_waiting()) <= 1)  # the last
 
 
 def _waiting() -> list[CommittedSave]:
@@ -189,7 +191,7 @@ def test_tidying_spares_saves_of_other_nodes_after_a_resume(
     record = root / file_names.iteration_dir(12) / file_names.record_name(1, ids[12])
     eventually("a record of the next save", record.exists)
     first.stage(11, ids[11])
-    eventually("that older saves are looked for", lambda: not orphan.exists())
+    eventually("the search for older saves", lambda: not orphan.exists())
     assert record.exists()
     first.stage(12, ids[12])
     assert [first.outcome().error for _ in range(2)] == [None, None]
@@ -339,7 +341,7 @@ def test_an_agent_reads_each_manifest_of_a_kept_checkpoint_once(
         trainer = node.trainer(root, retention=Retention(latest=9))
         for iteration in range(1, 7):
             assert trainer.save(iteration).error is None
-        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+        eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     assert len(decoded) == len(set(decoded)) == 6
 
 

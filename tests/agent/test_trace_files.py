@@ -56,10 +56,12 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     trainers = [node.trainer(root, rank, 2, config=config_with_traces(node)) for rank in range(2)]
     before = time.time()
     traced_save(trainers, 7)
-    (path,) = eventually("its trace", lambda: written(root))
+    (path,) = eventually("the trace of the save", lambda: written(root))
     assert path.name.startswith("iter_0000007-")
     last = [("rank 0", "result reported"), ("rank 1", "result reported"), ("agent", "retention")]
-    found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(last) and it)
+    found = eventually(
+        "the results of both ranks", lambda: (it := phases(path)).keys() >= set(last) and it
+    )
     for rank in ("rank 0", "rank 1"):
         for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync"):
             assert len(found[rank, name]) == 1, (rank, name)
@@ -79,8 +81,10 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
 def test_a_memory_only_save_has_a_trace_too(node: Node, root: Path) -> None:
     trainer = node.trainer(root, config=config_with_traces(node))
     trainer.keep(3)
-    (path,) = eventually("its trace", lambda: written(root))
-    found = eventually("it is told", lambda: ("rank 0", "result reported") in phases(path))
+    (path,) = eventually("the trace of the save", lambda: written(root))
+    found = eventually(
+        "the result of the save", lambda: ("rank 0", "result reported") in phases(path)
+    )
     assert found
     assert ("rank 0", "digest") in phases(path)
 
@@ -96,7 +100,9 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     def kept() -> list[str]:
         return [path.name.partition("-")[0] for path in written(root) if path != foreign]
 
-    eventually("the newest two", lambda: kept() == ["iter_0000003", "iter_0000004"])
+    eventually(
+        "the removal of the oldest trace", lambda: kept() == ["iter_0000003", "iter_0000004"]
+    )
     assert foreign.exists()
 
 
@@ -128,7 +134,8 @@ def test_jobs_that_share_a_trace_directory_keep_their_own_traces(
         return sorted(path.name.partition("-")[0] for path in (tmp_path / "shared").glob("*.json"))
 
     eventually(
-        "the newest of each", lambda: kept() == ["iter_0000001", "iter_0000003", "iter_0000003"]
+        "the removal of the oldest trace of each job",
+        lambda: kept() == ["iter_0000001", "iter_0000003", "iter_0000003"],
     )
     assert link.is_symlink()
 

@@ -67,7 +67,10 @@ def test_an_agent_restores_removed_files_at_once_and_keeps_its_memory(
     directory = node.directory(root)
     before = {path.name: path.lstat() for path in directory.iterdir()}
     take(directory)
-    eventually("its own files", lambda: holder(directory) == agent and _listens(directory, before))
+    eventually(
+        "the restored files of the agent",
+        lambda: holder(directory) == agent and _listens(directory, before),
+    )
     trainer.hang_up()
     again = node.trainer(root)
     assert again.client.agent_pid == agent
@@ -76,8 +79,8 @@ def test_an_agent_restores_removed_files_at_once_and_keeps_its_memory(
     assert {path.name for path in directory.iterdir()} == {SOCKET, LOCK, LOG}
     assert node.agents() == [agent]
     again.hang_up(leave=True)
-    eventually("its end", lambda: not is_alive(agent))
-    eventually("nothing is left", lambda: list(node.runtime_dir.iterdir()) == [])
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    eventually("the removal of all files", lambda: list(node.runtime_dir.iterdir()) == [])
 
 
 def _listens(directory: Path, before: dict[str, os.stat_result]) -> bool:
@@ -108,7 +111,10 @@ def test_an_agent_keeps_its_files_recent(node: Node, root: Path) -> None:
     old = time.time() - 20 * 24 * 3600
     for path in paths:
         os.utime(path, (old, old))
-    eventually("all are touched", lambda: all(path.lstat().st_mtime > old + 3600 for path in paths))
+    eventually(
+        "the new times of all files",
+        lambda: all(path.lstat().st_mtime > old + 3600 for path in paths),
+    )
     assert all(path.lstat().st_atime > old + 3600 for path in paths)
     assert trainer.save(1).error is None
 
@@ -124,7 +130,7 @@ def test_an_agent_that_does_not_restore_its_socket_is_named_and_replaced(
     trainer.hang_up()
     again = node.trainer(root, config=config)
     assert again.client.agent_pid != agent
-    eventually("its end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     lock = node.directory(root) / LOCK
     assert f"{lock}: is held by process {agent}, which has no socket there: killed" in caplog.text
     assert again.save(1).error is None
@@ -164,7 +170,7 @@ def test_an_agent_whose_place_was_taken_leaves_the_place_to_the_other(
     os.kill(agent, signal.SIGCONT)
     assert first.save(1).error is None, "the trainers of the first agent continue"
     first.hang_up(leave=True)
-    eventually("its end", lambda: not is_alive(agent))
+    eventually("the end of the agent", lambda: not is_alive(agent))
     assert second.save(2).error is None
     second.find_agent()
     assert node.agents() == [second.client.agent_pid]

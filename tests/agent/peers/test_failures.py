@@ -46,12 +46,17 @@ def test_a_hung_partner_costs_one_warning_and_no_save(tmp_path: Path) -> None:
         alone = made.trainers[0]
         for iteration in range(2, 7):
             alone.stage(iteration, f"{iteration:012x}")
-            eventually("persisted", lambda i=iteration: f"persisted iteration {i}" in made.log(0))
+            eventually(
+                "the log line of the persisted slot",
+                lambda i=iteration: f"persisted iteration {i}" in made.log(0),
+            )
         eventually("the warning", lambda: warnings(made, 0))
         assert "no answer within" in warnings(made, 0)[0]
         os.kill(hung, signal.SIGCONT)
         # No further save is needed: the agent sends the slot again.
-        eventually("the newest is held", lambda: "rank 0: iteration 6 is held by" in made.log(0))
+        eventually(
+            "the newest save is held", lambda: "rank 0: iteration 6 is held by" in made.log(0)
+        )
         assert len(warnings(made, 0)) == 1
 
 
@@ -83,7 +88,9 @@ def test_a_save_does_not_wait_for_a_slot_that_is_being_sent(tmp_path: Path) -> N
         for iteration in range(3, 7):
             alone.stage(iteration, f"{iteration:012x}")
         os.kill(slow, signal.SIGCONT)
-        eventually("the newest is held", lambda: "rank 0: iteration 6 is held by" in made.log(0))
+        eventually(
+            "the newest save is held", lambda: "rank 0: iteration 6 is held by" in made.log(0)
+        )
         (warning,) = warnings(made, 0)
         assert "iteration 2 is not held by" in warning
         assert "save less often, or raise 'slots'" in warning
@@ -174,7 +181,9 @@ def test_the_other_agents_accept_the_successor_of_a_killed_agent(
         for rank in before:
             # The agents of other nodes are asked again too, and report that they have their part.
             more = before[rank] + (1 if rank == 1 else len(sizes) - 1)
-            eventually("held again", lambda r=rank, n=more: made.said_held(10)[r] >= n)
+            eventually(
+                "the saves are held again", lambda r=rank, n=more: made.said_held(10)[r] >= n
+            )
         recover_lost(made, scheme, 3, 0, [save])
         assert_recovered(made, 0, [10])
 

@@ -207,7 +207,10 @@ def test_a_save_under_way_when_rank_0_moved_is_abandoned_and_the_next_committed(
                 trainer.client.adopt(save_id, 10)
             let_go()
         for node in range(2):
-            eventually("it is given up", lambda node=node: "10 was not saved" in made.log(node))
+            eventually(
+                "the removal of the save that was given up",
+                lambda node=node: "10 was not saved" in made.log(node),
+            )
         assert not (made.root / file_names.TRACKER).exists()
         newer = made.stage(20)
         for trainer in made.trainers.values():
