@@ -43,9 +43,9 @@ def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
     """Return the bytes that a load would take from the only chunk of a slot."""
     assert trainer.slab is not None
     held = HeldSlot(trainer.slab, offer, trainer.rank)
-    found = bytearray(held.data_nbytes(trainer.rank))
-    held.read_chunk(trainer.rank, 0, [memoryview(found)])
-    return bytes(found)
+    data = bytearray(held.data_nbytes(trainer.rank))
+    held.read_chunk(trainer.rank, 0, [memoryview(data)])
+    return bytes(data)
 
 
 def flip(trainer: FakeTrainer, offer: Offer) -> None:
@@ -186,7 +186,7 @@ def test_a_slot_that_was_not_digested_in_time_is_restored_with_a_warning(
         assert restored(again, offer) == data
         assert caplog.messages == []
         assert restored(again, msgspec.structs.replace(offer, digests=None)) == data
-    (said,) = caplog.messages
-    assert said.startswith("slot ")
-    assert "iter_0000007: is restored unverified" in said
-    assert "set 'restore_from_memory: false' to load from storage" in said
+    (warning,) = caplog.messages
+    assert warning.startswith("slot ")
+    assert "iter_0000007: is restored unverified" in warning
+    assert "set 'restore_from_memory: false' to load from storage" in warning

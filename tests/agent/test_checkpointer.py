@@ -95,8 +95,8 @@ def make(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return made[-1]
 
     yield job
-    for each in made:
-        each.checkpointer.close(leave=False)
+    for created in made:
+        created.checkpointer.close(leave=False)
 
 
 @pytest.mark.parametrize("staging", ["deferred", "blocking"])
@@ -265,10 +265,10 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
 ) -> None:
     """`busy: skip` costs one collective; without this rank, the other ranks would hang in it."""
     job = make(msgspec.structs.replace(config, busy="skip"))
-    said: list[tuple[int, str]] = []
+    reduced: list[tuple[int, str]] = []
 
     def reduce(value: int, how: str) -> int:
-        said.append((value, how))
+        reduced.append((value, how))
         return value
 
     monkeypatch.setattr("megatron_flashckpt.save.checkpointer.reduce_int", reduce)
@@ -276,11 +276,11 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
     job.side_state = lambda: {"hook": _Unsupported()}
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(1))
-    assert said == [(2, "max")]
+    assert reduced == [(2, "max")]
     job.side_state = lambda: {"rate": 1 / 0}
     with pytest.raises(ZeroDivisionError):
         job.checkpointer.save(job.request(1))
-    assert said == [(2, "max")] * 2
+    assert reduced == [(2, "max")] * 2
     job.side_state = whole
     assert job.save(1) is None, "a repeated request for this iteration is saved"
 

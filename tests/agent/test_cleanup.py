@@ -159,10 +159,10 @@ def test_foreign_files_stay_and_links_are_not_followed(root: Path, tmp_path: Pat
     (root / "logs").mkdir()
     before = listing(root)
     sweeper = Sweeper(PosixStorage(root))
-    (mine,) = plant(root, 3, file_names.shard_name(0, "aaaaaaaaaaaa"))
+    (own,) = plant(root, 3, file_names.shard_name(0, "aaaaaaaaaaaa"))
     sweeper.look_soon(lambda iteration: False)
     sweeper.sweep()
-    assert not mine.exists()
+    assert not own.exists()
     assert listing(root) == before
     assert all(path.exists() for path in foreign)
     assert listing(elsewhere) == {
@@ -201,7 +201,7 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
 
     sweeper = Sweeper(Slow(root))
     sweeper.look_soon(lambda _: False)
-    (late,) = (it for it in threading.enumerate() if it.name == "look")
+    (late,) = (thread for thread in threading.enumerate() if thread.name == "look")
     looked.set()
     late.join(PATIENCE_S)
     sweeper.sweep()

@@ -174,13 +174,15 @@ def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:
 
 
 def test_the_other_ranks_wait_for_local_rank_0(node: Node, root: Path) -> None:
-    found: list[AgentClient] = []
-    waiting = threading.Thread(target=lambda: found.append(connect(str(root), 1, 1, node.config())))
+    clients: list[AgentClient] = []
+    waiting = threading.Thread(
+        target=lambda: clients.append(connect(str(root), 1, 1, node.config()))
+    )
     waiting.start()
     trainer = node.trainer(root)
     waiting.join(PATIENCE_S)
-    assert [client.agent_pid for client in found] == [trainer.client.agent_pid]
-    found[0].close()
+    assert [client.agent_pid for client in clients] == [trainer.client.agent_pid]
+    clients[0].close()
 
 
 def test_an_agent_that_cannot_start_reports_the_reason_at_once(node: Node, root: Path) -> None:

@@ -38,8 +38,8 @@ from tests.support.trainer import (
 
 
 def iterations_in(root: Path) -> list[int]:
-    found = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
-    return sorted(iteration for iteration in found if iteration is not None)
+    iterations = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
+    return sorted(iteration for iteration in iterations if iteration is not None)
 
 
 # ---------------------------------------------------------------------- all ranks, this attempt
@@ -54,8 +54,8 @@ def test_a_save_is_not_committed_before_the_record_of_the_last_rank(node: Node, 
         record = directory / file_names.record_name(trainer.rank, save_id)
         eventually("the commit record", record.exists)
     for trainer in trainers[:2]:
-        told = trainer.client.poll(0.2)
-        assert (told.finished, told.pending) == ((), 1)
+        results = trainer.client.poll(0.2)
+        assert (results.finished, results.pending) == ((), 1)
     assert not (directory / file_names.MANIFEST).exists()
     assert not (root / file_names.TRACKER).exists()
     trainers[2].stage(1, save_id)
@@ -508,8 +508,8 @@ def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, ro
     for trainer in trainers:
         trainer.hang_up()
     again: list[FakeTrainer] = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    told = again[0].client.poll(1.5)
-    assert (told.finished, told.pending) == ((), 0)
+    results = again[0].client.poll(1.5)
+    assert (results.finished, results.pending) == ((), 0)
     eventually("the end of the save that was cut short", lambda: files_of_ours(root) == [])
     save_id = new_save_id()
     for trainer in again:

@@ -47,10 +47,10 @@ class _Distant(PosixStorage):
             self._now += 1
             self.most = max(self.most, self._now)
         time.sleep(self.wait_s)
-        found = super().read(name, offset, nbytes)
+        data = super().read(name, offset, nbytes)
         with self._lock:
             self._now -= 1
-        return found
+        return data
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def names(root: Path) -> list[str]:
 def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
-    found = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
-    assert [record.rank for record in found] == list(range(RANKS))
-    assert [record.placement for record in found] == [(rank,) for rank in range(RANKS)]
-    whole = [it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS]
+    merged = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+    assert [record.rank for record in merged] == list(range(RANKS))
+    assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
+    whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
     assert sorted(whole) == ["t0", "t1"]
 
 
@@ -147,17 +147,17 @@ def test_node_records_equal_the_records_of_their_ranks(
     of_nodes: Path,
 ) -> None:
     assert len(names(of_nodes)) == RANKS // 8
-    found = decoded(of_nodes)
-    assert [record.rank for record in found] == list(range(RANKS))
-    assert [record.placement for record in found] == [(rank,) for rank in range(RANKS)]
-    whole = [it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS]
+    merged = decoded(of_nodes)
+    assert [record.rank for record in merged] == list(range(RANKS))
+    assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
+    whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
     assert sorted(whole) == ["t0", "t1"]
 
 
 def test_a_file_has_each_template_once(of_nodes: Path) -> None:
     path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 8)
-    found = decode_records(path.read_bytes(), "it")
-    assert [it.template is KNOWN_ITEMS for it in found] == [False, False] + 6 * [True]
+    merged = decode_records(path.read_bytes(), "it")
+    assert [record.template is KNOWN_ITEMS for record in merged] == [False, False] + 6 * [True]
 
 
 def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
@@ -167,9 +167,11 @@ def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
     items = encode_items(())
     for other in (record, msgspec.structs.replace(record, cost=cost)):
         write(of_nodes, [msgspec.structs.replace(other, template=items)])
-        found = decoded(of_nodes)
-        assert [record.rank for record in found] == list(range(RANKS))
-        assert {it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS} == {
+        merged = decoded(of_nodes)
+        assert [record.rank for record in merged] == list(range(RANKS))
+        assert {
+            entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS
+        } == {
             "t0",
             "t1",
         }
@@ -206,12 +208,12 @@ def test_no_template_is_lost_in_any_order_of_reads(
 
     whole = [
         msgspec.structs.replace(
-            it, template=encode_items(()), template_fingerprint=f"own {it.rank}"
+            record, template=encode_items(()), template_fingerprint=f"own {record.rank}"
         )
-        for it in decoded(of_nodes)[:8]
+        for record in decoded(of_nodes)[:8]
     ]
     write(of_nodes, whole)
     write(of_nodes, whole[3:4])
     monkeypatch.setattr("megatron_flashckpt.agent.commit_records.for_all", backwards)
-    own = [it for it in decoded(of_nodes) if it.template_fingerprint.startswith("own")]
-    assert [it.template is KNOWN_ITEMS for it in own] == [False] * 8
+    own = [record for record in decoded(of_nodes) if record.template_fingerprint.startswith("own")]
+    assert [record.template is KNOWN_ITEMS for record in own] == [False] * 8

@@ -32,8 +32,8 @@ MIB = 2**20
 
 def slabs(agent: int) -> list[int]:
     """Return the ranks whose slabs an agent has open."""
-    found = {path for path in open_files(agent) if "memfd:flashckpt-" in path}
-    return sorted(int(path.partition("flashckpt-")[2].split(" ")[0]) for path in found)
+    paths = {path for path in open_files(agent) if "memfd:flashckpt-" in path}
+    return sorted(int(path.partition("flashckpt-")[2].split(" ")[0]) for path in paths)
 
 
 def shared_nbytes(pid: int) -> int:
@@ -94,9 +94,9 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     assert [held.rank for held in second[0].client.held(60.0)] == [0, 1]
     assert slabs(agent) == [0, 1]
     assert shared_nbytes(agent) < 0.6 * before
-    said = next(line for line in log(node, root).splitlines() if "freed" in line)
-    assert "MiB of host memory of ranks that are not of the run" in said
-    assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in said
+    message = next(line for line in log(node, root).splitlines() if "freed" in line)
+    assert "MiB of host memory of ranks that are not of the run" in message
+    assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in message
 
 
 def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
@@ -115,8 +115,8 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
         assert slabs(agent) == [0, 1]
         let_go()
         assert [held.rank for held in second[0].client.held(60.0)] == [0]
-    found = stored(root, 1)
-    assert [read_rank(found, trainer) for trainer in first] == data
+    checkpoint = stored(root, 1)
+    assert [read_rank(checkpoint, trainer) for trainer in first] == data
 
 
 def test_the_log_names_memory_only_saves_that_are_freed(node: Node, root: Path) -> None:

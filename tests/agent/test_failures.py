@@ -40,13 +40,13 @@ def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Pa
     root.mkdir(exist_ok=True)
     (root / file_names.iteration_dir(5)).write_text("in the way")
     save_id = new_save_id()
-    told = []
+    failed_ranks = []
     for trainer in trainers:
         trainer.stage(5, save_id)
-        told.append(trainer.outcome().failed_ranks)
-    assert told[0] == (0,)
+        failed_ranks.append(trainer.outcome().failed_ranks)
+    assert failed_ranks[0] == (0,)
     # Otherwise they fail only because the first rank failed, and report nothing.
-    assert all(ranks[:1] in ((0,), ()) for ranks in told)
+    assert all(ranks[:1] in ((0,), ()) for ranks in failed_ranks)
     later = new_save_id()
     (root / file_names.iteration_dir(6)).write_text("in the way")
     trainers[2].stage(6, later)

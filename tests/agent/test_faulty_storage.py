@@ -46,13 +46,13 @@ class Faults:
             monkeypatch.setattr(module, name, self._wrapped(name, getattr(module, name)))
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(what: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(target: Any, *args: Any, **kwargs: Any) -> Any:
             act = self._act.get(name)
             if act is not None:
-                path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what
+                path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
                 if os.fspath(path).startswith(self._root):
                     act()
-            return call(what, *args, **kwargs)
+            return call(target, *args, **kwargs)
 
         return wrapper
 

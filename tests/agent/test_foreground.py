@@ -206,9 +206,11 @@ def test_of_agents_that_start_together_one_remains(
     """The check of the lock precedes the new program, so others may take the lock in between."""
     agents = [foreground.command() for _ in range(3)]
     eventually(
-        "one agent", lambda: [it.poll() for it in agents].count(None) == 1, within_s=PATIENCE_S
+        "one agent",
+        lambda: [process.poll() for process in agents].count(None) == 1,
+        within_s=PATIENCE_S,
     )
-    (agent,) = [it for it in agents if it.poll() is None]
+    (agent,) = [process for process in agents if process.poll() is None]
     foreground.wait_for(agent.pid)
     for other in agents:
         if other is not agent:

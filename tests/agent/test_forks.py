@@ -55,28 +55,28 @@ def in_child(work: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(said)
+    return json.loads(output)
 
 
 def slabs_of(pid: int | str) -> list[int]:
     """Return the inodes of slabs that a process has open or mapped; a slab counts once for both."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    found = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
+    inodes = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the process has closed the file
             if "memfd:flashckpt-" in os.readlink(path):
-                found.append(path.stat().st_ino)
-    return found
+                inodes.append(path.stat().st_ino)
+    return inodes
 
 
 def sockets_of(pid: int | str) -> list[str]:
-    found = []
+    sockets = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(path))
-    return [link for link in found if link.startswith("socket:")]
+            sockets.append(os.readlink(path))
+    return [link for link in sockets if link.startswith("socket:")]
 
 
 class Tie:

@@ -70,12 +70,12 @@ def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode)
 
     yield job
     gpus.refusals.clear()
-    for each in made:
-        each.checkpointer.close(leave=False)
+    for created in made:
+        created.checkpointer.close(leave=False)
 
 
 def descriptors_of_slabs() -> int:
-    targets = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum(target.startswith("/memfd:flashckpt-") for target in targets)
 
 
@@ -197,22 +197,23 @@ def test_the_agent_gets_the_blocked_time_of_the_training_loop(
 ) -> None:
     job = make(5)
     assert job.save(1) is None
-    client, told = job.checkpointer.link.client(), []
+    client, reported = job.checkpointer.link.client(), []
     staged = client.staged
 
     def ring(slot: int, cost: RankCost, spans: Any) -> None:
-        told.append(cost.blocked_s)
+        reported.append(cost.blocked_s)
         staged(slot, cost, spans)
 
     monkeypatch.setattr(client, "staged", ring)
     recorder = job.checkpointer.save(job.request(2, in_loop=True)).recorder
     slots = job.checkpointer.link._slab.slots
     eventually(
-        "all tensors are copied", lambda: SlotState.STAGED in {it.header.state for it in slots}
+        "all tensors are copied",
+        lambda: SlotState.STAGED in {entry.header.state for entry in slots},
     )
     recorder.seen_by_loop(recorder.started, 7.5)
     assert [outcome.error for outcome in job.checkpointer.wait()] == [None]
-    assert told == [7.5]
+    assert reported == [7.5]
 
 
 def test_a_slot_whose_staged_message_failed_is_marked_failed(
@@ -229,7 +230,7 @@ def test_a_slot_whose_staged_message_failed_is_marked_failed(
         patch.setattr(job.checkpointer.link.client(), "staged", refuse)
         assert job.save(2) == "not handed to the agent (ValueError: no)"
     headers = [slot.header for slot in job.checkpointer.link._slab.slots]
-    assert {it.iteration: it.state for it in headers}[2] == SlotState.FAILED
+    assert {header.iteration: header.state for header in headers}[2] == SlotState.FAILED
 
 
 def test_a_larger_slab_unlocks_and_unmaps_the_former_one(

@@ -18,7 +18,7 @@ from tests.agent.conftest import Node
 from tests.support.trainer import new_save_id
 
 
-def told(root: Path) -> list[PastSave]:
+def saves_in(root: Path) -> list[PastSave]:
     return history.read(PosixStorage(root))
 
 
@@ -37,16 +37,16 @@ def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path)
     outcomes = [trainer.outcome() for trainer in trainers]
     storage = PosixStorage(root)
     manifest = StoredCheckpoint(storage, 7, read_manifest(storage, 7)).manifest
-    found = manifest.cost
-    assert found is not None
-    assert (found.blocked_s, found.staged_s, found.started_at) == (0.25, 0.875, called)
-    assert found.nbytes == sum(shard.nbytes for shard in manifest.shards)
-    assert 0 < found.persisted_s <= found.durable_s <= time.time() - called
-    assert found.slowest in (0, 1)
-    assert [outcome.cost for outcome in outcomes] == [found, found]
-    (line,) = told(root)
+    timings = manifest.cost
+    assert timings is not None
+    assert (timings.blocked_s, timings.staged_s, timings.started_at) == (0.25, 0.875, called)
+    assert timings.nbytes == sum(shard.nbytes for shard in manifest.shards)
+    assert 0 < timings.persisted_s <= timings.durable_s <= time.time() - called
+    assert timings.slowest in (0, 1)
+    assert [outcome.cost for outcome in outcomes] == [timings, timings]
+    (line,) = saves_in(root)
     assert (line.iteration, line.save_id, line.error, line.world_size) == (7, save_id, None, 2)
-    assert line.cost == found
+    assert line.cost == timings
 
 
 def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path)
     (root / "iter_0000003").write_text("not a directory")
     failed = trainer.save(3)
     assert failed.error is not None
-    assert [(line.iteration, line.error) for line in told(root)] == [
+    assert [(line.iteration, line.error) for line in saves_in(root)] == [
         (1, None),
         (2, None),
         (3, failed.error),
@@ -78,14 +78,14 @@ def test_a_node_that_does_not_commit_also_gets_the_timings_of_all_ranks(
     assert costs[0] == costs[1]
     assert costs[0] is not None
     assert costs[0].blocked_s == 0.5
-    assert len(told(root)) == 1
+    assert len(saves_in(root)) == 1
 
 
 def test_the_history_keeps_the_newest_lines_and_may_be_turned_off(node: Node, root: Path) -> None:
     storage = PosixStorage(root)
     for iteration in range(5):
         history.append(storage, past(iteration), 3)
-    assert [line.iteration for line in told(root)] == [2, 3, 4]
+    assert [line.iteration for line in saves_in(root)] == [2, 3, 4]
     other = root.with_name("other")
     quiet = msgspec.structs.replace(node.config(), history=0)
     assert node.trainer(other, config=quiet).save(1).error is None
@@ -97,7 +97,7 @@ def test_invalid_history_lines_are_skipped_and_an_unwritable_history_fails_no_sa
 ) -> None:
     root.mkdir()
     (root / HISTORY).write_bytes(b"\xff\xfe\n{\n" + msgspec.json.encode(past(9)) + b"\n[]\n")
-    assert [line.iteration for line in told(root)] == [9]
+    assert [line.iteration for line in saves_in(root)] == [9]
     (root / HISTORY).unlink()
     (root / HISTORY).mkdir()
     assert node.trainer(root).save(1).error is None

@@ -48,10 +48,10 @@ class Counting(PosixStorage):
         return super().list(directory)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        found = super().read(name, offset, nbytes)
+        contents = super().read(name, offset, nbytes)
         with self._lock:
-            self.read_nbytes += len(found)
-        return found
+            self.read_nbytes += len(contents)
+        return contents
 
     def put(
         self,
@@ -109,7 +109,7 @@ def test_of_64_nodes_63_read_a_marker_and_no_node_lists(root: Path) -> None:
 def test_a_marker_agrees_with_the_manifest(root: Path) -> None:
     saves = pair(root, A)
     assert [outcome_of(save, 60.0) for save in saves] == [DONE, DONE]
-    here, there = ((it.cost, it.differing, it.compared) for it in saves)
+    here, there = ((entry.cost, entry.differing, entry.compared) for entry in saves)
     assert here == there
     whole = manifest.decode_facts((root / DIRECTORY / file_names.MANIFEST).read_bytes(), "it")
     assert here == (whole.cost, whole.differing, whole.compared)
@@ -251,9 +251,9 @@ def test_a_waiting_agent_reads_no_manifest(
 
     class Noting(PosixStorage):
         def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-            found = super().read(name, offset, nbytes)
-            read.append((name, len(found)))
-            return found
+            data = super().read(name, offset, nbytes)
+            read.append((name, len(data)))
+            return data
 
         def present(self, directory: str, names: Iterable[str]) -> set[str]:
             return super().present(directory, names)

@@ -91,10 +91,10 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
     with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
-        assert [it for it, _ in offered(trainer)] == [6, 4]
+        assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         # One slot is being written and the other is the newest, so this save waits or is skipped.
         assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
-        assert [it for it, _ in offered(trainer)] == [6, 4]
+        assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         let_go()
         assert trainer.outcome().error is None
     assert trainer.save(8).error is None

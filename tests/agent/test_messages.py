@@ -145,7 +145,9 @@ def test_a_removed_directory_ends_the_save_before_the_timeout(
     remove_tree(directory)
     trainers[1].stage(1, save_id)
     errors = [trainer.outcome(60.0).error or "" for trainer in trainers]
-    assert all(f"{record.name} was removed before the save was committed" in it for it in errors)
+    assert all(
+        f"{record.name} was removed before the save was committed" in text for text in errors
+    )
     save_id = new_save_id()
     for trainer in trainers:
         trainer.stage(2, save_id)
@@ -158,7 +160,7 @@ def test_a_node_reports_its_removed_records_to_the_node_of_rank_0(root: Path) ->
     record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     record.unlink()
     ((_, error),) = eventually(
-        "a result of the save", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]]
+        "a result of the save", lambda: [result for result in [outcome_of(save, 60.0)] if result[0]]
     )
     assert f"{record.name} was removed before the save was committed" in (error or "")
     note = record.parent / file_names.failure_name(1, "a" * 12)
@@ -172,10 +174,10 @@ def test_a_save_that_retention_has_removed_still_counts_as_committed(root: Path)
     append(save.storage, past, 10)
     remove_tree(root / file_names.iteration_dir(5))
     (root / file_names.iteration_dir(5)).mkdir()
-    found = eventually(
-        "a result of the save", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]]
+    results = eventually(
+        "a result of the save", lambda: [result for result in [outcome_of(save, 60.0)] if result[0]]
     )
-    assert found == [(True, None)]
+    assert results == [(True, None)]
 
 
 def test_a_record_put_after_the_listing_is_not_reported_as_removed(
@@ -189,9 +191,9 @@ def test_a_record_put_after_the_listing_is_not_reported_as_removed(
     listed = PosixStorage.list
 
     def late(storage: PosixStorage, directory: str) -> list[str]:
-        found = listed(storage, directory)
+        names = listed(storage, directory)
         save.persisted.add(1)
-        return found
+        return names
 
     save.gone_since = -60.0
     with monkeypatch.context() as patch:

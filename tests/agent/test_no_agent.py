@@ -98,8 +98,8 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     refuse(monkeypatch)
     lonely.kill_agent()
     assert lonely.failure() == "no agent answered"
-    told = other.outcome(SOON_S).error or ""
-    assert told.startswith(f"rank {lonely.rank}: ")
+    error = other.outcome(SOON_S).error or ""
+    assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
 
 
@@ -141,11 +141,11 @@ def test_rank_0_leaves_no_note_while_its_agent_lives(
     assert not note.exists()
     monkeypatch.setattr(agent_connection, "connect", connect)
 
-    def told() -> bool:
+    def is_noted() -> bool:
         lonely.saves.poll()
         return note.exists()
 
-    eventually("the note of the new agent", told)
+    eventually("the note of the new agent", is_noted)
     assert other.outcome(SOON_S).error == "rank 0: no room"
 
 

@@ -134,7 +134,7 @@ def test_no_message_or_file_uses_pickle() -> None:
     """
     home = Path(megatron_flashckpt.__file__).parent
     runs_code = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-    found = set()
+    users = set()
     for path in home.rglob("*.py"):
         for at in ast.walk(ast.parse(path.read_text())):
             names = []
@@ -143,10 +143,10 @@ def test_no_message_or_file_uses_pickle() -> None:
             elif isinstance(at, ast.ImportFrom):
                 names = [at.module or ""]
             if runs_code & {name.split(".")[0] for name in names}:
-                found.add(str(path.relative_to(home)))
+                users.add(str(path.relative_to(home)))
     among_ranks = {"collectives.py"}
-    assert all(name.startswith("convert/") for name in found - among_ranks), found
-    assert found > among_ranks, "the test searches the wrong directory"
+    assert all(name.startswith("convert/") for name in users - among_ranks), users
+    assert users > among_ranks, "the test searches the wrong directory"
 
 
 def test_an_invalid_template_from_the_agent_counts_as_missing(node: Node, root: Path) -> None:
@@ -154,6 +154,6 @@ def test_an_invalid_template_from_the_agent_counts_as_missing(node: Node, root: 
     fingerprint = trainer.layout.template_fingerprint
     trainer.client.publish_template(fingerprint, b"\x80\x04cos\nsystem\n.")
     other = node.trainer(root, 1, 1)
-    found: Layout = other.plans.layout(trainer.pieces)
-    assert found == trainer.layout
+    layout: Layout = other.plans.layout(trainer.pieces)
+    assert layout == trainer.layout
     assert other.plans.counters.misses == 1

@@ -61,27 +61,27 @@ def in_a_process_with_pages_of(nbytes: int, root: Path) -> dict[str, list[list[i
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[int]]] = json.loads(done.stdout)
-    return found
+    offsets: dict[str, list[list[int]]] = json.loads(done.stdout)
+    return offsets
 
 
 def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> None:
-    found = in_a_process_with_pages_of(LARGE, root)
-    assert len(found["writes"]) == 2, "a shard of 6 MB has two chunks"
-    for offset, address, _ in found["writes"]:
+    offsets = in_a_process_with_pages_of(LARGE, root)
+    assert len(offsets["writes"]) == 2, "a shard of 6 MB has two chunks"
+    for offset, address, _ in offsets["writes"]:
         assert offset % LARGE == 0
         assert address % LARGE == 0
-    first, _ = found["writes"]
+    first, _ = offsets["writes"]
     assert first[2] % LARGE == 0
-    assert all(number % LARGE == 0 for number in found["offsets"])
+    assert all(number % LARGE == 0 for number in offsets["offsets"])
     shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, "a" * 12)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
     assert verify(stored(root, 5)) == [], "this process reads the file with pages of 4 KiB"
 
 
 def test_with_pages_of_4_kib_files_keep_their_layout(root: Path) -> None:
-    found = in_a_process_with_pages_of(4096, root)
-    (offset, _, _), _ = found["writes"]
+    offsets = in_a_process_with_pages_of(4096, root)
+    (offset, _, _), _ = offsets["writes"]
     assert offset % 4096 == 0
     assert offset < LARGE
-    assert found["offsets"][1] < 2 * 2**17 + 4096
+    assert offsets["offsets"][1] < 2 * 2**17 + 4096

@@ -183,10 +183,10 @@ def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
             os.close(start)
             os.read(ready, 1)  # all processes begin when the other end is closed
             try:
-                said = str(found(session if number % 2 else None))
+                answer = str(found(session if number % 2 else None))
             except BaseException as error:
-                said = repr(error)
-            os.write(writer, said.encode())
+                answer = repr(error)
+            os.write(writer, answer.encode())
             os._exit(0)
         os.close(writer)
         readers.append((child, reader))

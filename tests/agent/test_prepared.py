@@ -139,14 +139,14 @@ class SmallNode:
 
     def slabs(self) -> dict[int, int]:
         """Return the bytes of each slab that a process of this node has mapped, by inode."""
-        client, found = self._link.current, dict[int, int]()
+        client, by_inode = self._link.current, dict[int, int]()
         for pid in (os.getpid(), *([client.agent_pid] if client is not None else [])):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "memfd:flashckpt-" in line:
                     bounds, _, _, _, inode, *_ = line.split()
                     begin, end = (int(bound, 16) for bound in bounds.split("-"))
-                    found[int(inode)] = end - begin
-        return {inode: nbytes for inode, nbytes in found.items() if inode not in self._others}
+                    by_inode[int(inode)] = end - begin
+        return {inode: nbytes for inode, nbytes in by_inode.items() if inode not in self._others}
 
 
 @pytest.fixture

@@ -201,9 +201,9 @@ def test_an_agent_gets_required_and_requested_variables(
     for name, value in (kept | dropped).items():
         monkeypatch.setenv(name, value)
     config = node.config(environment=("FAULTY_*", "COVERAGE_FILE"))
-    found = environment_of(node.trainer(root, config=config).client.agent_pid)
-    assert {name: found.get(name) for name in kept} == kept
-    assert not found.keys() & dropped.keys()
+    environment = environment_of(node.trainer(root, config=config).client.agent_pid)
+    assert {name: environment.get(name) for name in kept} == kept
+    assert not environment.keys() & dropped.keys()
 
 
 @pytest.mark.parametrize("passed_on", [(), ("LD_PRELOAD",)])
@@ -211,9 +211,9 @@ def test_an_agent_preloads_a_library_only_on_request(
     passed_on: tuple[str, ...],
 ) -> None:
     environ = {"LD_PRELOAD": "/lib/profiler.so", "PATH": "/bin"}
-    found = process.environment(environ, passed_on)
-    assert ("LD_PRELOAD" in found) is bool(passed_on)
-    assert found["PATH"] == "/bin"
+    variables = process.environment(environ, passed_on)
+    assert ("LD_PRELOAD" in variables) is bool(passed_on)
+    assert variables["PATH"] == "/bin"
 
 
 def test_a_foreground_agent_gets_the_same_variables(
@@ -222,8 +222,8 @@ def test_a_foreground_agent_gets_the_same_variables(
     for name in ("NCCL_DEBUG", "FAULTY_CALLS", "TZ"):
         monkeypatch.setenv(name, "UTC")
     agent = foreground.agent(agent__environment="[FAULTY_*]")
-    found = environment_of(agent.pid)
-    assert found.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
+    environment = environment_of(agent.pid)
+    assert environment.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
 
 
 def test_an_agent_has_the_lowest_allowed_oom_score(node: Node, root: Path) -> None:

@@ -44,13 +44,13 @@ def open_fds(pid: int | str = "self", save_dir: Path | None = None) -> list[str]
     An agent tidies its save directory after it has reported a result, so its descriptors there
     change at any time.
     """
-    found = []
+    targets = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor was closed after the listing
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
             if save_dir is None or not target.startswith(f"{save_dir}/"):
-                found.append(target)
-    return sorted(found)
+                targets.append(target)
+    return sorted(targets)
 
 
 # ---------------------------------------------------------------------- frames
@@ -169,8 +169,8 @@ class _Hasty(socket.socket):
 
     other: socket.socket
 
-    def sendmsg(self, *what: Any) -> int:
-        sent = super().sendmsg(*what)
+    def sendmsg(self, *arguments: Any) -> int:
+        sent = super().sendmsg(*arguments)
         self.other.close()
         return sent
 
@@ -229,11 +229,11 @@ def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
 def _hang_up_and_read(sock: socket.socket) -> bytes:
     """Stop sending; return all bytes that the agent sends before it hangs up too."""
     sock.shutdown(socket.SHUT_WR)
-    said = b""
+    received = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := sock.recv(1 << 16):
-            said += chunk
-    return said
+            received += chunk
+    return received
 
 
 @pytest.fixture
@@ -251,9 +251,9 @@ def test_garbage_ends_only_its_own_connection(
     before = open_fds(busy.client.agent_pid, root)
     with stranger(node, root) as sock:
         sock.sendall(NONSENSE[kind])
-        said = _hang_up_and_read(sock)
-    assert b"Granted" not in said
-    assert b"SlabOffer" not in said
+        received = _hang_up_and_read(sock)
+    assert b"Granted" not in received
+    assert b"SlabOffer" not in received
     eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert [offer.iteration for offer in busy.take()] == [1]
     assert busy.save(2).error is None

@@ -122,7 +122,9 @@ def test_ranks_that_are_not_neighbours_have_records_of_their_own(
         trainers += [other_node.trainer(root, rank, 4) for rank in (1, 3)]
         save_id = stage_all(trainers, 1)
         assert [trainer.outcome().error for trainer in trainers] == [None] * 4
-        assert sorted(noting.records) == [file_names.record_name(it, save_id) for it in range(4)]
+        assert sorted(noting.records) == [
+            file_names.record_name(number, save_id) for number in range(4)
+        ]
 
 
 def test_a_failed_save_publishes_no_record_and_leaves_no_file(
@@ -153,7 +155,7 @@ def test_a_node_waits_for_a_slow_rank_only_for_a_limited_time(node: Node, root: 
         for trainer in trainers:
             trainer.stage(1, save_id)
         alone = [directory / file_names.record_name(rank, save_id) for rank in (0, 2)]
-        eventually("the records of the others", lambda: all(it.exists() for it in alone))
+        eventually("the records of the others", lambda: all(path.exists() for path in alone))
         assert time.monotonic() - began >= 2.0
         assert trainers[0].client.poll(0.0).finished == ()
         let_go()

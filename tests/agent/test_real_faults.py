@@ -82,11 +82,11 @@ def test_a_transient_error_at_any_call_breaks_no_save(
         number = PASSING[iteration % len(PASSING)]
         part = part.format(iteration=file_names.iteration_dir(iteration))
         faulty.rule(fail(call, number, part, times=1, done=done))
-        said = f"{errno.errorcode[number]} at {call} of {part}"
-        assert save_all(trainers, iteration) == [None, None], said
-        eventually(f"{said} is met", lambda: len(faulty.hits()) >= iteration)  # noqa: B023
+        fault = f"{errno.errorcode[number]} at {call} of {part}"
+        assert save_all(trainers, iteration) == [None, None], fault
+        eventually(f"{fault} is met", lambda: len(faulty.hits()) >= iteration)  # noqa: B023
         hits = faulty.hits()
-        assert len(hits) == iteration, f"{said} came more than once"
+        assert len(hits) == iteration, f"{fault} came more than once"
         assert (hits[-1].call, hits[-1].number) == (call, number)
         assert {hit.pid for hit in hits} <= set(node.agents())
         assert_intact(root, iteration, trainers)

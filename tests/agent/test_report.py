@@ -44,18 +44,18 @@ def test_every_save_is_listed_with_its_timings(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
-    found = json.loads(report(capsys, saves, "--json"))
-    assert [(row["iteration"], row["state"]) for row in found] == [
+    rows = json.loads(report(capsys, saves, "--json"))
+    assert [(row["iteration"], row["state"]) for row in rows] == [
         (1, "removed"),
         (2, "committed"),
         (3, "failed"),
         (4, "committed"),
     ]
-    assert [row["cost"] and row["cost"]["blocked_s"] for row in found] == [0.25, 0.25, None, 0.25]
-    assert "iter_0000003" in found[2]["error"]
-    assert found[3]["kept_by"] == ["tracker", "latest 2"]
-    assert found[3]["gb_per_s"] > 0
-    assert [row["cost"] and row["cost"]["plans"] for row in found] == [
+    assert [row["cost"] and row["cost"]["blocked_s"] for row in rows] == [0.25, 0.25, None, 0.25]
+    assert "iter_0000003" in rows[2]["error"]
+    assert rows[3]["kept_by"] == ["tracker", "latest 2"]
+    assert rows[3]["gb_per_s"] > 0
+    assert [row["cost"] and row["cost"]["plans"] for row in rows] == [
         {"computed": 1, "found": 0, "kept": 0},
         {"computed": 0, "found": 1, "kept": 0},
         None,
@@ -73,8 +73,8 @@ def test_without_a_history_the_report_reads_the_manifests(
     saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (saves / "flashckpt-history.jsonl").unlink()
-    found = json.loads(report(capsys, saves, "--json"))
-    assert [(row["iteration"], row["state"]) for row in found] == [
+    rows = json.loads(report(capsys, saves, "--json"))
+    assert [(row["iteration"], row["state"]) for row in rows] == [
         (2, "committed"),
         (4, "committed"),
     ]
@@ -110,8 +110,8 @@ def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
     trainer = node.trainer(root)
     for _ in range(2):
         assert trainer.save(1).error is None
-    found = json.loads(report(capsys, root, "--json"))
-    assert [row["state"] for row in found] == ["replaced", "committed"]
+    rows = json.loads(report(capsys, root, "--json"))
+    assert [row["state"] for row in rows] == ["replaced", "committed"]
 
 
 def test_a_report_handles_an_empty_or_missing_directory(

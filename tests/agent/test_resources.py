@@ -28,11 +28,11 @@ def rss_nbytes(pid: int) -> int:
 
 
 def open_files(pid: int) -> list[str]:
-    found = []
+    paths = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(path))
-    return found
+            paths.append(os.readlink(path))
+    return paths
 
 
 def thread_count(pid: int) -> int:
@@ -41,11 +41,11 @@ def thread_count(pid: int) -> int:
 
 def at_rest(count: Callable[[], int], within_s: float = 0.5) -> int:
     """Return the lowest count within a while: an agent tidies after it reports a result."""
-    found, deadline = [count()], time.monotonic() + within_s
+    counts, deadline = [count()], time.monotonic() + within_s
     while time.monotonic() < deadline:
         time.sleep(0.01)
-        found.append(count())
-    return min(found)
+        counts.append(count())
+    return min(counts)
 
 
 def test_an_agent_is_small(node: Node, root: Path) -> None:

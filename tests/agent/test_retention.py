@@ -137,7 +137,7 @@ def test_no_rule_removes_a_checkpoint_newer_than_the_last_durable_one(
     if rules == Retention():
         assert gone <= (set() if retain_interval is None else {previous})
     if rules.latest is not None:
-        newest = sorted(it for it in losses if it <= tracked)[-rules.latest :]
+        newest = sorted(number for number in losses if number <= tracked)[-rules.latest :]
         assert set(newest) <= set(kept)
     for interval in filter(None, (rules.every, retain_interval)):
         assert all(iteration % interval for iteration in gone)
@@ -186,13 +186,13 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
             os.kill(pid, signal.SIGKILL)
     trainer = node.trainer(root, retention=rules)
     assert_these_are_left_whole(root, trainer, [20, 50, 60])
-    found = committed(PosixStorage(root), os.listdir(root))
-    assert {it.iteration: it.metrics for it in found} == {
+    facts = committed(PosixStorage(root), os.listdir(root))
+    assert {entry.iteration: entry.metrics for entry in facts} == {
         20: {LOSS: 1.0},
         50: {},
         60: {LOSS: 2.0},
     }
-    assert all(abs(time.time() - (it.committed_at or 0)) < HOUR for it in found)
+    assert all(abs(time.time() - (entry.committed_at or 0)) < HOUR for entry in facts)
 
 
 def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
@@ -209,8 +209,8 @@ def test_a_metric_that_no_checkpoint_has_removes_none_and_is_logged(node: Node, 
     trainer = node.trainer(root, retention=Retention(best=Best(metric="los")))
     save_all(trainer, {10: 1.0, 20: 2.0})
     log = node.directory(root) / "agent.log"
-    said = "no checkpoint has the metric 'los'"
-    eventually("the log lines of both saves", lambda: log.read_text().count(said) == 2)
+    message = "no checkpoint has the metric 'los'"
+    eventually("the log lines of both saves", lambda: log.read_text().count(message) == 2)
     assert_these_are_left_whole(root, trainer, [10, 20])
 
 
@@ -384,10 +384,10 @@ def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
         died = not in_a_process_that_may_die(functools.partial(remove, changes, iteration))
         assert_intact(root, iteration, trainers)
         # An offered checkpoint is complete; a checkpoint with a begun removal is not offered.
-        for found in committed(PosixStorage(root), os.listdir(root)):
+        for facts in committed(PosixStorage(root), os.listdir(root)):
             for trainer in trainers:
-                expected = content(trainer.rank, found.iteration, trainer.layout.nbytes)
-                assert read_rank(stored(root, found.iteration), trainer) == expected
+                expected = content(trainer.rank, facts.iteration, trainer.layout.nbytes)
+                assert read_rank(stored(root, facts.iteration), trainer) == expected
         for trainer in trainers:
             trainer.retention = Retention(latest=1)
         iteration += 1
@@ -451,8 +451,8 @@ def test_a_clock_set_forward_makes_no_checkpoint_old(
     storage, rules = PosixStorage(root), Retention(max_age_hours=1)
 
     def gone() -> list[int]:
-        found = removable(storage, rules, retain_interval=None, tracked=3, previous=2)
-        return [commit.iteration for commit in found]
+        facts = removable(storage, rules, retain_interval=None, tracked=3, previous=2)
+        return [commit.iteration for commit in facts]
 
     now, steady = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
     monkeypatch.setattr(time, "time", lambda: now + 1000 * HOUR)

@@ -62,10 +62,10 @@ def test_a_transient_error_leads_no_trainer_to_another_agent(
     monkeypatch.setattr(save_directory, "os", patched)
     if call != "stat":
         monkeypatch.setattr(os, call, refuse_twice)
-    found = node.directory(root)
+    directory = node.directory(root)
     assert len(refused) == 2
     monkeypatch.undo()
-    assert found == (node.directory(root) if call == "mkdir" else expected)
+    assert directory == (node.directory(root) if call == "mkdir" else expected)
 
 
 def test_two_directories_mounted_at_one_path_have_separate_agents(

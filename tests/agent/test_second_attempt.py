@@ -20,8 +20,8 @@ def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrai
     """Return two ranks on the given number of nodes."""
     where = (node, node) if nodes == 1 else (node, other_node)
     return [
-        each.trainer(root, rank, 2, config=each.config(grace_s=0.3))
-        for rank, each in enumerate(where)
+        place.trainer(root, rank, 2, config=place.config(grace_s=0.3))
+        for rank, place in enumerate(where)
     ]
 
 
@@ -65,9 +65,11 @@ def test_an_agent_also_leaves_if_storage_still_fails(node: Node, root: Path) -> 
     assert files_of_ours(root) == before
     assert obstacle.read_text() == "in the way"
     assert_intact(root, 1, trainers)
-    said, _, at_the_end = (node.directory(root) / LOG).read_text().partition("writing it before")
+    before_the_end, _, at_the_end = (
+        (node.directory(root) / LOG).read_text().partition("writing it before")
+    )
     # This happens once, or for each rank if the save failed before the second rank staged.
-    assert said.count("iteration 2 was not saved") in (1, 2)
+    assert before_the_end.count("iteration 2 was not saved") in (1, 2)
     assert at_the_end.count("iteration 2 was not saved") == 1
 
 
@@ -87,10 +89,10 @@ def test_a_failed_save_older_than_a_commit_is_not_written(
     assert [path.parent.name for path in root.glob("*/manifest.json")] == [
         file_names.iteration_dir(3)
     ]
-    for each in (node, other_node)[:nodes]:
-        said = (each.directory(root) / LOG).read_text()
-        assert "iteration 2 was not saved" in said
-        assert "writing it before" not in said
+    for host in (node, other_node)[:nodes]:
+        log = (host.directory(root) / LOG).read_text()
+        assert "iteration 2 was not saved" in log
+        assert "writing it before" not in log
 
 
 def test_a_save_without_a_part_of_this_node_does_not_delay_its_agent(

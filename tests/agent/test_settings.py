@@ -213,9 +213,9 @@ def test_both_logs_name_changed_settings(
     first.hang_up()
     with caplog.at_level(logging.INFO, "megatron_flashckpt"):
         node.trainer(root, config=config_of(node, {"grace_s": 61.5, "history": 7}))
-    said = "agent.grace_s from 60.0 to 61.5, history from 1000 to 7"
-    assert f"changed its settings to this run's: {said}" in caplog.text
-    assert f"settings changed: {said}" in (node.directory(root) / LOG).read_text()
+    changes = "agent.grace_s from 60.0 to 61.5, history from 1000 to 7"
+    assert f"changed its settings to this run's: {changes}" in caplog.text
+    assert f"settings changed: {changes}" in (node.directory(root) / LOG).read_text()
 
 
 def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ def test_safetensors_reads_the_bytes_of_every_shard(
     for trainer, data in zip(trainers, staged, strict=True):
         path = root / "iter_0000003" / file_names.shard_name(trainer.rank, save_id)
         with safe_open(path, framework="pt") as shard:
-            found = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         position = 0
-        assert len(found) == len(trainer.pieces)
+        assert len(tensors) == len(trainer.pieces)
         for piece in trainer.pieces:
-            tensor = found[f"{piece.kind}/{piece.key}#0"]
+            tensor = tensors[f"{piece.kind}/{piece.key}#0"]
             assert tensor.dtype == _TORCH[piece.dtype]
             raw = tensor.view(torch.uint8).numpy().tobytes()
             assert raw == data[position : position + piece.nbytes]

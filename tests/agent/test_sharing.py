@@ -86,9 +86,9 @@ def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
     finally:
         stop.set()
         training.join()
-    found = listing.committed_iterations(PosixStorage(tmp_path / "copy"))
-    assert found[:2] == [1, 2]
-    for iteration in found:
+    iterations = listing.committed_iterations(PosixStorage(tmp_path / "copy"))
+    assert iterations[:2] == [1, 2]
+    for iteration in iterations:
         checkpoint = stored(tmp_path / "copy", iteration)
         assert verify(checkpoint) == []
         expected = content(0, iteration, trainer.layout.nbytes)

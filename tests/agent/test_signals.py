@@ -74,10 +74,10 @@ def test_an_agent_told_to_end_leaves_in_time_and_another_adopts_its_saves(
             assert watched(agent, 0.7)
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    said = (directory / LOG).read_text()
+    log = (directory / LOG).read_text()
     unfinished = "ended by a signal: iteration 1 is not durable: the shards of 1 rank (0) are still"
-    assert unfinished in said
-    assert f"the agent had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in said
+    assert unfinished in log
+    assert f"the agent had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in log
     assert trainer.reconnect() == (save_id,)
     assert trainer.outcome().error is None
     assert_intact(root, 1, [trainer])

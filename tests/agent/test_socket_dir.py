@@ -131,16 +131,16 @@ def run_as_nobody(action: Callable[[], str], before: Callable[[], object] = lamb
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            said = action()
+            output = action()
         except BaseException as error:
-            said = type(error).__name__
-        os.write(writer, said.encode())
+            output = type(error).__name__
+        os.write(writer, output.encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as stream:
-        said = stream.read()
+        output = stream.read()
     os.waitpid(child, 0)
-    return said
+    return output
 
 
 def say_hello(path: Path) -> str:

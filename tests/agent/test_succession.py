@@ -139,7 +139,7 @@ def test_a_late_rank_learns_the_result_of_a_save_that_retention_removed(
     eventually("the removal by retention", lambda: not removed.exists())
     assert late.reconnect() == (first, second)
     outcomes = [late.outcome(), late.outcome()]
-    assert {(it.iteration, it.save_id, it.error) for it in outcomes} == {
+    assert {(outcome.iteration, outcome.save_id, outcome.error) for outcome in outcomes} == {
         (1, first, None),
         (2, second, None),
     }

@@ -49,9 +49,9 @@ def test_the_agent_does_not_look_like_a_torchrun_worker(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     pid = node.trainer(root).client.agent_pid
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    found = {entry.split(b"=")[0].decode() for entry in environment}
-    assert not found & {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"}
-    assert "PATH" in found
+    names = {entry.split(b"=")[0].decode() for entry in environment}
+    assert not names & {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"}
+    assert "PATH" in names
 
 
 def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, root: Path) -> None:
@@ -247,8 +247,8 @@ def _mentions(pid: int) -> int:
 
 
 def _open_files(pid: int) -> str:
-    found = []
+    targets = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(path))
-    return "\n".join(found)
+            targets.append(os.readlink(path))
+    return "\n".join(targets)

@@ -83,9 +83,9 @@ def test_a_refused_start_names_the_writer_and_changes_nothing(
     with pytest.raises(OtherWriterError) as caught:
         later.claim()
     (agent,) = node.agents()
-    said = str(caught.value)
+    message = str(caught.value)
     for words in (run, f"agent {agent} on {os.uname().nodename}", time.strftime("%Y-%m-%d")):
-        assert words in said
+        assert words in message
     assert listing() == before
     assert first.save(2).error is None, "the first run continues undisturbed"
 
@@ -334,9 +334,9 @@ def test_the_claim_shows_whether_a_job_is_live(
     claims.put(storage, claim_of(OLD))
     assert is_live(storage) is None, "no agent renews the claim"
     renewing(claim_of(RunKey(2, "cccccccc"), state=TRAINING))
-    found = is_live(storage)
-    assert found is not None
-    assert found.run_id == "cccccccc"
+    claim = is_live(storage)
+    assert claim is not None
+    assert claim.run_id == "cccccccc"
 
 
 def test_the_next_agent_of_a_run_renews_its_claim(
@@ -387,6 +387,6 @@ def test_a_start_retries_transient_errors_of_storage(
     made = claiming.begin(link, str(root), node.config(), None)
     assert refused == [root]
     assert not_put == [root / claims.CLAIM]
-    found = claims.read(PosixStorage(root))
-    assert found is not None
-    assert found.run_id == made
+    claim = claims.read(PosixStorage(root))
+    assert claim is not None
+    assert claim.run_id == made

@@ -120,12 +120,12 @@ def test_saves_that_wait_for_removals_release_their_commit_data(
             assert (outcome.iteration, outcome.error) == (iteration, None)
         assert len(list(root.rglob("*.commit"))) == 50, "no record was removed so far"
         gc.collect()
-        kept = collections.Counter(type(each) for each in gc.get_objects())
+        kept = collections.Counter(type(item) for item in gc.get_objects())
         # The commit thread may still hold one save; the slots describe two.
         assert kept[PendingSave] <= 2
         assert kept[SlotMeta] <= 6
         assert len(_waiting()) == 50
-        assert len({id(each.manifests) for each in _waiting()}) == 1, (
+        assert len({id(item.manifests) for item in _waiting()}) == 1, (
             "all saves share the cache of the agent"
         )
         gate.set()
@@ -139,7 +139,7 @@ def test_saves_that_wait_for_removals_release_their_commit_data(
 
 def _waiting() -> list[CommittedSave]:
     gc.collect()
-    return [each for each in gc.get_objects() if type(each) is CommittedSave]
+    return [item for item in gc.get_objects() if type(item) is CommittedSave]
 
 
 # ---------------------------------------------------------------------- files that stay
@@ -180,7 +180,7 @@ def test_tidying_spares_saves_of_other_nodes_after_a_resume(
     for iteration in (10, 20):
         for trainer in (second, first):
             trainer.stage(iteration, ids[iteration])
-        assert [it.outcome().error for it in (first, second)] == [None, None]
+        assert [rank.outcome().error for rank in (first, second)] == [None, None]
     for trainer in (second, first):
         trainer.client.adopt(ids[10], 10)
     orphan = root / file_names.iteration_dir(5) / file_names.shard_name(0, A)
@@ -302,7 +302,7 @@ def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
 
     with pytest.raises(OSError, match="it"):
         for_all(call, range(64))
-    assert not [it for it in threading.enumerate() if it.name.startswith("storage")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("storage")]
 
 
 def test_retention_reads_a_manifest_again_only_if_it_was_replaced(root: Path) -> None:
@@ -319,8 +319,8 @@ def test_retention_reads_a_manifest_again_only_if_it_was_replaced(root: Path) ->
         assert facts.save_id == B
     assert storage.read_manifests == 2
     (root / DIRECTORY / file_names.MANIFEST).write_bytes(b"{}")
-    found, unreadable = survey(storage, [DIRECTORY], known)
-    assert (found, list(unreadable)) == ([], [5])
+    facts_left, unreadable = survey(storage, [DIRECTORY], known)
+    assert (facts_left, list(unreadable)) == ([], [5])
     (root / DIRECTORY / file_names.MANIFEST).unlink()
     assert survey(storage, [DIRECTORY], known) == ([], {})
 

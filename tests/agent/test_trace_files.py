@@ -31,13 +31,15 @@ def written(root: Path) -> list[Path]:
 def phases(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return the events of a trace by process name and phase name."""
     events = json.loads(path.read_text())["traceEvents"]
-    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    names = {
+        entry["pid"]: entry["args"]["name"] for entry in events if entry["name"] == "process_name"
+    }
+    by_phase: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for event in events:
         if event["ph"] != "M":
             process = "agent" if names[event["pid"]].startswith("agent") else names[event["pid"]]
-            found.setdefault((process, event["name"]), []).append(event)
-    return found
+            by_phase.setdefault((process, event["name"]), []).append(event)
+    return by_phase
 
 
 def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
@@ -48,8 +50,8 @@ def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
         trainer.stage(iteration, save_id, spans=(Span("plan", "MainThread", now, 0.5),))
     for trainer in trainers:
         later = {save_id: (Span(WAIT, "MainThread", now + 0.5, 0.25),)}
-        told: tuple[Any, ...] = trainer.client.poll(0.0, later).finished
-        assert (told or (trainer.outcome(),))[0].error is None
+        finished: tuple[Any, ...] = trainer.client.poll(0.0, later).finished
+        assert (finished or (trainer.outcome(),))[0].error is None
 
 
 def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, root: Path) -> None:
@@ -59,33 +61,33 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     (path,) = eventually("the trace of the save", lambda: written(root))
     assert path.name.startswith("iter_0000007-")
     last = [("rank 0", "result reported"), ("rank 1", "result reported"), ("agent", "retention")]
-    found = eventually(
-        "the results of both ranks", lambda: (it := phases(path)).keys() >= set(last) and it
+    events = eventually(
+        "the results of both ranks", lambda: (seen := phases(path)).keys() >= set(last) and seen
     )
     for rank in ("rank 0", "rank 1"):
         for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync"):
-            assert len(found[rank, name]) == 1, (rank, name)
-        (persist,) = found[rank, "persist"]
+            assert len(events[rank, name]) == 1, (rank, name)
+        (persist,) = events[rank, "persist"]
         for name in ("digest", "write", "fdatasync"):
-            (part,) = found[rank, name]
+            (part,) = events[rank, name]
             assert (part["tid"] == persist["tid"]) == (name == "fdatasync")
             assert persist["ts"] <= part["ts"]
             assert part["ts"] + part["dur"] <= persist["ts"] + persist["dur"] + 1
-    (plan,) = found["rank 0", "plan"]
+    (plan,) = events["rank 0", "plan"]
     assert plan["dur"] == pytest.approx(0.5e6)
     assert abs(plan["ts"] - 1e6 * before) < 60e6
     for name in ("commit record", "read records", "merge", "manifest", "tracker", "retention"):
-        assert len(found["agent", name]) == 1, name
+        assert len(events["agent", name]) == 1, name
 
 
 def test_a_memory_only_save_has_a_trace_too(node: Node, root: Path) -> None:
     trainer = node.trainer(root, config=config_with_traces(node))
     trainer.keep(3)
     (path,) = eventually("the trace of the save", lambda: written(root))
-    found = eventually(
+    is_complete = eventually(
         "the result of the save", lambda: ("rank 0", "result reported") in phases(path)
     )
-    assert found
+    assert is_complete
     assert ("rank 0", "digest") in phases(path)
 
 

@@ -85,11 +85,11 @@ def test_an_agent_restores_removed_files_at_once_and_keeps_its_memory(
 
 def _listens(directory: Path, before: dict[str, os.stat_result]) -> bool:
     try:
-        found = (directory / SOCKET).lstat()
+        status = (directory / SOCKET).lstat()
     except FileNotFoundError:
         return False
     # If only the lock is missing, the agent also restores the socket; a check may be under way.
-    return not os.path.samestat(found, before[SOCKET])
+    return not os.path.samestat(status, before[SOCKET])
 
 
 def test_a_rank_that_reconnects_after_the_socket_was_removed_saves_at_once(

@@ -165,7 +165,7 @@ def test_writing_threads_have_a_lower_priority_than_training(
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
     tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
-    found = {task: os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
-    own = found.pop(agent)
-    assert min(found.values()) == own
-    assert max(found.values()) == min(19, own + nice)
+    priorities = {task: os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
+    own = priorities.pop(agent)
+    assert min(priorities.values()) == own
+    assert max(priorities.values()) == min(19, own + nice)

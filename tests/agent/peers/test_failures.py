@@ -67,7 +67,7 @@ def test_a_partner_that_is_gone_costs_one_warning_and_no_save(tmp_path: Path) ->
         for iteration in range(1, 4):
             made.trainers[0].stage(iteration, f"{iteration:012x}")
             persisted = f"rank 0: persisted iteration {iteration}"
-            eventually("the shard", lambda it=persisted: it in made.log(0))
+            eventually("the shard", lambda line=persisted: line in made.log(0))
         eventually("the warning", lambda: warnings(made, 0))
         assert "if this node is lost meanwhile, the job resumes from storage" in made.log(0)
         assert len(warnings(made, 0)) == 1
@@ -117,10 +117,8 @@ def test_a_recovery_rejects_a_copy_whose_bytes_changed_and_warns(
         damage_what_is_held(made, 1, 20)
         recover_lost(made, scheme, 3, 0, [older, newer])
         assert_recovered(made, 0, [10])
-        said = made.log(0)
-        assert re.search(
-            r"rank 0: iteration 20 not recovered from nodes .*: chunk \d: digest", said
-        )
+        log = made.log(0)
+        assert re.search(r"rank 0: iteration 20 not recovered from nodes .*: chunk \d: digest", log)
 
 
 def damage_what_is_held(made: Cluster, holder: int, iteration: int) -> None:

@@ -36,26 +36,26 @@ def give(
     held: Holdings, lane: Lane, rank: int, iteration: int, data: bytes, upto: int | None = None
 ) -> bool:
     """Contribute the bytes of a rank's checkpoint in steps of 1,000."""
-    said = label(rank, iteration, len(data))
-    if not held.begin(Part(lane, 0, 1), said):
+    descriptor = label(rank, iteration, len(data))
+    if not held.begin(Part(lane, 0, 1), descriptor):
         return False
     for start in range(0, len(data) if upto is None else upto, 1000):
         chunk = memoryview(data)[start : start + 1000]
-        held.add(lane, rank, said.save_id, start, chunk)
+        held.add(lane, rank, descriptor.save_id, start, chunk)
     if upto is None:
-        held.end(lane, rank, said.save_id)
+        held.end(lane, rank, descriptor.save_id)
     return True
 
 
 def iterations(held: Holdings, rank: int) -> list[int]:
-    return sorted(each.label.iteration for each in held.held_of(rank))
+    return sorted(entry.label.iteration for entry in held.held_of(rank))
 
 
 def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     held, data = Holdings(), os.urandom(4567)
     assert give(held, (3,), 3, 10, data)
-    (found,) = held.held_of(3)
-    assert found == Held(Part((3,), 0, 1), label(3, 10, 4567), ())
+    (entry,) = held.held_of(3)
+    assert entry == Held(Part((3,), 0, 1), label(3, 10, 4567), ())
     assert held.read((3,), "save10", 100, 2000) == data[100:2100]
     assert held.held_of(4) == []
 
@@ -127,7 +127,7 @@ def test_a_contribution_is_not_combined_twice() -> None:
 
 def test_an_interrupted_contribution_invalidates_the_parity() -> None:
     given_up: list[tuple[int, set[int]]] = []
-    held, lane = Holdings(lambda *what: given_up.append(what)), (0, 1)
+    held, lane = Holdings(lambda *arguments: given_up.append(arguments)), (0, 1)
     give(held, lane, 1, 10, b"b" * 3000)
     give(held, lane, 0, 10, b"a" * 3000, upto=1000)
     assert given_up == []

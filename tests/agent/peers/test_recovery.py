@@ -111,7 +111,7 @@ def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
             assert read_rank(stored(made.root, 10), trainer) == expected
-            eventually("a durable slot", lambda it=trainer: it.take()[0].durable)
+            eventually("a durable slot", lambda member=trainer: member.take()[0].durable)
             assert trainer.client.poll().finished == (), "a rank gets results of its own saves only"
 
 

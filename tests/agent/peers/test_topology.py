@@ -24,7 +24,7 @@ def test_other_nodes_hold_every_byte_and_any_one_node_may_be_lost(
 ) -> None:
     ranks = ranks_of(sizes)
     topology = Topology(scheme, group, ranks)
-    home = {rank: node for node, theirs in enumerate(ranks) for rank in theirs}
+    home = {rank: node for node, node_ranks in enumerate(ranks) for rank in node_ranks}
     for node in range(len(sizes)):
         for rank, shares in topology.shares(node).items():
             assert (shares == []) == (len(sizes) == 1)
