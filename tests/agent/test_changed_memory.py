@@ -79,7 +79,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
     assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
 
 
-def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_hangs_up(
+def test_a_slot_that_could_not_be_written_is_digested_at_the_hang_up(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)

@@ -172,7 +172,7 @@ def test_foreign_files_stay_and_links_are_not_followed(root: Path, tmp_path: Pat
 
 
 def test_a_recreated_directory_is_searched_again(node: Node, root: Path) -> None:
-    """An agent that hung makes it, after a later run has removed that iteration."""
+    """An agent that hung makes the directory again after a later run removed that iteration."""
     assert node.trainer(root).save(10).error is None
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):

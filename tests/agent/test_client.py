@@ -1,4 +1,4 @@
-"""Connections of a rank: who starts the agent, and what a rank is told when the agent is gone."""
+"""Connections of a rank: the start of the agent, and the errors when the agent is gone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_every_request_to_a_killed_agent_is_an_agent_error_that_names_the_log(
+def test_every_request_to_a_killed_agent_fails_and_names_the_log(
     node: Node, root: Path, request_name: str
 ) -> None:
     trainer = node.trainer(root)

@@ -219,9 +219,7 @@ def test_an_overtaken_agent_changes_no_file_in_storage(storage: PosixStorage) ->
 # ---------------------------------------------------------------------- agents
 
 
-def test_the_agent_of_rank_0_renews_the_claim_with_the_state_of_the_run(
-    node: Node, root: Path
-) -> None:
+def test_the_agent_of_rank_0_renews_the_claim_with_the_run_state(node: Node, root: Path) -> None:
     storage = PosixStorage(root)
     trainer = node.trainer(root)
     key = trainer.claim()

@@ -172,7 +172,7 @@ def test_an_empty_slab_is_freed_before_a_larger_one_is_made(
     job.assert_stored(root, 1)
 
 
-def test_a_save_replaces_a_small_empty_slab_on_a_node_with_room_for_one(
+def test_a_save_replaces_a_small_empty_slab_if_only_one_fits(
     job: Job, root: Path, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
@@ -182,7 +182,7 @@ def test_a_save_replaces_a_small_empty_slab_on_a_node_with_room_for_one(
     job.assert_stored(root, 1)
 
 
-def test_a_slab_with_a_checkpoint_is_kept_if_a_larger_one_does_not_fit(
+def test_a_slab_with_a_checkpoint_is_kept_if_no_larger_one_fits(
     job: Job, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)

@@ -190,7 +190,7 @@ def test_the_successor_of_a_killed_agent_publishes_missing_records(
     assert (shard.stat().st_mtime_ns != before) is is_written_again
 
 
-# ---------------------------------------------------------------------- when it is time
+# ---------------------------------------------------------------------- when records are due
 
 
 def test_records_wait_for_connected_and_writing_ranks_of_this_job(root: Path) -> None:
@@ -198,7 +198,7 @@ def test_records_wait_for_connected_and_writing_ranks_of_this_job(root: Path) ->
     assert is_due(save, {0, 1})
     assert is_due(save, {0, 1, 4, 9}), "ranks 4 and 9 belong to another job of this node"
     assert is_due(save, ()), "the trainers of the other ranks are gone"
-    assert not is_due(save, {0, 1, 2}), "rank 2 will stage it in a moment"
+    assert not is_due(save, {0, 1, 2}), "rank 2 will stage its slot in a moment"
     save.publish_by = time.monotonic()
     assert is_due(save, {0, 1, 2})
     save.publish_by += 60.0

@@ -141,7 +141,7 @@ def test_no_rule_removes_a_checkpoint_newer_than_the_last_durable_one(
         assert set(newest) <= set(kept)
     for interval in filter(None, (rules.every, retain_interval)):
         assert all(iteration % interval for iteration in gone)
-    # Combined rules keep every checkpoint that one of the rules keeps.
+    # A combination keeps every checkpoint that one of its rules keeps.
     for field in ("latest", "every", "best", "max_age_hours"):
         alone = Retention(**{field: getattr(rules, field)})
         if alone != Retention():

@@ -141,7 +141,8 @@ def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
 
 
 def is_there_for_the_next_save(node: Node, root: Path, second: Second) -> None:
-    """Show only that the agent still saves; `test_a_node_applies_settings_...` looks inside."""
+    """Show only that the agent still saves; `test_a_node_applies_settings_that_no_save_shows`
+    looks inside."""
     assert second().save(1).error is None
 
 

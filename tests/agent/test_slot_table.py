@@ -235,7 +235,7 @@ def test_a_slab_of_a_killed_agent_keeps_its_newest_checkpoint_longest(newest: in
 def test_the_number_of_uncommitted_saves_is_limited(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """Their slots are free after the persist, so only a limit bounds the number of these saves."""
+    """Persisted slots are free, so only a limit bounds the number of uncommitted saves."""
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     save_ids = [new_save_id() for _ in range(8)]
     for iteration, save_id in enumerate(save_ids, 1):

@@ -1,4 +1,4 @@
-"""Templates: of the ranks that need one at the same time, a single rank computes it."""
+"""Templates: one rank computes, and the other ranks that need the same template wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removal of obsolete files after a commit: later than its result, and without any delay."""
+"""Removal of obsolete files after a commit: it follows the report and delays no save."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_save_under_way_of_the_same_iteration_is_spared(root: Path) -> None:
 
 
 def test_tidying_after_a_restart_spares_new_saves_of_other_nodes(root: Path) -> None:
-    """The job resumed earlier, and this node has not staged its part of the same iteration yet."""
+    """The job resumed from an older checkpoint, and this node still has to save the iteration."""
     storage, fence = PosixStorage(root), Fence()
     former, run = persisted(storage, A), RunKey(1, "run")
     fence.hold(run, has_rank_0=True)

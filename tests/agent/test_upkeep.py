@@ -1,4 +1,4 @@
-"""Upkeep: an agent restores its own files when a cleaner removes them, so trainers find it."""
+"""Upkeep: an agent restores its own files when a cleaner removes them, so trainers find them."""
 
 from __future__ import annotations
 

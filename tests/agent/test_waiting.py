@@ -103,7 +103,7 @@ def test_the_committing_node_asks_for_the_last_records_by_name(root: Path) -> No
 def test_records_that_a_node_publishes_in_parts_are_listed_soon(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Listings while many ranks were missing do not count, because they were cheaper."""
+    """Earlier listings do not count, because they replaced many requests for single names."""
     now = 1000.0
     monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
     storage = PosixStorage(root)

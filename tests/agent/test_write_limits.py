@@ -46,7 +46,7 @@ def staged(node: Node, root: Path, chunks: int) -> tuple[FakeTrainer, Slot, Slot
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_chunks_are_written_in_any_order_and_digests_keep_theirs(
+def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     _, slot, header, meta = staged(node, root, 6)

@@ -185,7 +185,7 @@ def claimed(made: Cluster) -> None:
         trainer.client.hold(key)
 
 
-def test_a_save_under_way_when_rank_0_moved_is_abandoned_and_the_next_committed(
+def test_a_save_under_way_is_abandoned_when_rank_0_moves(
     tmp_path: Path,
 ) -> None:
     """Only the new agent of rank 0 may commit, and that agent lacks rank 0's part of this save."""
