@@ -288,7 +288,7 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
 def test_the_agent_of_a_rank_that_cannot_save_notifies_the_other_nodes(
     make: Any, config: Config, root: Path
 ) -> None:
-    """Without the note, other nodes would wait for the part of this rank until `commit_timeout_s`."""
+    """Without the note, other nodes would wait for this rank until `commit_timeout_s`."""
     job = make(config)
     assert job.save(1) is None
     whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}

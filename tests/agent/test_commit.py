@@ -421,7 +421,7 @@ def test_a_symlink_in_place_of_an_iteration_directory_is_left_alone(
     assert_intact(root, 20, [trainer])
 
 
-# ---------------------------------------------------------------------- the order of the steps of a commit
+# ---------------------------------------------------------------------- the order of steps
 
 
 class _Failing(PosixStorage):
