@@ -113,7 +113,7 @@ def test_an_agent_accepts_the_claim_of_its_run_and_no_other(storage: PosixStorag
     with pytest.raises(OvertakenError, match=r"run bbbbbbbb \(agent .* on elsewhere"):
         fence.check(storage)
     claims.put(storage, claim_of(RunKey(1, "cccccccc")))
-    assert is_refused(fence, storage), "the epoch is equal, but the run is another one"
+    assert is_refused(fence, storage), "the epoch is not higher, but the run is another one"
     fence.hold(RunKey(1, "cccccccc"), has_rank_0=True)
     assert not is_refused(fence, storage)
 

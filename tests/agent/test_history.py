@@ -132,7 +132,7 @@ def test_a_save_is_durable_no_earlier_than_its_last_shard() -> None:
     assert combined.durable_s == combined.persisted_s == 0.03
 
 
-def test_the_history_records_the_settings_of_the_agent() -> None:
+def test_the_agent_gets_the_settings_history_and_trace() -> None:
     from megatron_flashckpt.agent.state import AgentOptions
 
     assert {"history", "trace"} <= set(AgentOptions.__struct_fields__)

@@ -126,7 +126,7 @@ def test_files_get_the_modes_that_the_umask_leaves(
     assert stat.S_IMODE((root / iteration_dir(1)).stat().st_mode) == directory
 
 
-def test_no_message_or_file_uses_pickle() -> None:
+def test_only_converters_and_collectives_use_pickle() -> None:
     """Messages, records and manifests are typed data; only converters read pickles, restricted.
 
     Ranks of one job also read pickles of each other, as in the object collectives of

@@ -226,7 +226,7 @@ def test_a_foreground_agent_gets_the_same_variables(
     assert environment.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
 
 
-def test_an_agent_has_the_lowest_allowed_oom_score(node: Node, root: Path) -> None:
+def test_an_agent_does_not_inherit_a_raised_oom_score(node: Node, root: Path) -> None:
     """A rank with a raised score starts the agent, which takes the lowest allowed score."""
     own = Path("/proc/self/oom_score_adj")
     former = own.read_text()

@@ -84,7 +84,7 @@ def test_a_transient_error_at_any_call_breaks_no_save(
         faulty.rule(fail(call, number, part, times=1, done=done))
         fault = f"{errno.errorcode[number]} at {call} of {part}"
         assert save_all(trainers, iteration) == [None, None], fault
-        eventually(f"{fault} is met", lambda: len(faulty.hits()) >= iteration)  # noqa: B023
+        eventually(f"{fault} is hit", lambda: len(faulty.hits()) >= iteration)  # noqa: B023
         hits = faulty.hits()
         assert len(hits) == iteration, f"{fault} came more than once"
         assert (hits[-1].call, hits[-1].number) == (call, number)
@@ -142,7 +142,7 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
         kept = {file_names.iteration_dir(number) for number in (durable, durable - 2)}
         # Files that could not be listed are removed after two later commits.
         gone = functools.partial(has_no_strays, root, before, kept)
-        eventually(f"nothing stays of {name}", gone)
+        eventually(f"the removal of other files after: {name}", gone)
     log = (node.directory(root) / LOG).read_text()
     # A rank that stages after the failure of the other gets the same result for a separate save.
     failed = set(re.findall(r"iteration (\d+) was not saved: ", log))
@@ -246,5 +246,5 @@ def test_a_file_system_that_only_appends_fails_saves_with_the_reason(
     eventually("all files are closed", lambda: not files_open(node, root))
 
 
-def test_the_table_lists_every_transient_error() -> None:
+def test_the_table_marks_every_transient_error() -> None:
     assert all(TABLE[number].may_pass for number in PASSING)

@@ -206,7 +206,7 @@ def test_the_measured_wait_of_the_training_loop_is_the_blocked_time() -> None:
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
-def test_a_save_is_staged_even_if_the_training_loop_never_continues() -> None:
+def test_a_recorder_stops_waiting_for_a_training_loop_that_never_continues() -> None:
     recorder = Recorder(in_loop=True)
     recorder.await_loop(0.01)
     assert recorder.staged_cost(3.0, "computed", blocking=True).blocked_s == 3.0

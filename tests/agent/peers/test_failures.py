@@ -232,7 +232,7 @@ def test_25_saves_leak_no_descriptor_thread_or_memory(tmp_path: Path) -> None:
         assert growth < 8 * MIB
 
 
-def test_agents_with_peers_leave_no_process_file_or_port(tmp_path: Path) -> None:
+def test_agents_with_peers_leave_no_process_or_file(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         save_all(made, 1)
