@@ -79,7 +79,7 @@ def test_no_rank_waits_while_the_agent_decodes_a_staged_slot(
         assert may_end.wait(PATIENCE_S)
         return decoded_meta(encoded, index)
 
-    # The loop covers both callers of the decoder.
+    # Two modules call the decoder.
     monkeypatch.setattr(request_handler, "decoded_meta", slow)
     monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
     with agent_here(node, root):
