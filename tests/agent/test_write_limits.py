@@ -106,7 +106,7 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
 def test_an_agent_probes_the_file_system_and_its_checkpoints_are_complete(
     node: Node, root: Path
 ) -> None:
-    config = node.config(write_threads=1)  # the agent measures only one of several threads
+    config = node.config(write_threads=1)  # with one thread, every write is timed
     trainer = node.trainer(root, config=config, numel=16 * CHUNK_NBYTES // 6)
     for iteration in (1, 2):
         assert trainer.save(iteration).error is None
