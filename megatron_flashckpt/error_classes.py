@@ -75,7 +75,7 @@ TABLE: dict[int, ErrorClass] = {
     errno.ENOENT: ErrorClass("gone", "find out which program removed it"),
     errno.ESTALE: ErrorClass(
         "gone",
-        "the server does not know this file any more: find out which program removed or replaced "
+        "the server no longer knows this file: find out which program removed or replaced "
         "it, or mount the file system again",
         may_pass=True,
     ),

@@ -72,7 +72,7 @@ class OtherWriterError(FlashCkptError):
 
 
 class OvertakenError(StorageError):
-    """A later run has taken over the save directory, so this run does not write there any more."""
+    """A later run has taken over the save directory, so this run no longer writes there."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -13,6 +13,12 @@ import sys
 
 from megatron_flashckpt.errors import FlashCkptError
 
+_REMEDIES = {
+    "torch": "install megatron_flashckpt into the environment that trains, and start its Python",
+    "megatron": "run the script of a Megatron-LM checkout, or put a checkout on PYTHONPATH",
+}
+"""Remedies by the package that is missing."""
+
 
 def install() -> None:
     """Replace Megatron's functions by ours, in every module that has imported them."""
@@ -50,6 +56,14 @@ def main(argv: list[str] | None = None) -> None:
         install()
     except FlashCkptError as error:
         raise SystemExit(f"flashckpt-launch: {error}") from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _REMEDIES:
+            raise
+        raise SystemExit(
+            f"flashckpt-launch: {package} is not installed for {sys.executable}; "
+            f"{_REMEDIES[package]}"
+        ) from error
     _run(script)
 
 

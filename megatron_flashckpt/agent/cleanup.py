@@ -1,4 +1,4 @@
-"""Removal of orphaned files: parts of saves that crashes interrupted and nobody will complete.
+"""Removal of orphaned files: parts of saves that crashes interrupted and no process will complete.
 
 An agent removes its own files. If it was killed, the agent with rank 0 removes them, because only
 that agent commits: when a job resumes from a checkpoint, and after commits.

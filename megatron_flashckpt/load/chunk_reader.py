@@ -197,7 +197,7 @@ class ChunkReader:
     ) -> None:
         """Read `chunks` and pass the requested bytes to `sink`, from several threads.
 
-        Returns, or raises, when no chunk is being read any more.
+        Returns, or raises, when no chunk is being read.
 
         Args:
             keep: returns memory for the whole chunk, at least as long as the chunk.

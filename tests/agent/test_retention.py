@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -322,11 +324,13 @@ class _Dying(PosixStorage):
     def __init__(self, root: Path, changes: int) -> None:
         super().__init__(root)
         self._left = changes
+        self._counting = threading.Lock()
 
     def _count(self) -> None:
-        if not self._left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._left -= 1
+        with self._counting:
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
 
     def move(self, name: str, to: str) -> None:
         self._count()
@@ -357,6 +361,18 @@ def in_a_process_that_may_die(work: Callable[[], None]) -> bool:
     return not os.WIFSIGNALED(status)
 
 
+@contextlib.contextmanager
+def paused(pids: list[int]) -> Iterator[None]:
+    """Stop processes, because an agent that tidies late would complete an unfinished removal."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
     node: Node, root: Path
 ) -> None:
@@ -381,7 +397,8 @@ def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
         for _ in range(2):
             iteration += 1
             save(iteration)
-        died = not in_a_process_that_may_die(functools.partial(remove, changes, iteration))
+        with paused(node.agents()):
+            died = not in_a_process_that_may_die(functools.partial(remove, changes, iteration))
         assert_intact(root, iteration, trainers)
         # An offered checkpoint is complete; a checkpoint with a begun removal is not offered.
         for facts in committed(PosixStorage(root), os.listdir(root)):

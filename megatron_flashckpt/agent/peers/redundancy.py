@@ -324,7 +324,7 @@ class Redundancy:
         try:
             with self._way(plan, node) as ask:
                 for _ in ask([m.SendAgain(plan.me, successor)]):
-                    logger.info("node %d sends its parts again that were held here", node)
+                    logger.info("node %d sends the parts again that were held here", node)
         except PeerError as error:
             logger.warning(
                 "this node holds nothing for node %d until its next save: %s", node, error

@@ -92,7 +92,8 @@ def remedy(args: Any) -> str:
         return REMEDY
     return (
         "with this job's --overlap-param-gather old releases save the weights before the last "
-        f"step; --accept-damage then derives them from the masters, which are right; else {REMEDY}"
+        "step; if this checkpoint has such weights, --accept-damage derives them from the "
+        f"masters, which are right; else {REMEDY}"
     )
 
 
