@@ -211,7 +211,7 @@ class _Series:
             self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
         elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
             left_out = ", ".join(map(str, sorted(missing)))
-            self._note(system, number, f"skipped the saves of iterations {left_out}")
+            self._note(system, number, f"left out the saves of iterations {left_out}")
 
     def _note(self, system: System, number: int, what: str) -> None:
         self.errors.append(f"{system.label}, round {number + 1}: {what}")
