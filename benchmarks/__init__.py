@@ -1,1 +1,1 @@
-"""Measures saves, loads and their parts: `python -m benchmarks --help` lists them."""
+"""Benchmarks of saves, loads and their parts: `python -m benchmarks --help` lists them."""

@@ -1,4 +1,4 @@
-"""Benchmarks of saves, loads and their parts: `python -m benchmarks --help` lists them."""
+"""Run benchmarks of saves, loads and their parts, one study at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     for study in STUDIES:
         study.add_to(commands)
     options = parser.parse_args()
-    # Whoever ends this process ends the ranks and removes the files.
+    # SIGTERM raises SystemExit, so that the ranks are ended and the files removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     width = None if sys.stdout.isatty() else 140
     options.command(Console(soft_wrap=True, highlight=False, width=width), options)

@@ -1,4 +1,4 @@
-"""Draws the tables of a study, a bar for each row of each column of numbers. Needs matplotlib."""
+"""Chart of a study's tables: a bar for each row of each column of numbers. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_number(value: object) -> bool:
 
 
 def _name(row: tuple[object, ...]) -> str:
-    """Return the texts with which a row begins."""
+    """Return the leading texts of a row, joined."""
     texts = []
     for value in row:
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How much memory a step takes at its peak."""
+"""Peak memory of a function call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
-    """Return `work()`, and the MB by which this process's resident memory grew at most meanwhile.
+    """Return `work()`, and the peak growth of this process's resident memory during it, in MB.
 
-    Linux only: proc_pid_clear_refs(5) sets the peak back.
+    Linux only: proc_pid_clear_refs(5) resets the peak.
     """
     gc.collect()
-    # Free memory that the allocator keeps would be taken first, and not be counted.
+    # `work` would use free memory of the allocator first, which would not count as growth.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_mb("VmRSS")

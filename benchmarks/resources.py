@@ -1,4 +1,4 @@
-"""What a benchmark takes of the machine: CPU time and memory of processes, and its disk."""
+"""Resources of the machine that a benchmark uses: CPU time and memory of processes, and disk."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import psutil
 import torch
 
-#: What `O_DIRECT` writes go out in.
+#: Size of `O_DIRECT` writes.
 _WRITE_NBYTES = 16 << 20
 _PAGE = 4096
 
 
 class ProcessTree:
-    """This process, its descendants, and processes that work for it without being such.
+    """This process, its descendants, and other processes that work for it.
 
     Args:
-        outside: returns the ids of the latter.
+        outside: returns the ids of the other processes.
     """
 
     def __init__(self, outside: Callable[[], set[int]]) -> None:
@@ -36,7 +36,7 @@ class ProcessTree:
         return list(found.values())
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that all have used so far, those already ended included."""
+        """Return the CPU seconds of all processes so far, including ended descendants."""
         own = self._own.cpu_times()
         used = own.user + own.system + own.children_user + own.children_system
         for process in self._others():
@@ -46,11 +46,11 @@ class ProcessTree:
         return used
 
     def memory_nbytes(self) -> int:
-        """Return the memory of all; what several share counts once."""
+        """Return the memory of all processes; shared memory counts once."""
         return sum(map(_pss, [self._own, *self._others()]))
 
     def outside_nbytes(self) -> int:
-        """Return what the processes outside have to themselves."""
+        """Return the private memory of the processes outside."""
         nbytes = 0
         for pid in self._outside():
             with contextlib.suppress(psutil.Error):
@@ -65,7 +65,7 @@ def _pss(process: psutil.Process) -> int:
 
 
 class PeakMemory:
-    """Within this context: by how much the memory of a `ProcessTree` rose at most."""
+    """Context that measures the peak growth of a `ProcessTree`'s memory, in `nbytes`."""
 
     def __init__(self, outside: Callable[[], set[int]]) -> None:
         self.nbytes = 0
@@ -99,10 +99,10 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
 
 
 def write_raw(path: Path, source: torch.Tensor, *, direct: bool) -> float:
-    """Write `source`, which begins at a page, and make it durable; return the seconds.
+    """Write `source`, which begins at a page border, and make it durable; return the seconds.
 
-    The space is reserved first, as checkpoints do. With `direct`, a part at the end that is no
-    whole page is left out.
+    The space is reserved first, as for checkpoints. With `direct`, an incomplete page at the end is
+    left out.
     """
     view = memoryview(source.numpy())
     if direct:

@@ -1,6 +1,6 @@
-"""A study: a question about this package, the options of its run, and the tables that answer it.
+"""Study: a question about this package, the options of its run, and the tables that answer it.
 
-`benchmarks.__main__` prints the tables as soon as they are there, and writes and draws them.
+`benchmarks.__main__` prints each table as soon as it is measured, and writes and draws all tables.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rich.console import Console
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Measured values by row. What identifies a row stands first, as text."""
+    """Measured values by row. The first values of a row are texts that identify it."""
 
     title: str
     columns: dict[str, str]
-    """Format of the values by the name of their column, as in an f-string."""
+    """Format of the values, as in an f-string, by the name of their column."""
     rows: list[tuple[Any, ...]]
     """Numbers, texts, and None where there is no value."""
 
@@ -53,24 +53,26 @@ class Study:
     add_options: Callable[[argparse.ArgumentParser], object]
     """Adds the study's own options to its parser."""
     run: Callable[[argparse.Namespace, Path], Iterator[Result]]
-    """Measures with these options, in an empty directory; yields results as they are found."""
+    """Measures with these options in an empty directory; yields results one by one."""
     draw: Callable[[list[Result], Path], None] | None = None
     """Draws the chart; None: a bar for each row of each table."""
 
     def add_to(self, commands: Any) -> None:
-        """Add this study's parser to those of the subcommands."""
+        """Add this study's parser to the subcommands."""
         parser = commands.add_parser(self.name, help=self.help)
         self.add_options(parser)
-        parser.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
-        parser.add_argument("--json", type=Path, help="where to write all figures")
-        parser.add_argument("--png", type=Path, help="where to draw a chart (needs matplotlib)")
+        parser.add_argument(
+            "--dir", type=Path, help="directory to write in (default: a temporary one)"
+        )
+        parser.add_argument("--json", type=Path, help="file for all figures")
+        parser.add_argument("--png", type=Path, help="file for a chart (needs matplotlib)")
         parser.set_defaults(command=self.carry_out)
 
     def carry_out(self, out: Console, options: argparse.Namespace) -> None:
-        """Run the study; print, write and draw its results, also if it ends early."""
+        """Run the study; print, write and draw its results, even if it ends early."""
         results: list[Result] = []
         try:
-            # A short name: the path of a socket has 107 bytes at most.
+            # Short: the path of an agent's socket has at most 107 bytes.
             with tempfile.TemporaryDirectory(dir=options.dir, prefix="fc") as directory:
                 for result in self.run(options, Path(directory)):
                     results.append(result)
@@ -96,7 +98,7 @@ def show(out: Console, result: Result) -> None:
         out.print(result, markup=False)
     elif isinstance(result, Table):
         out.print(result.title)
-        # What identifies a row stays in a line; other columns wrap.
+        # The first column does not wrap.
         columns = [
             rich.table.Column(name, no_wrap=not at) for at, name in enumerate(result.columns)
         ]

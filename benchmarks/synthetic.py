@@ -1,7 +1,7 @@
-"""Checkpoints of models that no machine here could train: true geometry, untrue numbers.
+"""Checkpoints of models that are too large for this machine: real shapes without real values.
 
-A `World` cuts a Llama-like model as Megatron does, and gives every replica what its distributed
-optimizer would own: of each bucket one run.
+A `World` shards a Llama-like model as Megatron does. Every replica owns one contiguous range of
+each bucket, as with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LLAMA_405B = Model(layers=126, hidden=16384, ffn=53248, qkv=18432, vocab=128256)
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A model under some parallel sizes."""
+    """Model under given parallel sizes."""
 
     model: Model
     tp: int
@@ -49,13 +49,13 @@ class World:
         return self.tp * self.pp * self.dp
 
     def layers(self, stage: int) -> range:
-        """Return the layers of a stage; the first ones have one more where they do not divide."""
+        """Return the layers of a stage; the first stages have one more if they divide unevenly."""
         few, more = divmod(self.model.layers, self.pp)
         start = stage * few + min(stage, more)
         return range(start, start + few + (stage < more))
 
     def parameters(self, tp: int, stage: int) -> Iterator[list[Piece]]:
-        """Yield every local parameter of a rank, whole, as the runs that it consists of."""
+        """Yield every whole local parameter of a rank, as a list of pieces."""
         model, hidden = self.model, self.model.hidden
         if stage == 0:
             yield [self._rows("embedding.word_embeddings.weight", model.vocab, tp)]
@@ -66,7 +66,7 @@ class World:
             attention = "decoder.layers.self_attention"
             yield [self._rows(f"{attention}.linear_qkv.weight", model.qkv, tp, layer)]
             yield [self._columns(f"{attention}.linear_proj.weight", hidden, tp, layer)]
-            # The gate's rows and the rows of what it gates, one after the other in one parameter.
+            # One parameter holds the rows of the gate and then the rows of the gated projection.
             rows = model.ffn // self.tp
             yield [
                 _piece(
@@ -95,7 +95,7 @@ class World:
         return _piece(key, shape, (layer, 0, tp * part), (1, hidden, part))
 
     def owned(self, tp: int, stage: int) -> list[list[Piece]]:
-        """Return what each replica's distributed optimizer owns, in all kinds, in layout order."""
+        """Return the pieces that each replica's distributed optimizer owns, in layout order."""
         owned: list[list[Piece]] = [[] for _ in range(self.dp)]
         bucket: list[list[Piece]] = []
         limit = max(40_000_000, 1_000_000 * self.dp)
@@ -107,19 +107,19 @@ class World:
                 _cut_bucket(bucket, self.dp, owned)
                 bucket, numel = [], 0
         _cut_bucket(bucket, self.dp, owned)
-        # What tensor ranks duplicate is written by the first of them.
+        # The first tensor rank writes the tensors that all tensor ranks hold.
         return [
             in_all_kinds([run for run in runs if tp == 0 or "norm" not in run.key])
             for runs in owned
         ]
 
     def wanted(self, tp: int, stage: int, dp: int) -> list[Piece]:
-        """Return all that a rank holds: its replicated weights and its part of the rest."""
+        """Return all pieces of a rank: replicated weights and its part of the optimizer state."""
         states = [piece for piece in self.owned(tp, stage)[dp] if piece.kind != "weight"]
         return states + [_as(run, *KINDS[0]) for runs in self.parameters(tp, stage) for run in runs]
 
     def ranks(self) -> Iterator[tuple[Coordinates, list[Piece]]]:
-        """Yield every rank's place and what it writes, in rank order."""
+        """Yield every rank's coordinates and the pieces that it writes, in rank order."""
         for stage in range(self.pp):
             for tp in range(self.tp):
                 for dp, pieces in enumerate(self.owned(tp, stage)):
@@ -143,7 +143,7 @@ def in_all_kinds(runs: list[Piece]) -> list[Piece]:
 
 
 def _cut_bucket(bucket: list[list[Piece]], dp: int, owned: list[list[Piece]]) -> None:
-    """Lay a bucket's parameters end to end, at multiples of 64, and give each replica its part."""
+    """Place a bucket's parameters at multiples of 64, and give each replica its range."""
     placed = []
     position = 0
     for runs in bucket:
@@ -162,7 +162,7 @@ def _cut_bucket(bucket: list[list[Piece]], dp: int, owned: list[list[Piece]]) ->
 
 
 def manifest(world: World) -> Manifest:
-    """Return the table of contents that a save under `world` would leave."""
+    """Return the manifest that a save under `world` would write."""
     keys: dict[str, int] = {}
     templates: dict[tuple[ManifestItem, ...], str] = {}
     shards = []

@@ -1,9 +1,9 @@
-"""The state that every system saves: that of one rank of a mixed-precision Megatron job.
+"""State that every system saves: that of one rank of a mixed-precision Megatron job.
 
-16-bit weights, fp32 masters and both Adam moments of a decoder, each cut along its first dimension
-over the ranks (tensor parallel), so that every rank holds other bytes. The tensors lie in one
-mapping that forked children do not inherit: it stands for device memory, of which a fork gets no
-copy-on-write image either. Copying out of it is what copying from the device is on a GPU.
+It holds 16-bit weights, fp32 masters and both Adam moments of a decoder. All tensors are sharded
+along their first dimension (tensor parallel), so every rank holds different bytes. The tensors lie
+in one mapping, which stands for device memory: forked children do not inherit it. A copy out of the
+mapping stands for a copy from the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ KINDS = {
 }
 #: Bytes of one parameter in all kinds.
 _PARAMETER_NBYTES = sum(dtype.itemsize for dtype in KINDS.values())
-#: So that a tensor begins where vector instructions like it.
+#: Alignment of tensors, for vector instructions.
 _ALIGNMENT = 64
-#: Tensors of one layer, and beside the layers.
+#: Number of tensors in one layer, and outside the layers.
 _PER_LAYER, _BESIDE = 12, 2
 
 
 def mapping(nbytes: int) -> mmap.mmap:
-    """Return zeroed memory, present already, that forked children do not inherit."""
+    """Return zeroed, mapped memory that forked children do not inherit."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     as_bytes(memory).zero_()
@@ -40,21 +40,21 @@ def as_bytes(memory: mmap.mmap) -> torch.Tensor:
 
 
 def layers_of(pieces: int) -> int:
-    """Return how many layers give about so many tensors in all kinds."""
+    """Return the number of layers that have about `pieces` tensors in all kinds."""
     return max(1, round((pieces / len(KINDS) - _BESIDE) / _PER_LAYER))
 
 
 def hidden_of(nbytes: int, layers: int) -> int:
-    """Return the hidden size at which the state of so many layers takes about `nbytes`."""
+    """Return the hidden size at which the state of `layers` layers has about `nbytes` bytes."""
     return max(8, round((nbytes / _PARAMETER_NBYTES / layers / 12) ** 0.5 / 8) * 8)
 
 
 def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return this rank's part of every parameter by name."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the shape of this rank's part of every parameter, by name."""
+    result: dict[str, tuple[int, ...]] = {}
     for layer in range(layers):
         prefix = f"decoder.layers.{layer}."
-        found |= {
+        result |= {
             f"{prefix}ln1.weight": (hidden,),
             f"{prefix}ln1.bias": (hidden,),
             f"{prefix}qkv.weight": (3 * hidden, hidden),
@@ -68,15 +68,15 @@ def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
             f"{prefix}fc2.weight": (hidden, 4 * hidden),
             f"{prefix}fc2.bias": (hidden,),
         }
-    return found | {"final_ln.weight": (hidden,), "final_ln.bias": (hidden,)}
+    return result | {"final_ln.weight": (hidden,), "final_ln.bias": (hidden,)}
 
 
 class State:
     """One rank's tensors, by `<kind>/<parameter>`.
 
     Args:
-        nbytes: about how much; the hidden size follows.
-        pieces: about how many tensors; the number of layers follows.
+        nbytes: approximate size, which determines the hidden size.
+        pieces: approximate number of tensors, which determines the number of layers.
     """
 
     def __init__(self, nbytes: int, pieces: int, rank: int) -> None:
@@ -92,7 +92,7 @@ class State:
                 end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         memory = mapping(end)
         self.memory = as_bytes(memory)
-        # Each with a storage of its own: some systems save whole storages.
+        # Every tensor has its own storage, because some systems save whole storages.
         self.tensors = {
             name: torch.frombuffer(memory, dtype=dtype, offset=at, count=numel).view(shape)
             for name, (dtype, at, numel, shape) in places.items()
@@ -100,7 +100,7 @@ class State:
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def like(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return tensors that lie in `memory`, flat bytes, as those of the state lie in its own."""
+        """Return tensors in `memory`, flat bytes, with the layout of the state's own memory."""
         return [
             memory[at : at + numel * dtype.itemsize].view(dtype).view(shape)
             for dtype, at, numel, shape in self._places.values()
@@ -111,25 +111,25 @@ class State:
         return {name: self.tensors[f"{kind}/{name}"] for name in self.shapes}
 
     def fill(self) -> None:
-        """Give every tensor the contents that `wrong` expects."""
+        """Fill every tensor with the contents that `wrong` expects."""
         for number, tensor in enumerate(self.tensors.values()):
             tensor.copy_(self._content(number, tensor))
 
     def tag(self, step: int) -> None:
-        """Make the state that of `step`: the first and the last element of every tensor say so."""
+        """Write `step` into the first and the last element of every tensor."""
         for tensor in self.tensors.values():
             flat = tensor.view(-1)
-            flat[0] = flat[-1] = step % 256  # what bfloat16 still tells apart
+            flat[0] = flat[-1] = step % 256  # bfloat16 represents these integers exactly
 
     def wrong(self, step: int) -> list[str]:
-        """Return the tensors that are not those of `step`."""
-        found = []
+        """Return the names of tensors whose contents differ from those of `step`."""
+        names = []
         for number, (name, tensor) in enumerate(self.tensors.items()):
             expected = self._content(number, tensor).view(-1)
             expected[0] = expected[-1] = step % 256
             if not torch.equal(expected, tensor.view(-1)):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _content(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.rank * 1_000_000 + number)

@@ -1,9 +1,10 @@
-"""The demo: what a crash costs with megatron_flashckpt.
+"""Demonstrate what a crash costs with megatron_flashckpt.
 
-A small GPT is trained by Megatron's own loop on CPU ranks (on GPUs if there are any), three times
-from the same seed: to the end; killed with SIGKILL in mid-run and started again, which restores
-from the agent's memory; killed together with the agent and started again, which restores from
-storage. Training draws dropout masks, so a single lost random state would show in the losses.
+Megatron's own loop trains a small GPT on CPU ranks (on GPUs if there are any), three times from the
+same seed. The first job runs to its end. The second job is killed with SIGKILL and restarts from
+the agent's memory. The third job is killed together with its agent and restarts from storage. All
+losses after a restart must equal those of the first job. Training draws dropout masks, so a lost
+random state would change the losses.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ console = Console()
 
 
 class Job:
-    """One training job in its own directory; `run` starts or restarts it."""
+    """Training job in its own directory; `run` starts or restarts it."""
 
     def __init__(self, where: Path, name: str) -> None:
         self.where = where
@@ -49,7 +50,7 @@ class Job:
         (where / name).mkdir()
 
     def run(self, *, kill_at: int | None = None, kill_agent: bool = False) -> None:
-        """Train to the end, or until iteration `kill_at` has been logged; then kill everything."""
+        """Train to the end, or kill the job when it has logged iteration `kill_at`."""
         self.starts += 1
         losses = self.where / self.name / f"losses-{self.starts}"
         process = subprocess.Popen(
@@ -64,10 +65,10 @@ class Job:
         with console.status(f"{self.name}: starting") as status:
             for line in process.stdout:
                 self.log += line
-                found = re.search(r" iteration +(\d+)/", line)
-                if found:
-                    status.update(f"{self.name}: iteration {found[1]} of {ITERATIONS}")
-                    if int(found[1]) == kill_at:
+                match = re.search(r" iteration +(\d+)/", line)
+                if match:
+                    status.update(f"{self.name}: iteration {match[1]} of {ITERATIONS}")
+                    if int(match[1]) == kill_at:
                         kill(process.pid)
         process.wait()
         if kill_at is None and process.returncode != 0:
@@ -79,11 +80,12 @@ class Job:
                 kill(agent)
 
     def losses(self, start: int) -> dict[str, list[list[str]]]:
-        """Exact losses of one start, by rank: `[iteration, hexadecimal float]` in order."""
+        """Return the exact losses of one start by rank: `[iteration, hexadecimal float]`."""
         files = sorted((self.where / self.name).glob(f"losses-{start}.*"))
         return {f.suffix: [line.split() for line in f.read_text().splitlines()] for f in files}
 
-    def said(self, pattern: str) -> list[str]:
+    def matches(self, pattern: str) -> list[str]:
+        """Return all matches of `pattern` in the log."""
         return re.findall(pattern, self.log)
 
     def _command(self) -> list[str]:
@@ -114,7 +116,7 @@ class Job:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL a process and all its children, children first seen alive."""
+    """Kill a process and all its children with SIGKILL."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for process in family:
         process.kill()
@@ -122,17 +124,17 @@ def kill(pid: int) -> None:
 
 
 def agents(where: Path) -> list[int]:
-    """Return the agents that serve this demo: they are nobody's children."""
-    found = []
+    """Return the agents of this demo, which are not children of this process."""
+    pids = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         command = process.info["cmdline"] or []
         if "megatron_flashckpt.agent" in command and any(str(where) in word for word in command):
-            found.append(process.info["pid"])
-    return found
+            pids.append(process.info["pid"])
+    return pids
 
 
 def equal(whole: Job, resumed: Job) -> tuple[bool, int]:
-    """Return whether every loss after the restart is the uninterrupted run's, and how many."""
+    """Return whether all losses after the restart equal those of `whole`, and their number."""
     compared = 0
     for rank, losses in resumed.losses(resumed.starts).items():
         expected = [entry for entry in whole.losses(1)[rank] if int(entry[0]) > INTERVAL]
@@ -146,8 +148,8 @@ def show(whole: Job, resumed: list[Job]) -> bool:
     saves = Table(title="Saves of the uninterrupted run (rank 0)")
     for column in ("iteration", "MiB per rank", "training blocked, ms", "durable after, s"):
         saves.add_column(column, justify="right")
-    staged = whole.said(r"iteration (\d+) staged, ([\d.]+) MiB on rank 0, blocked ([\d.]+) ms")
-    durable = dict(whole.said(r"iteration (\d+) durable after ([\d.]+) s"))
+    staged = whole.matches(r"iteration (\d+) staged, ([\d.]+) MiB on rank 0, blocked ([\d.]+) ms")
+    durable = dict(whole.matches(r"iteration (\d+) durable after ([\d.]+) s"))
     for iteration, mib, blocked in staged:
         saves.add_row(iteration, mib, blocked, durable.get(iteration, "never"))
     restarts = Table(title=f"Killed with SIGKILL in iteration {KILLED_AT + 1}, started again")
@@ -157,7 +159,7 @@ def show(whole: Job, resumed: list[Job]) -> bool:
     for job in resumed:
         same, compared = equal(whole, job)
         good &= same
-        source = job.said(r"flashckpt: iteration (\d+) was restored from (\w+)")
+        source = job.matches(r"flashckpt: iteration (\d+) was restored from (\w+)")
         restarts.add_row(
             job.name,
             "; ".join(f"{where}, iteration {iteration}" for iteration, where in source),

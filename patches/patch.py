@@ -1,10 +1,10 @@
 """Patches that swap Megatron's checkpointing imports: apply the right one, check or make all.
 
-    scripts/patches apply TREE [PATCH]   TREE: a Megatron-LM checkout or a directory with megatron/
-    scripts/patches check CHECKOUT       every patch against its tag, with git apply and patch -p1
+    scripts/patches apply TREE [PATCH]   patch a Megatron-LM checkout, or a directory with megatron/
+    scripts/patches check CHECKOUT       check every patch against its tag, with git apply and patch
     scripts/patches make CHECKOUT        write patches/ from the tags of a Megatron-LM clone
 
-Needs git and Python alone. A patch holds as few lines of context as `git apply` needs.
+The commands need only git and Python. A patch holds as few lines of context as `git apply` needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from patches.imports import TRAINING, lines_of, obstacles, swapped
 
 PATCHES = Path(__file__).resolve().parent
-#: Name of the patch -> revision it is made from. Later releases with the same minor number take it.
+#: Revisions by the name of their patch. Later releases with the same minor number use the same
+#: patch.
 TAGS = {
     "cb995d5": "cb995d5",
     **{
@@ -30,7 +31,7 @@ TAGS = {
     },
     "main": "HEAD",
 }
-#: And where they read arguments from checkpoints.
+#: Files in which releases read arguments from checkpoints.
 ARGUMENTS = (
     "megatron/initialize.py",
     "megatron/training/initialize.py",
@@ -40,7 +41,7 @@ _VERSION = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
 
 
 class PatchError(Exception):
-    """Says what is wrong and what to do; nothing was changed."""
+    """A patch cannot be applied, checked or made; the message names the reason and the remedy."""
 
 
 def make(checkout: Path, revision: str) -> str:
@@ -63,7 +64,7 @@ def make(checkout: Path, revision: str) -> str:
 
 
 def _patched(checkout: Path, revision: str) -> dict[str, str]:
-    """Return the files of a revision whose imports are swapped: path and text."""
+    """Return the texts of the files of a revision whose imports must be swapped, by path."""
     listed = _git(checkout, "ls-tree", "-r", "--name-only", revision, "megatron").split()
     if not set(TRAINING) & set(listed):
         raise PatchError(f"{checkout}: {revision} has no {' or '.join(TRAINING)}")
@@ -76,18 +77,18 @@ def _patched(checkout: Path, revision: str) -> dict[str, str]:
 
 
 def check(checkout: Path, name: str) -> None:
-    """Raise PatchError unless a patch is what `make` makes, and applies in both ways."""
+    """Raise PatchError if a patch differs from that of `make`, or a command cannot apply it."""
     patch, revision = PATCHES / f"{name}.patch", TAGS[name]
     texts = _patched(checkout, revision)
     if patch.read_text() != make(checkout, revision):
         raise PatchError(f"{patch.name} is not what 'scripts/patches make' writes: write it anew")
     for command in (["git", "apply", str(patch)], ["patch", "-s", "-p1", "-i", str(patch)]):
-        if (said := _tried(command, texts)) is not None:
-            raise PatchError(f"{' '.join(command)} fails on {revision}: {said}")
+        if (failure := _tried(command, texts)) is not None:
+            raise PatchError(f"{' '.join(command)} fails on {revision}: {failure}")
 
 
 def _tried(command: list[str], texts: dict[str, str]) -> str | None:
-    """Run a command that applies a patch on copies of files; return why they are not as wanted."""
+    """Apply a patch to copies of files; return the failure, or None if all imports are swapped."""
     with tempfile.TemporaryDirectory() as scratch:
         for path, text in texts.items():
             file = Path(scratch, path)
@@ -103,29 +104,28 @@ def _tried(command: list[str], texts: dict[str, str]) -> str | None:
 
 
 def _outside(directory: str | Path) -> dict[str, str]:
-    """Return an environment in which git takes `directory` for no part of a repository.
+    """Return an environment in which git ignores a repository around `directory`.
 
-    In a directory of another repository `git apply` passes over files that are not that one's, and
-    says nothing.
+    Inside another repository `git apply` silently skips files.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return {**kept, "GIT_CEILING_DIRECTORIES": str(Path(directory).resolve().parent)}
 
 
 def _read(file: Path) -> str:
-    """Return a file's text with the ends of its lines as they are."""
+    """Return a file's text with unchanged line ends."""
     return file.read_bytes().decode()
 
 
 def apply(tree: Path, asked: str | None) -> str:
-    """Swap the imports of `tree`; return what was done.
+    """Swap the imports of `tree`; return a message with the changes.
 
     Args:
-        asked: only this patch is wanted.
+        asked: refuse any other patch than this one; None: choose the patch.
 
     Raises:
-        PatchError: no Megatron-LM, patched already, another patch is the right one, or the imports
-            were edited so that it is not clear what to do.
+        PatchError: `tree` is no Megatron-LM or is patched already, another patch is the right one,
+            or edited imports cannot be swapped.
     """
     texts = {p: _read(tree / p) for p in (*TRAINING, *ARGUMENTS) if (tree / p).is_file()}
     training = [path for path in TRAINING if path in texts]
@@ -173,7 +173,7 @@ def apply(tree: Path, asked: str | None) -> str:
 
 
 def _write(tree: Path, texts: dict[str, str]) -> None:
-    """Replace files of `tree`, each at once, and none unless all can be written."""
+    """Replace files of `tree` atomically, after all new files are written."""
     written: dict[Path, Path] = {}
     replaced: list[str] = []
     try:
@@ -199,12 +199,12 @@ def _write(tree: Path, texts: dict[str, str]) -> None:
 
 
 def _fits(texts: dict[str, str], name: str) -> bool:
-    """Return whether a patch applies where its lines stand, and swaps all imports there are."""
+    """Return whether a patch applies to these texts and swaps all their imports."""
     return _tried(["git", "apply", str(PATCHES / f"{name}.patch")], texts) is None
 
 
 def _nearest_first(version: str) -> list[str]:
-    """Return all patches by the distance of their minor number."""
+    """Return all patches, those with the nearest minor number first."""
     minor = int(version.split(".")[1])
     minors = {name: int(name.split(".")[1]) for name in TAGS if "." in name}
     minors |= {"cb995d5": 5, "main": max(minors.values()) + 1}
@@ -215,8 +215,8 @@ def _version(tree: Path) -> str:
     info = tree / "megatron/core/package_info.py"
     if not info.is_file():
         raise PatchError(f"{info}: is missing; name the root of a Megatron-LM checkout")
-    found = dict(_VERSION.findall(info.read_text()))
-    return ".".join(found[part] for part in ("MAJOR", "MINOR", "PATCH"))
+    numbers = dict(_VERSION.findall(info.read_text()))
+    return ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def _git(directory: Path, *arguments: str) -> str:
@@ -241,7 +241,7 @@ def main() -> None:
     commands.add_parser("check").add_argument("checkout", type=Path)
     applied = commands.add_parser("apply")
     applied.add_argument("tree", type=Path)
-    applied.add_argument("patch", nargs="?", help="refuse any other than this one")
+    applied.add_argument("patch", nargs="?", help="refuse any other patch")
     args = parser.parse_args()
     try:
         if args.command == "apply":

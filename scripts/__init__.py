@@ -1,1 +1,1 @@
-"""What users run; a package so that tests import the small GPT of `pretrain_gpt_tiny.py`."""
+"""Scripts for users; a package so that tests can import the small GPT of `pretrain_gpt_tiny.py`."""

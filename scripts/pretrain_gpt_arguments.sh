@@ -1,28 +1,28 @@
 # shellcheck shell=bash disable=SC2034
-# What the pretrain_gpt_* scripts train and how, in this one place. They source it; any line can be
-# changed by a variable: NUM_LAYERS=24 scripts/pretrain_gpt_single_node.sh
+# Arguments of the pretrain_gpt_* scripts, which source this file. A variable overrides each default:
+# NUM_LAYERS=24 scripts/pretrain_gpt_single_node.sh
 #
 # The defaults are the experiment of DLRover's blog on flash checkpoints of Megatron-LM: GPT-1.5B on
-# two nodes of 8 GPUs, TP8, distributed optimizer, a save every 50 iterations. As there, without
-# --bf16; PRECISION=bf16 adds it.
+# two nodes of 8 GPUs, TP8, distributed optimizer, a save every 50 iterations. As in the blog, --bf16 is
+# missing; PRECISION=bf16 adds it.
 #
 # Sets the arrays TRAIN (what torchrun runs) and GPT_ARGUMENTS.
 
-# A directory that all nodes see. Loading from where saves go is what lets a restart use host memory.
+# A directory that all nodes see. --load names it as well: only then can a restart use host memory.
 : "${CHECKPOINT_PATH:?set CHECKPOINT_PATH to the directory for checkpoints}"
 
-# Unedited. With a checkout that is patched (patches/) or whose imports are swapped, leave the
-# launcher out: TRAIN=("$TRAIN_SCRIPT")
+# The launcher runs an unedited script. With a checkout that is patched (patches/) or whose imports are
+# swapped, leave the launcher out: TRAIN=("$TRAIN_SCRIPT")
 TRAIN_SCRIPT=${TRAIN_SCRIPT:-${MEGATRON_LM:?set MEGATRON_LM to your Megatron-LM checkout}/pretrain_gpt.py}
 TRAIN=(-m megatron_flashckpt.launch "$TRAIN_SCRIPT")
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-# A rank that dies does not end the job: torchrun starts all ranks again, which go on from memory.
+# If a rank dies, torchrun starts all ranks again, and they resume from memory.
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Without it torch 2.13 hands restarted ranks a store in which gloo finds the addresses of dead ones.
+# Without this variable torch 2.13 gives restarted ranks a store with the gloo addresses of dead ranks.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 # Settings of megatron_flashckpt, if any: FLASHCKPT_CONFIG=configs/memory_every_10.yaml
 
@@ -53,7 +53,7 @@ TRAINING_ARGUMENTS=(
 if [ -n "${PRECISION:-}" ]; then
   TRAINING_ARGUMENTS+=("--$PRECISION")
 fi
-# Made-up tokens if there is no data, to see that all works.
+# Without DATA_PATH the job trains on mock tokens, as a test of the setup.
 if [ -n "${DATA_PATH:-}" ]; then
   DATA_ARGUMENTS=(
     --data-path "$DATA_PATH"

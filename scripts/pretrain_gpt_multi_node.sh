@@ -4,11 +4,11 @@
 #   MASTER_ADDR=node-0 MEGATRON_LM=/path/to/Megatron-LM CHECKPOINT_PATH=/shared/path \
 #     scripts/pretrain_gpt_multi_node.sh [ARGS]
 #
-# MASTER_ADDR is any one of the nodes. The nodes meet there (torchrun's c10d rendezvous) and give
-# themselves their numbers. A rank that dies has the ranks of all nodes started again, and each node's
-# agent gives its ranks their memory back. A node that comes back late is waited for.
+# MASTER_ADDR is any one of the nodes. torchrun's c10d rendezvous runs there and numbers the nodes. If a
+# rank dies, torchrun restarts the ranks of all nodes, and they resume from the memory of their node's
+# agent. The rendezvous waits for a node that comes back late.
 #
-# What is trained: pretrain_gpt_arguments.sh. ARGS go to Megatron and win over what is there.
+# pretrain_gpt_arguments.sh sets the model and its arguments. ARGS go to Megatron and override them.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=pretrain_gpt_arguments.sh
 source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_arguments.sh"

@@ -3,7 +3,7 @@
 #
 #   MEGATRON_LM=/path/to/Megatron-LM CHECKPOINT_PATH=/path scripts/pretrain_gpt_single_node.sh [ARGS]
 #
-# What is trained: pretrain_gpt_arguments.sh. ARGS go to Megatron and win over what is there.
+# pretrain_gpt_arguments.sh sets the model and its arguments. ARGS go to Megatron and override them.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=pretrain_gpt_arguments.sh
 source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_arguments.sh"

@@ -1,12 +1,12 @@
-"""A tiny GPT trained by Megatron's own loop (`megatron.training.pretrain`) on its own mock data.
+"""Tiny GPT trained by Megatron's own loop (`megatron.training.pretrain`) on Megatron's mock data.
 
-Nothing in this file knows megatron_flashckpt: checkpoints go through whatever `save_checkpoint` and
-`load_checkpoint` Megatron's `training.py` imports. `scripts/demo` and the tests run it with these
-imports swapped, or unedited through `python -m megatron_flashckpt.launch`.
+This file does not use megatron_flashckpt: Megatron's `training.py` imports `save_checkpoint` and
+`load_checkpoint`. `scripts/demo` and the tests run the script with these imports swapped, or
+unedited through `python -m megatron_flashckpt.launch`.
 
 It needs the megatron-core wheel (>= 0.17) and no Megatron-LM checkout. Without a GPU, put
 `tests/cpu_megatron` on PYTHONPATH. With LOSS_LOG=FILE each rank that computes losses appends
-`iteration loss` lines to FILE.<rank>, the loss as an exact hexadecimal float.
+`iteration loss` lines to FILE.<rank>, with the loss as an exact hexadecimal float.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, d
 
 
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-    """Return the model's output and what turns it into a loss."""
+    """Return the model's output, and the function that computes its loss."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
     tokens = batch["tokens"]
     length = tokens.size(1)

@@ -1,1 +1,1 @@
-"""Saves and loads of several checkpoint systems, one after the other. Start reading at `driver`."""
+"""Saves and loads of several checkpoint systems in turn. Start reading at `driver`."""

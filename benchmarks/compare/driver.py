@@ -1,10 +1,11 @@
 """Saves and loads of several checkpoint systems: one state, one clock, one job, in turn.
 
-Every system saves the same tensors of the same ranks (`workload.py`), each as its own documentation
-wants it (`systems/`). Saves of all systems take turns, so that whatever else this machine does
-meets them alike; what is compared is compared within one run. A job makes one first save of each:
-more jobs follow that only save, with directories, agents and ranks of their own. On a machine
-without a GPU the ranks see the stand-in of `tests/cpu_megatron`: a copy to the host stays a copy.
+Every system saves the same tensors of the same ranks (`workload.py`), used as its documentation
+tells (`systems/`). The saves of all systems take turns, so that other load on the machine affects
+all systems equally. Figures are compared within one run only. A job makes one first save of each
+system. Further jobs measure more first saves, with directories, agents and ranks of their own. On a
+machine without a GPU the ranks use the stand-in of `tests/cpu_megatron`, where a copy to the host
+is still a copy.
 """
 
 from __future__ import annotations
@@ -35,58 +36,61 @@ from benchmarks.systems import CATALOGUE, QUICK
 
 REPO = Path(__file__).resolve().parents[2]
 _VERSIONS = ("torch", "megatron-core", "dlrover")
-#: Of the job's output, where it failed.
+#: Lines of a failed job's output that are shown.
 _TAIL_LINES = 30
-#: Saves after the first one in a job that is there for the first one.
+#: Saves after the first one in a further job.
 _LATER_SAVES = 3
-#: Systems whose first save blocks for longer make no others: two of eight would take about as long
-#: as all the others together.
+#: Systems whose first save blocks for longer make only one first save, because more would take
+#: about as long as all other measurements.
 _SLOW_FIRST_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Amount of work to measure."""
 
     mib: float = 256
-    """State of one rank."""
+    """State of one rank, MiB."""
     pieces: int = 296
     """Tensors of one rank."""
     ranks: int = 2
     saves: int = 6
-    """After the first."""
+    """Saves after the first one."""
     first_saves: int = 5
-    """Each in a job of its own: the one that all else is measured in, and others."""
+    """First saves: one in the main job, the others in jobs of their own."""
     train_saves: int = 5
     loads: int = 5
     step_ms: float = 100
     timeout_s: float = 900
 
 
-#: What `--quick` measures unless told otherwise.
+#: Defaults with `--quick`.
 QUICK_SIZE = Size(mib=64, saves=2, first_saves=1, train_saves=1, loads=1)
 
 
 def add_command(commands: Any) -> None:
-    """Add the parser of `python -m benchmarks save` to those of the subcommands."""
-    parser = commands.add_parser("save", help="saves and loads, beside other checkpoint systems")
+    """Add the parser of `python -m benchmarks save` to the subcommands."""
+    parser = commands.add_parser("save", help="saves and loads, compared with other systems")
     parser.add_argument(
-        "--quick", action="store_true", help=f"only {', '.join(QUICK)}, small: under a minute"
+        "--quick",
+        action="store_true",
+        help=f"a small state with {', '.join(QUICK)} only; takes less than a minute",
     )
     parser.add_argument(
         "--systems",
-        help=f"separated by commas; default: all but dcp-process, of {', '.join(CATALOGUE)}",
+        help=f"names, separated by commas, of {', '.join(CATALOGUE)}; default: all except "
+        "dcp-process and flashckpt-small-pages",
     )
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--png", type=Path, help="where to draw a chart (needs matplotlib)")
+    parser.add_argument("--dir", type=Path, help="directory to write in (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--png", type=Path, help="file for a chart (needs matplotlib)")
     parser.set_defaults(command=run)
 
 
 def bench_save(out: Console, args: argparse.Namespace, root: Path) -> None:
-    """Measure and report what `add_command`'s options ask for, with files under `root`."""
+    """Measure and report according to `add_command`'s options, with files under `root`."""
     usual = QUICK_SIZE if args.quick else Size()
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Size)}
     size = dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
@@ -114,17 +118,17 @@ def draw(out: Console, results: dict[str, Any], path: Path) -> None:
 
 
 def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str, Any]:
-    """Return all figures of one run; systems that are not installed are left out with a note."""
-    left_out = {name: lacking for name in names if (lacking := CATALOGUE[name].lacking())}
-    for name, lacking in left_out.items():
-        out.print(f"{CATALOGUE[name].label}: not installed, left out ({lacking})")
+    """Return all figures of one run; print a note for each system that is not installed."""
+    left_out = {name: missing for name in names if (missing := CATALOGUE[name].missing())}
+    for name, missing in left_out.items():
+        out.print(f"{CATALOGUE[name].label}: is not installed and was left out ({missing})")
     present = [name for name in names if name not in left_out]
     started = time.time()
     saved = run_job("save", present, size, root)
     loaded = run_job("load", [name for name in present if name in saved["systems"]], size, root)
-    for name, found in loaded["systems"].items():
-        saved["systems"][name]["errors"] += found.pop("errors")
-        saved["systems"][name] |= found
+    for name, figures in loaded["systems"].items():
+        saved["systems"][name]["errors"] += figures.pop("errors")
+        saved["systems"][name] |= figures
     for limit, seconds in loaded["limits"].items():
         saved["limits"].setdefault(limit, []).extend(seconds)
     more_first_saves(out, saved["systems"], size, root)
@@ -142,46 +146,50 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
 def more_first_saves(
     out: Console, systems: dict[str, dict[str, Any]], size: Size, root: Path
 ) -> None:
-    """Add to what was found of `systems` what the same systems take in more jobs that only save.
+    """Run further jobs that only save; add their figures to `systems`.
 
-    Left out are systems that failed, and those whose first save is slow.
+    Systems that failed, or whose first save is slow, are left out.
     """
-    well = [name for name, found in systems.items() if not found["errors"]]
-    names = [name for name in well if systems[name]["first"]["blocked_s"] <= _SLOW_FIRST_S]
+    succeeded = [name for name, figures in systems.items() if not figures["errors"]]
+    names = [name for name in succeeded if systems[name]["first"]["blocked_s"] <= _SLOW_FIRST_S]
     if not names or size.first_saves < 2:
         return
-    if slow := [name for name in well if name not in names]:
+    if slow := [name for name in succeeded if name not in names]:
         out.print(
-            f"{', '.join(slow)}: one first save only, which blocks for more than "
-            f"{_SLOW_FIRST_S:g} s; the others make {size.first_saves}"
+            f"{', '.join(slow)}: one first save only, because it blocks for more than "
+            f"{_SLOW_FIRST_S:g} s; the other systems make {size.first_saves}"
         )
     few = dataclasses.replace(size, saves=_LATER_SAVES)
     for number in range(1, size.first_saves):
-        # Nor is it the same system each time that a job begins with.
+        # Every job begins with another system.
         turned = number % len(names)
-        own = root / f"{number}"  # a short name: the path of a socket is of 107 bytes at most
+        own = root / f"{number}"  # short: the path of an agent's socket has at most 107 bytes
         own.mkdir()
         job = run_job("first", names[turned:] + names[:turned], few, own)
         shutil.rmtree(own)
-        for name, found in job["systems"].items():
-            systems[name]["errors"] += found.pop("errors")
-            systems[name].setdefault("more_jobs", []).append(found)
+        for name, figures in job["systems"].items():
+            systems[name]["errors"] += figures.pop("errors")
+            systems[name].setdefault("more_jobs", []).append(figures)
 
 
 def run_job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
-    """Run the ranks of one job; return what they measured."""
+    """Run the ranks of one job; return their figures."""
     result = root / f"{mode}.json"
     with ranks(mode, names, size, root, result) as job:
         job.wait(size.timeout_s)
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    figures: dict[str, Any] = json.loads(result.read_text())
+    return figures
 
 
 @contextlib.contextmanager
 def ranks(
     mode: str, names: list[str], size: Size, root: Path, result: Path, *more: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a job that measures into `result`; at the end of the context it must have done so."""
+    """Yield a job that writes its figures to `result`.
+
+    Raises:
+        SystemExit: the job has failed, or has written no figures when the context ends.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(size.ranks), "-m", "benchmarks.compare.rank", mode),
@@ -197,11 +205,11 @@ def ranks(
             yield job
         finally:
             if job.poll() is None:
-                job.terminate()  # torchrun takes its ranks along
+                job.terminate()  # torchrun ends its ranks
                 job.wait()
     if job.returncode or not result.exists():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        raise SystemExit(f"the job that was to {mode} ended with {job.returncode}:\n{tail}")
+        raise SystemExit(f"the job '{mode}' ended with status {job.returncode}:\n{tail}")
 
 
 def _environment() -> dict[str, str]:
@@ -220,7 +228,7 @@ def _environment() -> dict[str, str]:
 
 
 def machine(root: Path) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return properties of the machine on which the figures depend."""
     model = platform.processor()
     with open("/proc/cpuinfo") as info:
         model = next((line.split(":")[1].strip() for line in info if "model name" in line), model)
@@ -248,6 +256,6 @@ def _holds(mountpoint: str, path: Path) -> bool:
 
 
 def run(out: Console, args: argparse.Namespace) -> None:
-    """Carry out `python -m benchmarks save`."""
+    """Run `python -m benchmarks save`."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="fc") as root:
         bench_save(out, args, Path(root))

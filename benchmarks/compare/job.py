@@ -1,4 +1,4 @@
-"""What all measurements of one rank share: state, systems, turns, figures."""
+"""State, systems, turns and figures that all measurements of one rank share."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from benchmarks.workload import State, as_bytes, mapping
 
 
 def slowest(value: float) -> float:
-    """Return the largest of all ranks' values."""
+    """Return the largest value of all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
 
 
 def total(value: float) -> float:
-    """Return the sum of all ranks' values."""
+    """Return the sum over all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor)
     return float(tensor)
 
 
 class Job:
-    """One rank of a job that measures.
+    """One rank of a measuring job.
 
     Args:
-        args: those of `benchmarks.compare.rank`.
+        args: arguments of `benchmarks.compare.rank`.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ class Job:
 
     @contextlib.contextmanager
     def reported(self, name: str, what: str) -> Iterator[None]:
-        """Leave a system out from now on, on all ranks, if it fails on any."""
+        """Record an exception; close a system on all ranks if it failed on any rank."""
         failed = 0.0
         try:
             yield
@@ -68,7 +68,7 @@ class Job:
             _close(self.systems.pop(name), keep=False)
 
     def turns(self, rounds: int) -> Iterator[tuple[int, str]]:
-        """Yield `(round, system)` so that no system always comes after the same one."""
+        """Yield `(round, system)`; the order of the systems rotates from round to round."""
         names = list(self.args.systems.split(","))
         for turn in range(rounds):
             first = turn % len(names)
@@ -81,12 +81,11 @@ class Job:
             self.found[name].setdefault(key, []).append(value)
 
     def memcpy_s(self) -> float:
-        """Return the seconds of one plain copy of the state, all ranks at the same time.
+        """Return the seconds of one plain copy of the state on all ranks at the same time.
 
-        By the faster way. As words the state is copied by torch; the C library writes past the
-        caches on some processors, but only when so much is copied at once (Intel: 24 ms for
-        256 MiB, where words took 40; AMD: 1.1 times as long as words). How long the same takes
-        tensor by tensor, as every system here has to copy, is noted with the limits.
+        This is the faster of two ways: torch copies 8-byte words; `memmove` bypasses the caches on
+        some processors when it copies this much (Intel: 24 ms instead of 40 ms for 256 MiB). The
+        time of copying tensor by tensor, as every system here must, is recorded with the limits.
         """
         target, source = self.scratch, self.state.memory
         words = [memory.view(torch.int64) for memory in (target, source)]
@@ -102,7 +101,7 @@ class Job:
         )
 
     def _slowest_of(self, work: Callable[[], object]) -> float:
-        """Return the seconds that `work` takes on the slowest of all ranks, begun together."""
+        """Return the seconds of `work` on the slowest rank; all ranks start it together."""
         dist.barrier()
         started = time.perf_counter()
         work()
@@ -114,8 +113,8 @@ class Job:
 
 
 def _close(system: System, *, keep: bool) -> None:
-    """Let go of what a system has taken, processes included, whatever state it is in."""
+    """Close a system in any state; log an exception."""
     try:
         system.close(keep=keep)
-    except Exception:  # the others are to be closed all the same
+    except Exception:  # the other systems must be closed, too
         traceback.print_exc()

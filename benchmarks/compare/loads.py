@@ -1,7 +1,7 @@
 """Loads of all systems in turn: page cache cold and warm, and from memory.
 
-Right before every load its limit is measured: a plain copy of the state, or a plain read of as many
-bytes, into memory that is present already, by all ranks at once. What counts is the ratio.
+Each load is compared with its limit, which is measured right before it: all ranks at once copy the
+state, or read the same number of bytes, into memory that is already mapped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.compare.job import Job, slowest
 from benchmarks.resources import drop_from_cache, write_raw
 from benchmarks.workload import State
 
-#: What plain reads are done in.
+#: Size of plain reads.
 _READ_NBYTES = 4 << 20
 _PAGE = 4096
 
 
 def from_memory(job: Job, rounds: int) -> None:
-    """Measure loads from memory of the systems whose memory ends with their ranks."""
+    """Measure loads from memory of systems whose memory ends with the ranks that saved."""
     for _, name in job.turns(rounds):
         if not job.systems[name].memory_survives:
             _load(job, name, "memory", job.systems[name].load_from_memory, job.memcpy_s)
@@ -56,7 +56,7 @@ def _load(
     load: Callable[[State], int | None],
     limit: Callable[[], float],
 ) -> None:
-    """Measure one load: from its call on every rank to its return on the last one."""
+    """Measure one load, from its call on all ranks to its return on the last rank."""
     limit_s = limit()
     job.state.memory.zero_()
     with job.reported(name, f"load, {how}"):
@@ -76,7 +76,7 @@ def _load(
 
 
 class _RawFile:
-    """A file of this rank, as long as the state, and how fast all ranks can read theirs."""
+    """File of this rank, as long as the state, for plain reads by all ranks."""
 
     def __init__(self, job: Job) -> None:
         self.path = job.args.root / f"raw_{job.rank}"
@@ -89,7 +89,7 @@ class _RawFile:
         return self._note("read_warm_s", self._read(0))
 
     def cold_s(self) -> float:
-        """Return the time of the faster way: through the page cache with read-ahead, or past it."""
+        """Return the faster time: through the page cache with read-ahead, or with O_DIRECT."""
         times = []
         for flags in (0, os.O_DIRECT):
             drop_from_cache([self.path])

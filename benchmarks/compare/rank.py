@@ -1,8 +1,7 @@
 """One rank of `scripts/bench save`: measures all systems in turn, A B C B C A ..., in one job.
 
-Started by torchrun to save; then, as a job that restarts, to load; then again and again, each time
-with nothing there yet, for first saves. Rank 0 writes what all ranks measured; where ranks differ,
-the slowest one counts.
+torchrun starts a job to save, a second one, like a restart, to load, and further ones in empty
+directories for first saves. Rank 0 writes the figures. If ranks differ, the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", required=True, help="names, separated by commas")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--nbytes", type=int, required=True, help="state of one rank, about")
-    parser.add_argument("--pieces", type=int, required=True, help="tensors of one rank, about")
+    parser.add_argument("--nbytes", type=int, required=True, help="approximate state of one rank")
+    parser.add_argument("--pieces", type=int, required=True, help="approximate tensors of one rank")
     parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--train-saves", type=int, required=True)
     parser.add_argument("--loads", type=int, required=True)
     parser.add_argument("--step-ms", type=float, required=True)
-    parser.add_argument("--sizes", type=json.loads, default=[], help="to grow: [[bytes, tensors]]")
+    parser.add_argument("--sizes", type=json.loads, default=[], help="grow: [[bytes, tensors]]")
     return parser.parse_args()
 
 
@@ -54,11 +53,11 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     job = grow(args) if args.mode == "grow" else measure(args)
     dist.barrier()
-    job.close(keep=args.mode in ("save", "save-once"))  # a job that loads comes next
+    job.close(keep=args.mode in ("save", "save-once"))  # the next job loads
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Other systems leave processes, threads and exit handlers that wait for each other.
+    # Processes, threads and exit handlers of other systems would wait for each other.
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -66,7 +65,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> Job:
-    """Measure all that `scripts/bench save` reports."""
+    """Measure the figures of `scripts/bench save` for one mode."""
     job = Job(args)
     if args.mode == "save-once":
         saves(job, 0)
@@ -81,12 +80,12 @@ def measure(args: argparse.Namespace) -> Job:
     else:
         loads(job, args.loads)
     if job.rank == 0:
-        args.out.write_text(found_by(job))
+        args.out.write_text(encoded_figures(job))
     return job
 
 
-def found_by(job: Job) -> str:
-    """Return what a rank has found, on one line."""
+def encoded_figures(job: Job) -> str:
+    """Return the figures of a rank as one line of JSON."""
     limits = job.found.pop("limits", {})
     return json.dumps(
         {
@@ -99,10 +98,10 @@ def found_by(job: Job) -> str:
 
 
 def grow(args: argparse.Namespace) -> Job:
-    """Measure saves and loads of ever larger states, one line of figures for each.
+    """Measure saves and loads of growing states; write one line of figures per state.
 
-    Loads are into the ranks that have saved: a start of all ranks for each size would take longer
-    than all that is measured.
+    The ranks that have saved also load, because a start of all ranks for each size would take
+    longer than all measurements.
     """
     for number, (nbytes, pieces) in enumerate(args.sizes):
         root = args.root / f"{number}"
@@ -113,7 +112,7 @@ def grow(args: argparse.Namespace) -> Job:
         loads(job, args.loads)
         if job.rank == 0:
             with args.out.open("a") as out:
-                out.write(found_by(job) + "\n")
+                out.write(encoded_figures(job) + "\n")
         if number + 1 < len(args.sizes):
             job.close(keep=False)
             dist.barrier()

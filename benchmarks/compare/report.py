@@ -1,4 +1,4 @@
-"""Tables of what `scripts/bench save` measured."""
+"""Tables of the figures of `scripts/bench save`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 _GB = 1e9
-#: Where loads come from.
+#: Sources of loads.
 LOADS = ("cold", "warm", "memory")
 
 
@@ -20,7 +20,7 @@ def median(values: list[float] | None) -> float | None:
 def ratio(
     above: list[float] | None, below: list[float] | None, *, plus: list[float] | None = None
 ) -> float | None:
-    """Return the median of the ratios of what was measured together."""
+    """Return the median of the ratios of values that were measured together."""
     if not above or not below:
         return None
     extra = plus or [0.0] * len(above)
@@ -30,12 +30,12 @@ def ratio(
 
 
 def load_share(found: dict[str, Any], how: str) -> float | None:
-    """Return the part of a load's time that its limit takes: a plain copy, or a plain read."""
+    """Return the limit of a load (a plain copy or a plain read) as a fraction of its time."""
     return ratio(found.get(f"{how}_limit_s"), found.get(f"{how}_s"))
 
 
 def first_saves(found: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Return what first saves blocked, one of each job, and each against later saves of its job."""
+    """Return the blocked seconds of each job's first save, and their ratios to its later saves."""
     blocked, against_later = [], []
     for job in (found, *found.get("more_jobs", [])):
         if "first" in job:
@@ -46,7 +46,7 @@ def first_saves(found: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
-    """Return one system's figures: medians, and ratios within the run."""
+    """Return the figures of one system: medians, and ratios within the run."""
     found = results["systems"][name]
     nbytes = results["rank_nbytes"]
     whole = nbytes * results["size"]["ranks"]
@@ -84,7 +84,7 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
 
 
 def raw_write_s(results: dict[str, Any]) -> float | None:
-    """Return the time of a raw write of the state, by the faster of the ways tried."""
+    """Return the seconds of the fastest raw write of the state; None if none was measured."""
     limits = results["limits"]
     tried = [median(limits.get(name)) for name in ("raw_direct_s", "raw_buffered_s")]
     return min((took for took in tried if took), default=None)
@@ -95,21 +95,21 @@ def _number(value: float | None, digits: int = 2, unit: str = "") -> str:
 
 
 def _split(phases: list[dict[str, float]]) -> str:
-    """Return the medians of what several saves took, by phase."""
+    """Return the median time of each phase over several saves, as text."""
     shown = {key: median([taken.get(key, 0.0) for taken in phases]) for key in phases[-1]}
     return ", ".join(f"{key} {1000 * s:.1f}" for key, s in shown.items())
 
 
 def _how_many_firsts(results: dict[str, Any]) -> str:
-    """Return what the figures of first saves are medians of."""
+    """Return a line with the number of first saves of each system."""
     by_count: dict[int, list[str]] = {}
     for name, found in results["systems"].items():
         by_count.setdefault(len(first_saves(found)[0]), []).append(name)
     counts = sorted(by_count.items(), reverse=True)
-    said = "; ".join(f"{number} of {', '.join(names)}" for number, names in counts if number)
+    jobs = "; ".join(f"{number} of {', '.join(names)}" for number, names in counts if number)
     return (
-        "first: medians of first saves, one of each job; first / later: medians of ratios, each of "
-        f"a first save and the median of later ones in the same job; jobs: {said}"
+        "first: median over the first saves of all jobs; first / later: median over all jobs of "
+        f"the first save divided by the median of the job's later saves; jobs: {jobs}"
     )
 
 
@@ -119,11 +119,11 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
     out.print(
         f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "
         f"{results['pieces']} tensors; medians of {size['saves']} later saves, "
-        f"{size['train_saves']} in training, {size['loads']} loads; "
-        f"{results['seconds']:.0f} s in all"
+        f"{size['train_saves']} saves in training, {size['loads']} loads; "
+        f"whole run: {results['seconds']:.0f} s"
     )
-    memcpy = [s for found in results["systems"].values() for s in found.get("memcpy_s", [])]
-    said = {
+    memcpy = [s for figures in results["systems"].values() for s in figures.get("memcpy_s", [])]
+    limit_s = {
         "memcpy": median(memcpy),
         "tensor by tensor": median(limits.get("memcpy_by_tensor_s")),
         "raw write, O_DIRECT": median(limits.get("raw_direct_s")),
@@ -133,8 +133,8 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
     }
     nbytes = results["rank_nbytes"]
     out.print(
-        "limits, all ranks at once (GB/s of each): "
-        + "; ".join(f"{name} {nbytes / _GB / s:.2f}" for name, s in said.items() if s)
+        "limits with all ranks at once (GB/s per rank): "
+        + "; ".join(f"{name} {nbytes / _GB / s:.2f}" for name, s in limit_s.items() if s)
     )
     for name, label in results["labels"].items():
         out.print(f"{name}: {label}")
@@ -168,7 +168,7 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
 
 
 _TABLES = {
-    "a save blocks training for (s; x: times a memcpy of the same bytes at that moment)": {
+    "blocked time of a save (s; x memcpy: divided by a memcpy of the same bytes right before)": {
         "first": lambda row: _number(row["first_blocked_s"], 3),
         "later": lambda row: _number(row["blocked_s"], 3),
         "x memcpy": lambda row: _number(row["blocked_over_memcpy"], 2),
@@ -176,16 +176,16 @@ _TABLES = {
         "until tensors may change": lambda row: _number(row["settled_s"], 3),
         "x memcpy ": lambda row: _number(row["settled_over_memcpy"], 2),
     },
-    "until it is durable (s, with the fsync it owes), and what that costs": {
+    "time until a save is durable (s, including an fsync that the system omits), and its cost": {
         "durable": lambda row: _number(row["durable_s"]),
-        "of it owed": lambda row: _number(row["owed_s"]),
+        "added fsync": lambda row: _number(row["owed_s"]),
         "x raw write": lambda row: _number(row["durable_over_raw"]),
         "CPU s per GB": lambda row: _number(row["cpu_s_per_gb"]),
         "training lost, s": lambda row: _number(row["training_lost_s"]),
-        "blocked": lambda row: _number(row["training_blocked_s"]),
-        "slowed": lambda row: _number(row["training_slowed_s"]),
+        "by blocking": lambda row: _number(row["training_blocked_s"]),
+        "by slower steps": lambda row: _number(row["training_slowed_s"]),
     },
-    "loads (s; share of a raw read, or of a memcpy)": {
+    "loads (s; share: a raw read, or a memcpy, divided by the load)": {
         "cold": lambda row: _number(row["cold_s"]),
         "share": lambda row: _number(row["cold_share"]),
         "warm": lambda row: _number(row["warm_s"]),
@@ -193,7 +193,7 @@ _TABLES = {
         "from memory": lambda row: _number(row["memory_s"], 3),
         "share  ": lambda row: _number(row["memory_share"]),
     },
-    "memory and disk (times the state)": {
+    "memory and disk (divided by the size of the state)": {
         "host memory": lambda row: _number(row["host_memory"]),
         "agent's own, MiB": lambda row: _number(row["agent_mib"], 0),
         "disk": lambda row: _number(row["disk"], 4),

@@ -1,4 +1,4 @@
-"""Saves of all systems in turn: what they block, when they are durable, what they take."""
+"""Saves of all systems in turn: blocked time, time until durable, CPU time, memory and disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.resources import PeakMemory, ProcessTree, write_raw
 
 
 def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
-    """Set every system up and measure its first save, then the others in turn.
+    """Set every system up and measure its first save, then later saves in turn.
 
     Args:
-        raw_writes: whether what the disk takes is measured, too, once in every round.
+        raw_writes: measure a raw write of the state in every round, too.
     """
     job.state.fill()
     job.memcpy_s()
@@ -70,7 +70,7 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
         "memcpy_s": memcpy_s,
         "cpu_s": total(tree.cpu_s() - cpu),
     }
-    if not saved:  # not before what all ranks do together
+    if not saved:  # only after the collectives, which all ranks must reach
         raise RuntimeError(f"step {job.step} was left out")
     phases = system.phases(job.step)
     if first:
@@ -83,7 +83,7 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
 
 
 def _raw_write(job: Job) -> None:
-    """Note what the disk takes: the bytes of the state, written with nothing else done."""
+    """Record the seconds of a raw write of the state's bytes."""
     path = job.args.root / f"raw_{job.rank}"
     for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
         path.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def _raw_write(job: Job) -> None:
 
 
 def memory(job: Job) -> None:
-    """Measure by how much one more save raises the memory of all processes."""
+    """Measure the rise of all processes' memory during one more save."""
     for _, name in job.turns(1):
         system = job.systems[name]
         job.step += 1
@@ -114,7 +114,7 @@ def memory(job: Job) -> None:
 
 
 def busy(job: Job) -> None:
-    """Ask for three saves in a row, the next before the last is complete."""
+    """Start three saves in a row, each before the last one is complete."""
     for _, name in job.turns(1):
         system = job.systems[name]
         if not system.background:

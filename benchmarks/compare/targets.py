@@ -1,4 +1,4 @@
-"""What this project has set itself, against what a run of `scripts/bench save` has reached."""
+"""Targets of this project, compared with the figures of a run of `scripts/bench save`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One row: met if what is reached is at most the limit (at least, where `least`)."""
+    """One row: met if the figure is at most `limit`, or at least `limit` with `least`."""
 
     what: str
     limit: float
@@ -26,14 +26,14 @@ class Target:
     unit: str = ""
     least: bool = False
     beside: Callable[[dict[str, Any], Row], str] = lambda results, row: ""
-    """What else says how good that is."""
+    """Returns a second comparison, as text."""
 
     def met(self, reached: float) -> bool:
         return reached >= self.limit if self.least else reached <= self.limit
 
 
 def _beyond_memcpy_ms(results: dict[str, Any], row: Row) -> float | None:
-    """Return how much longer than a twentieth of a memcpy a save blocks."""
+    """Return the blocked milliseconds beyond 5 % of a memcpy."""
     found = results["systems"][OURS]
     pairs = zip(found["blocked_s"], found["memcpy_s"], strict=True)
     return median([1000 * (blocked - 0.05 * memcpy) for blocked, memcpy in pairs])
@@ -46,13 +46,13 @@ def _synchronous(results: dict[str, Any], row: Row) -> float | None:
 
 
 def _by_tensor(seconds: Callable[[dict[str, Any], Row], float | None]) -> Callable[..., str]:
-    """Return what says how `seconds` compares with copies of one tensor after the other."""
+    """Return a function that compares `seconds` with a copy tensor by tensor, as text."""
 
-    def said(results: dict[str, Any], row: Row) -> str:
+    def comparison(results: dict[str, Any], row: Row) -> str:
         limit, took = median(results["limits"].get("memcpy_by_tensor_s")), seconds(results, row)
         return f"{took / limit:.2f} x a copy tensor by tensor" if limit and took else ""
 
-    return said
+    return comparison
 
 
 def _blocking_s(results: dict[str, Any], row: Row) -> float | None:
@@ -69,7 +69,7 @@ def _against_rival(results: dict[str, Any], row: Row) -> float | None:
 
 
 def _beside_slots_mib(results: dict[str, Any], row: Row) -> float | None:
-    """Return the memory of a rank, its part of the agent's included, beside two slots."""
+    """Return the memory of a rank and its part of the agent, MiB, in addition to two slots."""
     if row["host_memory"] is None:
         return None
     return (row["host_memory"] - 2) * float(results["rank_nbytes"]) / _MIB
@@ -80,7 +80,7 @@ def _of(name: str) -> Callable[[dict[str, Any], Row], float | None]:
 
 
 TARGETS = (
-    Target("blocked, deferred, beyond 5 % of a memcpy", 10, _beyond_memcpy_ms, "ms"),
+    Target("blocked, staging: deferred, beyond 5 % of a memcpy", 10, _beyond_memcpy_ms, "ms"),
     Target(
         "blocked, staging: blocking",
         1.15,
@@ -88,7 +88,7 @@ TARGETS = (
         "x memcpy",
         beside=_by_tensor(_blocking_s),
     ),
-    Target("training lost per save, against DLRover", 0.5, _against_rival, "x"),
+    Target("training lost per save, divided by DLRover's", 0.5, _against_rival, "x"),
     Target("CPU per GB made durable", 0.4, _of("cpu_s_per_gb"), "s"),
     Target("first save against later ones", 1.2, _of("first_over_later"), "x"),
     Target("durable, against a memcpy + a raw write", 1.15, _of("durable_over_copy_and_raw"), "x"),
@@ -102,15 +102,15 @@ TARGETS = (
     ),
     Target("load, page cache warm", 0.6, _of("warm_share"), "of a raw read", least=True),
     Target("load, page cache cold", 0.9, _of("cold_share"), "of a raw read", least=True),
-    Target("host memory of a rank beside two slots", 64, _beside_slots_mib, "MiB"),
+    Target("host memory of a rank in addition to two slots", 64, _beside_slots_mib, "MiB"),
     Target("the agent's own memory", 60, _of("agent_mib"), "MiB"),
     Target("start of the agent", 0.5, _of("agent_start_s"), "s"),
-    Target("bytes on disk, against the state", 1.001, _of("disk"), "x"),
+    Target("bytes on disk, divided by the state", 1.001, _of("disk"), "x"),
 )
 
 
 def print_targets(out: Console, results: dict[str, Any]) -> None:
-    """Print every target with what this run has reached."""
+    """Print every target with this run's figure."""
     if OURS not in results["systems"]:
         return
     row = summary(results, OURS)

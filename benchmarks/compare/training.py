@@ -1,4 +1,4 @@
-"""What training loses to a save, with every core busy."""
+"""Training time lost to a save while every core is busy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from benchmarks.compare.job import Job, slowest
 from benchmarks.systems import System
 
-#: Steps without a save, before and after each one that is measured in training.
+#: Steps without a save, before and after each measured save.
 _STEPS_BEFORE, _STEPS_AFTER = 5, 3
 _LONGEST_SAVE_S = 60.0
 
 
 class Training:
-    """Steps that keep a core of every rank busy, as the CPU side of training never does less of."""
+    """Steps that keep one core per rank busy, the most that a rank's Python thread can do."""
 
     def __init__(self, step_s: float) -> None:
         self._matrix = torch.randn(256, 256)
@@ -32,9 +32,9 @@ class Training:
             self._matrix @ self._matrix
 
     def step(self, system: System | None = None, saved: int = 0) -> tuple[float, float]:
-        """Compute, wait for `system` to let the tensors change, meet the other ranks.
+        """Compute, wait until `system` allows the tensors to change, and wait for the other ranks.
 
-        Returns the seconds of the step, and those of them that it waited for `system`.
+        Returns the seconds of the step, and the seconds that it waited for `system`.
         """
         started = time.perf_counter()
         self._multiply()
@@ -47,7 +47,7 @@ class Training:
 
 
 def training(job: Job, rounds: int) -> None:
-    """Measure what steps lose while a save is under way, with all cores busy."""
+    """Measure the time that steps lose during a save, with all cores busy."""
     training = Training(job.args.step_ms / 1000)
     training.step()
     for _, name in job.turns(rounds):

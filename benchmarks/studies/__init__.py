@@ -1,4 +1,4 @@
-"""One module per question about this package alone; `benchmarks/study.py` says what a study is."""
+"""Studies: one module per question about this package; `benchmarks/study.py` defines a study."""
 
 from benchmarks.studies import (
     cluster_model,

@@ -1,9 +1,8 @@
-"""What `flashckpt plan` says of a save against that save, on this machine.
+"""Predictions of `flashckpt plan` for a save, compared with that save on this machine.
 
-The model gets the speeds that this machine has (a plain copy into memory that is there already, a
-plain write of space reserved before, with fdatasync); then one rank's state of the same size is
-staged and persisted by the code that does so in training. Stated: the model is right within a
-factor of 2.
+The model gets the speeds of this machine: of a plain copy into mapped memory, and of a plain write
+to reserved space, with fdatasync. Then the code of the package stages and persists one rank's state
+of the same size. The package claims that the model is right within a factor of 2.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield predicted and measured times; end with status 1 beyond the stated factor."""
+    """Yield predicted and measured times; exit with status 1 if they differ by more than FACTOR."""
     numel = options.mib * 2**20 // 4
     state = torch.rand(numel)
     layout = PlanCache().layout([Piece("w", MASTER, "F32", (numel,), (0,), (numel,), 0, numel)])
@@ -64,22 +63,24 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     slab.populate()
     stager.use(slab, device=None)
     slot, target = slab.slots[0], torch.zeros(numel)
-    found: dict[str, list[float]] = {name: [] for name in ("copy", "write", "stage", "persist")}
+    seconds_of: dict[str, list[float]] = {
+        name: [] for name in ("copy", "write", "stage", "persist")
+    }
     for _ in range(options.rounds):
-        found["copy"].append(seconds_of_copy(state, target))
+        seconds_of["copy"].append(seconds_of_copy(state, target))
         started = time.perf_counter()
         stager.stage([Copy(state, slot.data_offset, early=False)], lambda *_: None)
         stager.wait()
-        found["stage"].append(time.perf_counter() - started)
+        seconds_of["stage"].append(time.perf_counter() - started)
         slot.set_header(SlotHeader(SlotState.STAGED, 1, SAVE_ID, 0, layout.nbytes))
-        found["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
+        seconds_of["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
         (root / "raw").unlink()
         started = time.perf_counter()
         persist_slot(storage, slot, slot.header, meta)
-        found["persist"].append(time.perf_counter() - started)
+        seconds_of["persist"].append(time.perf_counter() - started)
     stager.close()
     slab.close()
-    median = {name: statistics.median(times) for name, times in found.items()}
+    median = {name: statistics.median(times) for name, times in seconds_of.items()}
     speed = {name: layout.nbytes / 1e9 / seconds for name, seconds in median.items()}
     cluster = Cluster(
         gpus_per_node=1,
@@ -87,10 +88,10 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         node_storage_gb_s=speed["write"],
         storage_gb_s=speed["write"],
     )
-    said = plan(even_sizes(numel, 1, 1, PerParameter(4, 4)), cluster)
+    prediction = plan(even_sizes(numel, 1, 1, PerParameter(4, 4)), cluster)
     rows = [
         (name, predicted, median[name], median[name] / predicted)
-        for name, predicted in (("stage", said.stage_s), ("persist", said.persist_s))
+        for name, predicted in (("stage", prediction.stage_s), ("persist", prediction.persist_s))
     ]
     yield Table(
         f"{options.mib} MiB of one rank, medians of {options.rounds}, interleaved",
@@ -103,4 +104,4 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         raise SystemExit(1)
 
 
-STUDY = Study("model", "what flashckpt plan predicts, and what comes of it", add_options, run)
+STUDY = Study("model", "predictions of flashckpt plan, against measured saves", add_options, run)

@@ -1,7 +1,7 @@
-"""What a restart from memory takes one rank of 16,384: requests, rounds, and the collectives.
+"""Exchange of a restart from memory on one of 16,384 ranks: requests, rounds and collectives.
 
-The layout is synthetic. This process is one rank, which plans its reads as in a job; the process
-group answers as if all others sent what this rank sends.
+The layout is synthetic. This process is one rank, which plans its reads as in a job. A simulated
+process group answers as if all other ranks sent the same data as this rank.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.load.all_to_all import Pace, Span, Stream
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
-#: The measured rank: of the first tensor ranks, which hold all that they want between them.
+#: The measured rank, one of the first tensor ranks; its replicas hold all pieces that it needs.
 TP, STAGE, REPLICA = 0, 7, 40
 ROUND_NBYTES = 64 * 2**20
-Wishes = dict[int, list[Span]]
+Requests = dict[int, list[Span]]
 
 
-def wishes() -> Wishes:
-    """Return what the measured rank asks of its replicas after a restart."""
+def requests() -> Requests:
+    """Return the spans that the measured rank requests from its replicas after a restart."""
     cache = PlanCache()
     layouts = [cache.layout(pieces) for pieces in SAVED.owned(TP, STAGE)]
-    sources = [Source(n, it.template, it.placement) for n, it in enumerate(layouts)]
+    sources = [
+        Source(number, layout.template, layout.placement) for number, layout in enumerate(layouts)
+    ]
     reads = read_plan(SAVED.wanted(TP, STAGE, REPLICA), sources, "memory").reads
     return {
         source: [(read.source_offset, read.nbytes) for read in of_source]
@@ -47,12 +49,12 @@ def wishes() -> Wishes:
 
 
 class Job:
-    """What the collectives of the measured rank come to."""
+    """Collective calls of the measured rank, and their memory."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.most_nbytes = 0
-        """Bytes on the device of the rank in one collective."""
+        """Most bytes on the rank's device in one collective."""
 
     def gather(self, received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
         received.view(SAVED.size, -1)[:] = sent
@@ -62,7 +64,7 @@ class Job:
 
 @contextlib.contextmanager
 def simulated_job() -> Iterator[Job]:
-    """Have this process be a rank of a job whose ranks all send the same."""
+    """Make this process a rank of a job in which all ranks send the same data."""
     job = Job()
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     replaced: dict[str, Any] = {
@@ -77,10 +79,9 @@ def simulated_job() -> Iterator[Job]:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float, int, float]:
-    """Return the cost of `work`.
+    """Return the seconds, Python's peak memory, the calls and the device memory of `work`.
 
-    These are seconds, the peak of Python's memory in MB, collective calls, and MB on the device in
-    one call.
+    Memory is in MB. The device memory is that of the largest call.
     """
     gc.collect()
     with simulated_job() as job:
@@ -100,29 +101,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
-    """Yield the cost of finding out who asks whom, and of the other gathers of a load."""
-    mine = wishes()
-    streams = {peer: Stream(spans) for peer, spans in mine.items()}
+    """Yield the cost of exchanging all ranks' requests, and of the other gathers of a load."""
+    requested = requests()
+    streams = {peer: Stream(spans) for peer, spans in requested.items()}
     nbytes = sum(stream.nbytes for stream in streams.values())
-    spans = sum(map(len, mine.values()))
+    spans = sum(map(len, requested.values()))
     title = (
-        f"one of {SAVED.size:,} ranks asks {len(mine)} others for {spans:,} spans, "
+        f"one of {SAVED.size:,} ranks requests {spans:,} spans from {len(requested)} others, "
         f"{nbytes / 1e6:,.0f} MB, in {Pace.of(streams, ROUND_NBYTES).rounds(streams)} rounds"
     )
     works: dict[str, Callable[[], object]] = {
-        "who asks whom": lambda: gather_named(mine),
-        "an agreement": lambda: gather_objects((None, None)),
-        "a summary": lambda: gather_objects(("0" * 32, tuple(range(1000, 1060)))),
+        "gather all requests": lambda: gather_named(requested),
+        "agree on success": lambda: gather_objects((None, None)),
+        "gather a summary": lambda: gather_objects(("0" * 32, tuple(range(1000, 1060)))),
     }
     columns = {
         "": "",
         "s": ".2f",
-        "MB of Python's memory": ".1f",
-        "calls": "",
-        "MB on the device at a time": ".1f",
+        "peak Python memory, MB": ".1f",
+        "collective calls": "",
+        "device memory of one call, MB": ".1f",
     }
     rows = [(name, *measured(work)) for _ in range(options.rounds) for name, work in works.items()]
     yield Table(title, columns, rows)
 
 
-STUDY = Study("exchange", "a restart from memory on 16,384 ranks, planned", add_options, run)
+STUDY = Study("exchange", "collectives of a restart from memory on 16,384 ranks", add_options, run)

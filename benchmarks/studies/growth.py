@@ -1,6 +1,6 @@
-"""How each cost of a save and a load grows with the state, the number of tensors, and the ranks.
+"""Growth of each cost of a save and a load with the state, the number of tensors, and the ranks.
 
-One job for each number of ranks, which measures one size after another and tells each at once.
+Each number of ranks has one job, which measures one size after another and reports it at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.compare.report import summary
 from benchmarks.study import Result, Study, Table
 
 _USUAL = Size(mib=64, pieces=296, ranks=1, saves=3, train_saves=0, loads=1, timeout_s=240)
-#: What each job measures: the number of ranks, and (MiB, tensors) of each.
+#: Sizes that each job measures: (MiB, tensors) of a rank, by the number of ranks.
 _JOBS: dict[int, list[tuple[int, int]]] = {
     1: [(64, 296), (256, 296), (1024, 296), (64, 1000), (64, 5000), (64, 20_000)],
     2: [(64, 296)],
     4: [(64, 296)],
     8: [(64, 296)],
 }
-#: The state, what a memcpy takes it to, two slots, and the pages of the file.
+#: Copies of the state in memory: the state, the target of a memcpy, two slots, and cached files.
 _COPIES = 5
 _POLL_S = 0.2
 _COLUMNS = {
@@ -50,21 +50,23 @@ _GROWING: dict[str, Callable[[Size], float]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, nargs="+", help="of 1, 2, 4, 8: only these jobs")
-    parser.add_argument("--most-mib", type=int, default=1024, help="the largest state of a rank")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="run only jobs of so many ranks, of 1, 2, 4, 8"
+    )
+    parser.add_argument("--most-mib", type=int, default=1024, help="largest state of a rank, MiB")
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield every point when it is there, then a table per quantity that grows.
+    """Yield every point as soon as it is measured, then a table per growing quantity.
 
-    Of the sizes of one rank's state each is four times the one before.
+    The size of one rank's state grows by a factor of four.
     """
     only, most_mib = options.ranks, options.most_mib
     jobs = {number: list(sizes) for number, sizes in _JOBS.items() if not only or number in only}
     if 1 in jobs:
-        mib = [int(4**n * _USUAL.mib) for n in range(1, 9) if 4**n * _USUAL.mib <= most_mib]
+        sizes_mib = [int(4**n * _USUAL.mib) for n in range(1, 9) if 4**n * _USUAL.mib <= most_mib]
         others = [size for size in jobs[1] if size[0] == _USUAL.mib]
-        jobs[1] = [*others, *((each, _USUAL.pieces) for each in mib)]
+        jobs[1] = [*others, *((mib, _USUAL.pieces) for mib in sizes_mib)]
     started = time.monotonic()
     measured: dict[Size, dict[str, Any]] = {}
     for number, sizes in jobs.items():
@@ -74,30 +76,33 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         for size in wanted:
             if size not in fitting:
                 gib = _needed(size) / 2**30
-                yield f"{size.ranks} ranks, {size.mib} MiB each: needs {gib:.0f} GiB of memory"
+                yield (
+                    f"{size.ranks} ranks, {size.mib} MiB each: left out, needs {gib:.0f} GiB of "
+                    "memory"
+                )
         for size, results in _points(root, fitting):
             measured[size] = results
             yield results
             row = summary(results, "flashckpt")
-            said = "; ".join(
+            costs = "; ".join(
                 f"{name} {'-' if value is None else f'{value:.3g}'}"
                 for name, value in zip(_COLUMNS, _values(row), strict=True)
             )
             yield (
                 f"{time.monotonic() - started:.0f} s: {size.ranks} ranks, {size.mib:g} MiB in "
-                f"{results['pieces']} tensors each: {said}"
+                f"{results['pieces']} tensors each: {costs}"
             )
     for what, quantity in _GROWING.items():
         yield from _tables(what, measured, quantity)
 
 
 def _needed(size: Size) -> float:
-    """Return the bytes of memory that a job takes."""
+    """Return the bytes of memory that a job needs."""
     return _COPIES * size.mib * size.ranks * 2**20
 
 
 def _points(root: Path, wanted: list[Size]) -> Iterator[tuple[Size, dict[str, Any]]]:
-    """Yield the figures of each size of one job as soon as they are there."""
+    """Yield the figures of each size of one job as soon as they are measured."""
     if not wanted:
         return
     with tempfile.TemporaryDirectory(dir=root) as directory:
@@ -105,7 +110,7 @@ def _points(root: Path, wanted: list[Size]) -> Iterator[tuple[Size, dict[str, An
         more = ("--sizes", json.dumps([[int(s.mib * 2**20), s.pieces] for s in wanted]))
         with ranks("grow", ["flashckpt"], wanted[0], Path(directory), result, *more) as job:
             for size in wanted:
-                # Storage may be slow: of each GiB.
+                # Storage may be slow, so larger states get more time.
                 patience_s = _USUAL.timeout_s * max(1.0, size.mib * size.ranks / 1024)
                 deadline = time.monotonic() + patience_s
                 line = _line(result, wanted.index(size), job, deadline)
@@ -121,7 +126,7 @@ def _points(root: Path, wanted: list[Size]) -> Iterator[tuple[Size, dict[str, An
 
 
 def _line(result: Path, number: int, job: Any, deadline: float) -> str | None:
-    """Return a line of `result` when it is whole; None if it never will be."""
+    """Return line `number` of `result` once it is complete; None if the job ended before."""
     while time.monotonic() < deadline:
         ended = job.poll() is not None
         lines = result.read_text().splitlines(keepends=True) if result.exists() else []
@@ -136,7 +141,7 @@ def _line(result: Path, number: int, job: Any, deadline: float) -> str | None:
 def _tables(
     what: str, measured: dict[Size, dict[str, Any]], quantity: Callable[[Size], float]
 ) -> Iterator[Table]:
-    """Yield the points in which only one quantity differs, and what power of it costs follow."""
+    """Yield a table of the points that differ in one quantity only, with exponents of growth."""
     smallest = min(measured, key=lambda size: (quantity(size), size.ranks), default=_USUAL)
     points = {
         quantity(size): _values(summary(results, "flashckpt"))
@@ -152,7 +157,8 @@ def _tables(
     ]
     columns = {what: "", **dict.fromkeys(_COLUMNS, ".3g")}
     rows = [(f"{value:g}", *values) for value, values in points.items()]
-    yield Table(f"growing: {what}", columns, [*rows, ("grows with", *powers)])
+    title = f"growing: {what}; last row: exponent of the growth from the least to the most"
+    yield Table(title, columns, [*rows, ("grows with", *powers)])
 
 
 def _values(row: dict[str, float | None]) -> list[float | None]:
@@ -161,4 +167,4 @@ def _values(row: dict[str, float | None]) -> list[float | None]:
     return [None if value is None else value * factor for value, factor in pairs]
 
 
-STUDY = Study("growth", "saves and loads of ours as state or ranks grow", add_options, run)
+STUDY = Study("growth", "growth of costs with state, tensors and ranks", add_options, run)

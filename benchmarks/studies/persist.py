@@ -1,9 +1,9 @@
-"""From the call to a committed checkpoint, against raw writes of the same bytes, interleaved.
+"""Time from a "staged" message to the commit, compared with raw writes of the same bytes.
 
 Ours: two ranks hand full slots to a real agent, which digests, writes, syncs and commits. Raw: two
-processes write the same number of bytes from memory into files of their own and sync them, the
-better of two ways: through the page cache, and past it (O_DIRECT, 16 MiB at a time). Nothing that
-is measured here touches torch.
+processes write the same number of bytes to files of their own and sync them. The faster of two ways
+counts: through the page cache, or with O_DIRECT, 16 MiB at a time. Ours and raw take turns. The
+measured code does not use torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 RANKS = 2
-#: Numbers of each tensor of a rank; each is a master (4 bytes) and a weight (2 bytes).
+#: Elements of each tensor of a rank, stored as a master (4 bytes) and a weight (2 bytes).
 NUMEL = 2**20
 RAW_NBYTES = 16 * 2**20
 _WAYS = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
-#: How long it is looked at what others do while nothing is saved.
+#: Seconds of each measurement of the busy processes' rate without a save.
 _ALONE_S = 0.3
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -53,7 +53,7 @@ def layout_of(rank: int, mib: int) -> Layout:
 
 
 class Rank:
-    """A rank whose slots hold something random; it stages by saying so."""
+    """Rank whose slots hold random bytes; a save only sends the "staged" message."""
 
     def __init__(self, root: Path, config: Config, rank: int, mib: int) -> None:
         self._root, self._rank = root, rank
@@ -86,7 +86,7 @@ class Rank:
         )
 
     def save(self, iteration: int, save_id: str) -> None:
-        """Ring the doorbell for a slot."""
+        """Send the "staged" message for a slot."""
         index = self.client.acquire(iteration, save_id, 60.0)
         slot, meta = self._slab.slots[index], self._meta(iteration)
         header = SlotHeader(SlotState.STAGING, iteration, save_id, len(meta), self.nbytes)
@@ -96,10 +96,10 @@ class Rank:
         self.client.staged(index)
 
     def wait(self) -> None:
-        while not (told := self.client.poll(5.0).finished):
+        while not (finished := self.client.poll(5.0).finished):
             pass
-        if told[0].error is not None:
-            raise SystemExit(told[0].error)
+        if finished[0].error is not None:
+            raise SystemExit(finished[0].error)
 
     def close(self) -> None:
         self.client.leave()
@@ -114,7 +114,7 @@ def cpu_s(pid: int) -> float:
 
 
 def own_mib(pid: int) -> float:
-    """Return the memory of a process, without what it shares with others."""
+    """Return the private memory of a process, MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
@@ -122,7 +122,7 @@ def own_mib(pid: int) -> float:
 
 
 def write_raw(root: Path, nbytes: int, number: int, turns: Any, done: Any) -> None:
-    """A process that writes one file of `nbytes` whenever it is told how, until it is told None."""
+    """Write one file of `nbytes` for each way that `turns` receives, until it receives None."""
     memory = memoryview(mmap.mmap(-1, nbytes + RAW_NBYTES))
     random = os.urandom(2**20)
     for at in range(0, nbytes, len(random)):
@@ -143,11 +143,11 @@ def write_raw(root: Path, nbytes: int, number: int, turns: Any, done: Any) -> No
 
 @contextlib.contextmanager
 def raw_writers(root: Path, nbytes: int) -> Iterator[Callable[[str], None]]:
-    """Yield what has every process write its file once."""
+    """Yield a function that makes every process write its file once."""
     context = mp.get_context("spawn")
     turns, done = [context.Queue() for _ in range(RANKS)], context.Queue()
     arguments = [(root, nbytes, number, turns[number], done) for number in range(RANKS)]
-    processes = [context.Process(target=write_raw, args=each) for each in arguments]
+    processes = [context.Process(target=write_raw, args=of_process) for of_process in arguments]
     for process in processes:
         process.start()
 
@@ -166,7 +166,7 @@ def raw_writers(root: Path, nbytes: int) -> Iterator[Callable[[str], None]]:
 
 
 def spin(counter: Any) -> None:
-    """A process that computes for ever, and counts."""
+    """Compute and count without end."""
     while True:
         sum(range(10_000))
         counter.value += 1
@@ -176,14 +176,14 @@ class Others:
     """Processes that keep every core busy, as training does.
 
     Args:
-        busy: False: there are none.
+        busy: start these processes; if false, there are none.
     """
 
     def __init__(self, busy: bool) -> None:
         context = mp.get_context("spawn")
         self._counters = [context.RawValue("Q") for _ in range((os.cpu_count() or 1) * busy)]
         arguments = [(counter,) for counter in self._counters]
-        self._processes = [context.Process(target=spin, args=each) for each in arguments]
+        self._processes = [context.Process(target=spin, args=counter) for counter in arguments]
         self._alone_per_s: list[float] = []
 
     def __enter__(self) -> Others:
@@ -199,24 +199,24 @@ class Others:
             process.join()
 
     def work(self) -> int:
-        """Return what they have done so far."""
+        """Return the work of all processes so far."""
         return sum(counter.value for counter in self._counters)
 
     def alone(self) -> None:
-        """Find out what they do in a second while nothing is saved."""
+        """Measure the work per second without a save."""
         if self._processes:
             before, since = self.work(), time.perf_counter()
             time.sleep(_ALONE_S)
             self._alone_per_s.append((self.work() - before) / (time.perf_counter() - since))
 
     def lost_s(self, work: int, seconds: float) -> float:
-        """Return the seconds of their time that are missing from `work` done in `seconds`."""
+        """Return the seconds that the processes lost if they did `work` in `seconds`."""
         return seconds - work / statistics.median(self._alone_per_s) if self._processes else 0.0
 
 
 @dataclasses.dataclass
 class Figures:
-    """What the rounds gave of one setting."""
+    """Figures of one setting over all rounds."""
 
     start_s: float
     state_nbytes: int
@@ -231,22 +231,22 @@ class Figures:
             taken.clear()
 
     def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, float, str]]:
-        """Yield the names of what was measured, the figures, and the targets."""
+        """Yield the name, the figure and the target of each measurement."""
         medians = {way: statistics.median(taken) for way, taken in raw_s.items()}
         best = min(medians, key=lambda way: medians[way])
         durable, gb = statistics.median(self.durable_s), self.state_nbytes / 1e9
         for way, taken in medians.items():
             yield f"raw write, {way}, GB/s", gb / taken, ""
         yield "call to committed, s", durable, ""
-        yield f"... in raw writes ({best})", durable / medians[best], "<= 1.15"
-        every = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
-        yield "... least of a round", min(every), ""
-        yield "... most of a round", max(every), ""
+        yield f"divided by raw writes ({best})", durable / medians[best], "<= 1.15"
+        ratios = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
+        yield "... in the fastest round", min(ratios), ""
+        yield "... in the slowest round", max(ratios), ""
         yield "agent: CPU s per GB", statistics.median(self.cpu_s) / gb, "<= 0.4"
-        yield "agent: peak memory of its own, MiB", self.own_mib, "< 60"
-        yield "agent: start to answer, s", self.start_s, "< 0.5"
+        yield "agent: peak private memory, MiB", self.own_mib, "< 60"
+        yield "agent: from start to first answer, s", self.start_s, "< 0.5"
         more = 100 * (self.file_nbytes / self.state_nbytes - 1)
-        yield "files, % more than the state", more, "< 0.1"
+        yield "files beyond the size of the state, %", more, "< 0.1"
 
 
 class Ours:
@@ -264,7 +264,7 @@ class Ours:
         self.figures = Figures(start_s, sum(rank.nbytes for rank in self.ranks))
 
     def save(self, iteration: int) -> None:
-        """Save once, measure, and remove what was saved."""
+        """Save once, measure, and remove the files."""
         self._others.alone()
         save_id, used, done = uuid.uuid4().hex[:12], cpu_s(self.agent), self._others.work()
         since = time.perf_counter()
@@ -289,7 +289,7 @@ class Ours:
 def measure(
     root: Path, mib: int, rounds: int, settings: list[AgentConfig], others: Others
 ) -> tuple[dict[str, list[float]], list[Figures]]:
-    """Return the seconds of raw writes, and the figures of each setting; all take turns."""
+    """Return the seconds of raw writes, and the figures of each setting, measured in turn."""
     raw_s: dict[str, list[float]] = {way: [] for way in _WAYS}
     ours = [Ours(root / f"{n}", mib, setting, others) for n, setting in enumerate(settings)]
 
@@ -302,37 +302,37 @@ def measure(
 
     with raw_writers(root, ours[0].ranks[0].nbytes) as write:
         for turn in range(-2, rounds):
-            if not turn:  # both slots of ours and all of raw's memory have been used
+            if not turn:  # both slots and the memory of raw writes have been used before
                 for taken in raw_s.values():
                     taken.clear()
-                for each in ours:
-                    each.figures.clear()
-            steps = [lambda each=each, turn=turn: each.save(turn + 3) for each in ours]
+                for system in ours:
+                    system.figures.clear()
+            steps = [lambda system=system, turn=turn: system.save(turn + 3) for system in ours]
             steps += [lambda way=way: raw(way) for way in _WAYS]
             first = turn % len(steps)
             for step in steps[first:] + steps[:first]:
                 step()
-    for each in ours:
-        each.close()
-    return raw_s, [each.figures for each in ours]
+    for system in ours:
+        system.close()
+    return raw_s, [system.figures for system in ours]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     usual = AgentConfig()
-    several: dict[str, Any] = {"nargs": "+", "help": "settings to compare, all in turn"}
+    several: dict[str, Any] = {"nargs": "+", "help": "settings to compare in turn"}
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
+        "--mib", type=int, nargs="+", default=[253, 1024], help="approximate state of a rank, MiB"
     )
     parser.add_argument("--write-threads", type=int, default=[usual.write_threads], **several)
     parser.add_argument("--writer-nice", type=int, default=[usual.writer_nice], **several)
     ways = ("auto", "always", "never")
     parser.add_argument("--direct-io", choices=ways, default=[usual.direct_io], **several)
-    parser.add_argument("--busy", action="store_true", help="while all cores compute")
+    parser.add_argument("--busy", action="store_true", help="keep all cores busy meanwhile")
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield a table for each size, MiB per rank; one row per setting, if there are several."""
+    """Yield a table for each size; it has one row per setting, if there are several."""
     settings = [
         AgentConfig(write_threads=threads, writer_nice=nice, direct_io=direct)
         for threads in options.write_threads
@@ -347,7 +347,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
             others = stack.enter_context(Others(options.busy))
             raw_s, figures = measure(place, mib, options.rounds, settings, others)
         title = (
-            f"{RANKS} ranks, together {figures[0].state_nbytes / 1e9:.2f} GB; medians of "
+            f"{RANKS} ranks, {figures[0].state_nbytes / 1e9:.2f} GB in all; medians of "
             f"{options.rounds} interleaved rounds{'; all cores busy' if options.busy else ''}"
         )
         if len(figures) == 1:
@@ -366,24 +366,24 @@ def compared(
     """Return a table with a row per setting; times are relative to raw writes of the same round."""
     best = min(raw_s, key=lambda way: statistics.median(raw_s[way]))
     rows = []
-    for setting, found in zip(settings, figures, strict=True):
-        ratios = [ours / raw for ours, raw in zip(found.durable_s, raw_s[best], strict=True)]
+    for setting, of_setting in zip(settings, figures, strict=True):
+        ratios = [ours / raw for ours, raw in zip(of_setting.durable_s, raw_s[best], strict=True)]
         rows.append(
             (
                 *(f"{setting.write_threads}", f"{setting.writer_nice}", setting.direct_io),
-                statistics.median(found.durable_s),
+                statistics.median(of_setting.durable_s),
                 *(statistics.median(ratios), min(ratios), max(ratios)),
-                statistics.median(found.cpu_s) / found.state_nbytes * 1e9,
-                statistics.median(found.lost_s),
+                statistics.median(of_setting.cpu_s) / of_setting.state_nbytes * 1e9,
+                statistics.median(of_setting.lost_s),
             )
         )
     columns = {
         **dict.fromkeys(("threads", "nice", "direct"), ""),
         "committed, s": ".3f",
         **dict.fromkeys((f"x raw ({best})", "least", "most", "CPU s per GB"), ".2f"),
-        "taken from others, s": ".3f",
+        "lost by other processes, s": ".3f",
     }
     return Table(title, columns, rows)
 
 
-STUDY = Study("persist", "from call to commit, against raw writes", add_options, run)
+STUDY = Study("persist", "writes of shards until the commit, against raw writes", add_options, run)

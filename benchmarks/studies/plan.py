@@ -1,4 +1,4 @@
-"""How long one rank needs to plan: what it saves, and its reads of what 16,384 ranks saved."""
+"""Time that one rank needs to plan a save, and a load from a checkpoint of 16,384 ranks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
-    """Yield one rank's time to plan a save, and a load from a large job's manifest."""
+    """Yield one rank's time for planning a save, and a load from a large job's manifest."""
     yield _layout(options.rounds)
     yield _reads(options.rounds)
 
 
 def _layout(rounds: int) -> Table:
-    """Return the medians of CPU time until a save knows what lies where, at first and later."""
+    """Return the median CPU times of a rank's layout, without and with cached plans."""
     pieces = [
         Piece(name, kind, dtype_name(dtype), shape, (0,) * len(shape), shape, 0, math.prod(shape))
         for kind, dtype in KINDS.items()
@@ -59,8 +59,8 @@ def _layout(rounds: int) -> Table:
         f"layout of {len(pieces):,} pieces; medians of {rounds}",
         {"": "", "ms of CPU": ".1f"},
         [
-            ("at first", 1000 * statistics.median(first_s)),
-            ("later", 1000 * statistics.median(later_s)),
+            ("first save", 1000 * statistics.median(first_s)),
+            ("later save", 1000 * statistics.median(later_s)),
         ],
     )
 
@@ -97,10 +97,10 @@ def _reads(rounds: int) -> Table:
         f"synthetic checkpoint of {SAVED.size:,} ranks (TP{SAVED.tp} x PP{SAVED.pp} x "
         f"DP{SAVED.dp}), {pieces:,} pieces, manifest of {len(encoded) / 2**20:.0f} MiB;\n"
         f"one rank of TP{LOADING.tp} x PP{LOADING.pp} x DP{LOADING.dp}: {len(wanted)} pieces from "
-        f"{reads:,} stored ones in {len(plan.reads)} shards; medians of {rounds}",
+        f"{reads:,} stored pieces in {len(plan.reads)} shards; medians of {rounds}",
         {"": "", "s": ".2f"},
-        [("decode", decode), ("plan and check", plan_time), ("together", decode + plan_time)],
+        [("decode", decode), ("plan and check", plan_time), ("sum", decode + plan_time)],
     )
 
 
-STUDY = Study("plan", "planning one rank's saves, and reads of 16,384 ranks'", add_options, run)
+STUDY = Study("plan", "one rank's plans of a save and of a load", add_options, run)

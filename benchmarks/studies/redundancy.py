@@ -1,9 +1,10 @@
-"""What copies on other nodes cost, by the number of nodes: none, a partner's copy, parity.
+"""Cost of redundancy (none, a partner's copy, parity) by the number of nodes.
 
-The table that SCR published, with the agents of this package: each "node" is an agent and a rank on
-this machine, and the agents talk over loopback. A save is protected when the holders have every
-rank's part; without redundancy, when it is committed. Every save is written to storage, too. All
-nodes share the cores of this machine, so times are comparable for one number of nodes only.
+This repeats the table that SCR published, with the agents of this package. Each "node" is an agent
+and a rank on this machine, and the agents communicate over loopback. A save is protected when the
+holders have every rank's part; without redundancy, when it is committed. Every save is written to
+storage, too. All nodes share the cores of this machine, so times are comparable only for the same
+number of nodes.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from tests.support.trainer import content, eventually, new_save_id
 
 SCHEMES = ("none", "copy", "xor")
 NODES = (2, 3, 4, 8)
-#: A parity group is all nodes of the job, and has at least three.
+#: Least number of nodes for parity; all nodes of a job are one parity group.
 LEAST_OF_XOR = 3
-#: A master and its weight.
+#: Bytes of a master and its weight.
 _ELEMENT_NBYTES = 6
 _PATIENCE_S = 60.0
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Case:
-    """Agents that were introduced to each other, and what their saves took."""
+    """Agents that know each other, and the costs of their saves."""
 
     def __init__(self, made: Cluster, scheme: str) -> None:
         self._made = made
@@ -46,13 +47,13 @@ class Case:
         else:
             made.start(scheme, 2 if scheme == "copy" else nodes)
         self._holders = {"none": 0, "copy": 1, "xor": nodes - 1}[scheme]
-        """How many other nodes hold something of each rank's part."""
+        """Number of other nodes that hold redundancy for each rank."""
         self._content = {
             rank: content(rank, 1, trainer.layout.nbytes) for rank, trainer in made.trainers.items()
         }
 
     def save(self) -> None:
-        """Let every rank stage a checkpoint at the same time; wait until all is done with it."""
+        """Stage a checkpoint on all ranks at the same time; wait until it is held and committed."""
         self._iteration += 1
         save_id, slots = new_save_id(), {}
         for rank, trainer in self._made.trainers.items():
@@ -95,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield seconds and processor seconds of a save, medians over the rounds."""
+    """Yield the seconds and CPU seconds of a save, as medians over the rounds."""
     numel = int(options.mib * 2**20 / _ELEMENT_NBYTES)
     nbytes = numel * _ELEMENT_NBYTES
     rows = []
@@ -105,8 +106,8 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
             per_gb = statistics.median(case.cpu_s) / (nodes * nbytes / 1e9)
             rows.append((f"{nodes}", scheme, statistics.median(case.protected_s), per_gb))
     yield Table(
-        f"{nbytes / 1e6:.0f} MB on each node, medians of {options.rounds} saves after a first one, "
-        "interleaved; protected: held by other nodes (none: committed)",
+        f"{nbytes / 1e6:.0f} MB on each node, medians of {options.rounds} interleaved saves after "
+        "a first one; protected: held by other nodes (without redundancy: committed)",
         {
             "nodes": "",
             "redundancy": "",
@@ -120,11 +121,11 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 def _measure(
     nodes: int, schemes: list[str], numel: int, rounds: int, root: Path
 ) -> dict[str, Case]:
-    """Return the cases of one number of nodes, whose saves took turns."""
+    """Return the cases of one number of nodes, measured in turn."""
     with contextlib.ExitStack() as stack:
         cases = {}
         for scheme in schemes:
-            # A short name: the path of a socket has 107 bytes at most.
+            # Short: the path of an agent's socket has at most 107 bytes.
             where = stack.enter_context(tempfile.TemporaryDirectory(dir=root))
             made = stack.enter_context(cluster(Path(where), [1] * nodes, numel=numel))
             cases[scheme] = Case(made, scheme)
@@ -132,9 +133,9 @@ def _measure(
             for at in range(len(schemes)):
                 cases[schemes[(at + number) % len(schemes)]].save()
         for case in cases.values():
-            # The first save also makes the slots, here and on the holders.
+            # The first save also allocates the slots, on this node and on the holders.
             del case.protected_s[0], case.cpu_s[0]
         return cases
 
 
-STUDY = Study("redundancy", "what copies on other nodes cost, by the nodes", add_options, run)
+STUDY = Study("redundancy", "cost of copies and parity, by the number of nodes", add_options, run)

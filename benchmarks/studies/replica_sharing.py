@@ -1,8 +1,8 @@
-"""Replicas that all read everything, or that read once and send: which is faster where.
+"""Two ways to load, compared: all replicas read everything, or one replica reads and sends a chunk.
 
-All replicas want the same whole checkpoint (as the weights are for data-parallel replicas), over
-gloo on one machine. The "shared" storages are this machine's files behind one lock that is held as
-long as the bytes would take at the given bandwidth: a file system whose bandwidth is shared.
+All replicas load the same whole checkpoint, as data-parallel replicas load weights, over gloo on
+one machine. The "shared" storages simulate a file system whose bandwidth is shared: a lock is held
+for the time that the bytes would take at the given bandwidth.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MODES = ("never", "always", "auto")
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """A kind of storage."""
+    """Storage with a given speed."""
 
     name: str
     cold: bool = False
     mib_per_s: float | None = None
-    """For all replicas together; None: as fast as this machine is."""
+    """Bandwidth for all replicas together; None: that of this machine."""
 
 
 SPEEDS = (
@@ -56,7 +56,7 @@ SPEEDS = (
 
 
 class SharedStorage(PosixStorage):
-    """Files behind one lock, held as long as the bytes would take."""
+    """Files behind one lock, which a read holds for the time that its bytes would take."""
 
     def __init__(self, root: Path, lock: Any, mib_per_s: float | None) -> None:
         super().__init__(root)
@@ -75,13 +75,13 @@ class SharedStorage(PosixStorage):
 
 
 def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: Any) -> None:
-    """One replica: load in every mode from every kind of storage, all together."""
+    """Load in every mode from every storage, as one replica, together with the others."""
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=size)
     torch.set_num_threads(1)
     config = Config()
     wanted = World(MODEL, 1, 1, 1).wanted(0, 0, 0)
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # the first turn is a warm-up
         for speed in SPEEDS:
             storage = SharedStorage(root, lock, speed.mib_per_s)
             stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield the seconds of a load by kind of storage and mode, medians over the rounds."""
+    """Yield the seconds of a load by storage and mode, as medians over the rounds."""
     replicas, rounds = options.replicas, options.rounds
     write_checkpoint(open_storage(root), World(MODEL, tp=2, pp=1, dp=2))
     nbytes = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
@@ -127,4 +127,4 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     )
 
 
-STUDY = Study("share", "replicas that read once and send, or read it all", add_options, run)
+STUDY = Study("share", "replicas that read each chunk once, or all chunks", add_options, run)

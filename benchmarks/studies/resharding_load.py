@@ -1,9 +1,8 @@
-"""A resharding load against the raw read bandwidth of the same files, interleaved.
+"""Resharding load, compared with raw reads of the same files, in turn.
 
-Four ranks (TP2 x DP2) "saved" a Llama-like model; one process loads it whole, as TP1 x DP1 does:
-every byte is read once, checked, and put where it belongs among the rows and columns of the other
-tensor rank. Raw reading takes the same files with the same number of threads into memory of the
-same size, and does nothing with them.
+Four ranks (TP2 x DP2) "saved" a Llama-like model. One process loads the whole model, as under TP1 x
+DP1: it reads and verifies every byte once, and copies the parts of both tensor ranks to their
+places. Raw reads read the same files with the same number of threads into memory of the same size.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ITERATION = 1000
 
 
 def write_checkpoint(storage: Storage, world: World) -> None:
-    """Write a committed checkpoint of random bytes, as agents do."""
+    """Write a committed checkpoint of random bytes with the agents' code."""
     noise = memoryview(random.Random(0).randbytes(CHUNK_NBYTES))
 
     def data_section(nbytes: int) -> Iterator[memoryview]:
@@ -67,7 +66,7 @@ def write_checkpoint(storage: Storage, world: World) -> None:
 
 
 def read_raw(paths: list[Path], into: memoryview, threads: int) -> int:
-    """Read all of `paths` into one piece of memory, end to end; return the bytes."""
+    """Read all files in `paths` into `into`, one behind the other; return the number of bytes."""
     jobs = []
     position = 0
     for path in paths:
@@ -86,12 +85,12 @@ def read_raw(paths: list[Path], into: memoryview, threads: int) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
+    parser.add_argument("--mib", type=int, default=2048, help="approximate checkpoint, MiB")
     parser.add_argument("--threads", type=int, default=2)
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield the bandwidth of both, page cache warm and cold, and the median of their ratios."""
+    """Yield the bandwidths of raw reads and loads, page cache warm and cold, and their ratio."""
     threads = options.threads
     layers = max(1, round(options.mib / 600))  # 45 million parameters, 14 bytes each
     model = Model(layers, hidden=2048, ffn=5632, qkv=3072, vocab=8192)
@@ -136,4 +135,4 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     )
 
 
-STUDY = Study("load", "a resharding load against raw reads of the same files", add_options, run)
+STUDY = Study("load", "a load under another layout, against raw reads", add_options, run)

@@ -1,9 +1,9 @@
-"""Loads after a restart, in the layout that was saved: from memory, and from storage.
+"""Loads after a restart under the same parallel layout, from memory and from storage.
 
-One job saves once; another one, as after a crash, loads again and again. Each load takes turns with
+One job saves once. A second job, as after a crash, loads several times. Each load takes turns with
 its limit (`compare.loads`): a plain copy of the same bytes for loads from memory, a plain read for
-those from storage. A load counts from its call to its return on the last rank: the talk with
-the agent, planning, agreement of all ranks, reading, and the check of every digest.
+loads from storage. The time of a load ends on the last rank. It includes requests to the agent,
+planning, agreement of all ranks, reading, and verification of every digest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.compare.report import LOADS, load_share, median
 from benchmarks.study import Result, Study, Table
 
 _MS = 1000
-#: What `System.watch_load` tells of ours.
+#: Parts that `System.watch_load` measures for ours.
 PARTS = ("copied", "digested")
 
 
@@ -30,7 +30,7 @@ _COLUMNS = {
     "load, ms": ".0f",
     "first": ".0f",
     "CPU": ".0f",
-    "share of it": ".2f",
+    "limit / load": ".2f",
     "least": ".2f",
     "most": ".2f",
     **dict.fromkeys((*PARTS, "rest"), ".0f"),
@@ -46,41 +46,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield, for each size and source, the times of loads and what part their limit takes."""
+    """Yield, for each size and source, the times of loads and the ratio of limit to load."""
     system, rows = options.system, []
     for mib in options.mib:
         size = Size(mib=mib, ranks=options.ranks, loads=options.rounds)
         with tempfile.TemporaryDirectory(dir=root) as directory:
             run_job("save-once", [system], size, Path(directory))
             results = run_job("load", [system], size, Path(directory))
-        found = results["systems"][system]
-        yield from found["errors"]
+        figures = results["systems"][system]
+        yield from figures["errors"]
         state = f"{results['rank_nbytes'] / 2**20:.0f} MiB"
-        rows += [(state, how, *_values(found, how)) for how in LOADS]
+        rows += [(state, how, *_values(figures, how)) for how in LOADS]
     yield Table(
         f"{system}, {options.ranks} ranks, same layout; medians of {options.rounds} loads; limit: "
-        "a plain read or copy of the same bytes right before; first: the first load of its kind; "
-        "CPU: of one rank, ms; share: limit / load; copied: by the kernel, waiting for disks "
-        "included; digested: each on its slowest rank, all its threads together, ms; rest: of the "
-        "load, but for the two",
+        "a plain read or copy of the same bytes right before the load; first: the first load of "
+        "its kind, ms; CPU: CPU time of one rank, ms; copied: the kernel's copies, with waits for "
+        "disks, ms; digested: digests, ms; both: sum over all threads of the slowest rank; rest: "
+        "the load without these two, ms",
         _COLUMNS,
         rows,
     )
 
 
-def _values(found: dict[str, Any], how: str) -> list[float | None]:
-    took, limits = found.get(f"{how}_s"), found.get(f"{how}_limit_s")
+def _values(figures: dict[str, Any], how: str) -> list[float | None]:
+    took, limits = figures.get(f"{how}_s"), figures.get(f"{how}_limit_s")
     if not took:
         return [None] * (len(_COLUMNS) - 2)
     shares = [limit / load for limit, load in zip(limits, took, strict=True)]
-    parts = [found[f"{how}_{part}_s"] for part in PARTS]
-    rest = median([whole - sum(of_it) for whole, *of_it in zip(took, *parts, strict=True)])
-    times = [median(limits), median(took), took[0], median(found[f"{how}_cpu_s"])]
-    # Several threads work at the same time: what they took together is no part of the whole.
+    parts = [figures[f"{how}_{part}_s"] for part in PARTS]
+    rest = median([whole - sum(of_load) for whole, *of_load in zip(took, *parts, strict=True)])
+    times = [median(limits), median(took), took[0], median(figures[f"{how}_cpu_s"])]
+    # With several threads the sum of the parts can exceed the load; then there is no rest.
     later = [*map(median, parts), rest if rest is not None and rest > 0 else None]
     return [
         *map(_ms, times),
-        *(load_share(found, how), min(shares), max(shares)),
+        *(load_share(figures, how), min(shares), max(shares)),
         *map(_ms, later),
     ]
 

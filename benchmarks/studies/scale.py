@@ -1,9 +1,9 @@
-"""Measures commits of ever more ranks, and how long one rank then takes to plan its reads.
+"""Commits of growing numbers of ranks, and the time in which one rank plans its reads.
 
-The agent's own commit, on the records that a job of so many ranks would leave: it lists the
-directory, reads the records, merges and checks them, puts the manifest and its marker, and moves
-the tracker. Then the outcome is told, and the records are deleted. Shards are empty, of the right
-size: the commit never opens them. A node that waits asks for the marker, as its agent does.
+The agent's code commits the records that a job of this size would write. It lists the directory,
+reads, merges and checks the records, puts the manifest and its marker, and moves the tracker. Then
+it reports the outcome and deletes the records. Shards are empty files of the right size, because
+the commit does not open them. A waiting node asks for the marker, as its agent does.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 ITERATION = 1000
-#: Tensor and pipeline parallel sizes stay; there are ever more replicas, as in practice.
+#: Tensor and pipeline parallel sizes, which stay the same; the number of replicas grows.
 TP, PP = 8, 8
-#: Looks of a waiting node before the commit, as within its first second.
+#: Polls of a waiting node before the commit, as in its first second.
 _LOOKS = 5
-#: Ranks of a node, which share a record file; 1: as before records were shared.
+#: Ranks of a node, which share a record file. 1: a record file for each rank.
 _PER_NODE = (1, 8)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=64)
 
 
 def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
-    """Write the commit records of all nodes, as agents do; return rank 0's meta.
+    """Write the commit records of all nodes with the agents' format; return rank 0's meta.
 
     Args:
-        per_node: ranks whose records share a file.
+        per_node: number of ranks whose records share a file.
     """
     directory = root / file_names.iteration_dir(ITERATION)
     directory.mkdir(parents=True)
@@ -89,7 +89,7 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
 
 
 class _Counting(PosixStorage):
-    """Counts the listings and the bytes read."""
+    """Storage that counts listings and bytes read."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -100,22 +100,22 @@ class _Counting(PosixStorage):
         return super().list(directory)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        found = super().read(name, offset, nbytes)
-        self.nbytes += len(found)
-        return found
+        data = super().read(name, offset, nbytes)
+        self.nbytes += len(data)
+        return data
 
 
 class Commit(NamedTuple):
     """Duration of a commit, and its requests to storage."""
 
     seconds: float
-    """From the moment when all records are there to a committed checkpoint."""
+    """Seconds from the last record to the committed checkpoint."""
     peak_mb: float
-    """Memory of the agent that commits, beyond what it had before."""
+    """Peak growth of the committing agent's memory."""
     tidy_s: float
-    """For what is removed after that."""
+    """Seconds for the removals after the commit."""
     waiting_listed: int
-    """Listings by a node that waited, in as many looks as `_LOOKS` before and one after it."""
+    """Listings by a waiting node, in `_LOOKS` polls before the commit and one after it."""
     waiting_nbytes: int
     """Bytes read by that node."""
 
@@ -150,7 +150,9 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
     encoded = path.read_bytes()
     decoded = manifest.decode_manifest(encoded, str(path))
     templates = {name: decoded.template(name) for name in decoded.templates}
-    sources = [Source(it.rank, templates[it.template], it.placement) for it in decoded.shards]
+    sources = [
+        Source(shard.rank, templates[shard.template], shard.placement) for shard in decoded.shards
+    ]
     read_plan(wanted, sources, "the checkpoint")
     return time.perf_counter() - started, len(encoded)
 
@@ -160,32 +162,32 @@ _COLUMNS = {
     "record files": ",",
     "records, MB": ".1f",
     "commit, s": ".2f",
-    "its peak, MB": ".0f",
+    "peak memory of the commit, MB": ".0f",
     "manifest, MB": ".1f",
     "read and plan, s": ".2f",
-    "peak of a rank, MB": ".0f",
+    "peak memory of a rank, MB": ".0f",
     "tidy up, s": ".2f",
-    "a waiting node reads, bytes": ",",
-    "lists, times": "",
+    "bytes read by a waiting node": ",",
+    "listings by it": "",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--most", type=int, default=65_536, help="ranks")
+    parser.add_argument("--most", type=int, default=65_536, help="largest number of ranks")
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield the times and the manifest's size for 64 ranks and ever four times as many."""
+    """Yield the times and the manifest's size for 64 ranks, 256 ranks, and so on."""
     rows: list[tuple[Any, ...]] = []
     ranks = TP * PP
     while ranks <= options.most:
         for per_node in _PER_NODE:
             row, seconds = _measured(root / str(ranks), ranks, per_node)
             rows.append(row)
-            # The largest take minutes to make.
-            yield f"{ranks:,} ranks, {per_node} per record: committed in {seconds:.2f} s"
+            # The files of the largest jobs take minutes to write, so report each job at once.
+            yield f"{ranks:,} ranks, {per_node} per record file: committed in {seconds:.2f} s"
         ranks *= 4
-    yield Table("commits of ever more ranks, and one rank's plan of its reads", _COLUMNS, rows)
+    yield Table("commits by number of ranks, and one rank's plan of its reads", _COLUMNS, rows)
 
 
 def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], float]:
@@ -203,4 +205,4 @@ def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], 
     return row, commit.seconds
 
 
-STUDY = Study("scale", "the commit, and a plan, for ever more ranks", add_options, run)
+STUDY = Study("scale", "the commit, and a plan of reads, by number of ranks", add_options, run)

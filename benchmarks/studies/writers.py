@@ -1,10 +1,10 @@
-"""All replicas, some, or one write what they all hold alike: which is faster where.
+"""Comparison of the number of writers: one, some or all replicas write state that all hold.
 
-One group of replicas, two on each of four nodes, saves once in each way. Shards are written by the
-code of the agents (`write_shard`: chunks, digests, commit records), with their usual numbers of
-threads. Network and storage are models, and nothing reaches a disk: a node sends at a fixed
-bandwidth; a storage has servers, each with a bandwidth for all nodes together, which may need time
-to create a file, or time whenever they turn from one file to another, as spinning disks do.
+A group of replicas, two on each of four nodes, saves once with each number of writers. The agents'
+code writes the shards (`write_shard`: chunks, digests, commit records) with the default numbers of
+threads. Network and storage are models without a disk. A node sends at a fixed bandwidth. A storage
+has servers, each with a bandwidth for all nodes together. A server may need time to create a file,
+or to change from one file to another, as spinning disks do.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ POLICIES: tuple[ShareOut, ...] = ("share", "first", 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of storage."""
+    """Properties of a storage."""
 
     name: str
     servers: int = 1
-    """Each file lies on one of them."""
+    """Number of servers; a file lies on one of them."""
     mib_per_s: float | None = None
-    """Of each server, for all nodes together; None: more than they send."""
+    """Bandwidth of each server for all nodes together; None: more than the nodes send."""
     create_s: float = 0.0
-    """Seconds per file; the storage creates one file at a time."""
+    """Seconds to create a file; the storage creates one file at a time."""
     turn_s: float = 0.0
-    """Seconds whenever a server turns to another file."""
+    """Seconds of a server's change to another file."""
 
 
 KINDS = (
@@ -67,7 +67,7 @@ KINDS = (
 
 
 class Line:
-    """Lets work pass one after the other."""
+    """Queue that lets one piece of work pass at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class Line:
         self._last: object = None
 
     def wait(self, seconds: float, of: object = None, turn_s: float = 0.0) -> None:
-        """Return when work of so many seconds is done; more if the last was of something else."""
+        """Wait for work of `seconds`, and `turn_s` more if the last work was of another file."""
         with self._lock:
             turned, self._last = self._last is not of, of
             begin = max(time.perf_counter(), self._free_at)
@@ -84,7 +84,7 @@ class Line:
 
 
 class Servers:
-    """A storage."""
+    """Servers of one storage."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -94,7 +94,7 @@ class Servers:
         self._nbytes = [0] * kind.servers
 
     def create(self, nbytes: int) -> Line:
-        """Create a file on the server with the least data; return that server."""
+        """Create a file on the server with the least data; return that server's queue."""
         self._files.wait(self.kind.create_s)
         with self._lock:
             server = self._nbytes.index(min(self._nbytes))
@@ -103,7 +103,7 @@ class Servers:
 
 
 class Storage:
-    """A storage as one node sees it, as far as `write_shard` uses it."""
+    """Storage as one node sees it, with the methods that `write_shard` calls."""
 
     place = "the model"
 
@@ -115,11 +115,11 @@ class Storage:
         return Writer(self, self.servers.create(nbytes))
 
     def put(self, name: str, data: bytes, durable: str) -> None:
-        """Take in a commit record, which all ways have equally many of."""
+        """Accept a commit record; their number does not depend on the writers."""
 
 
 class Writer:
-    """A file that forgets what is written to it."""
+    """File that discards its contents."""
 
     def __init__(self, storage: Storage, server: Line) -> None:
         self._network, self._server = storage.network, server
@@ -132,14 +132,14 @@ class Writer:
             self._server.wait(mib / self._kind.mib_per_s, self, self._kind.turn_s)
 
     def finish(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing, because there is no file to remove."""
 
 
 def part_of(replica: int, numel: int, policy: ShareOut) -> tuple[int, int]:
-    """Return the elements that a replica writes."""
+    """Return the range of elements that a replica writes."""
     writers = list(range(REPLICAS))
     if policy == "first":
         writers = [0]
@@ -152,7 +152,7 @@ def part_of(replica: int, numel: int, policy: ShareOut) -> tuple[int, int]:
 
 
 def meta_of(replica: int, numel: int, policy: ShareOut) -> SlotMeta:
-    """Return what describes the slot of a replica."""
+    """Return the slot meta of a replica."""
     start, end = part_of(replica, numel, policy)
     pieces = [Piece("side", RANK_STATE, "U8", (SIDE_NBYTES,), (0,), (SIDE_NBYTES,), 0, SIDE_NBYTES)]
     if start < end:
@@ -201,11 +201,13 @@ def seconds_of_save(kind: Kind, state: bytearray, numel: int, policy: ShareOut) 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mib", type=int, nargs="+", default=[8, 128], help="held alike")
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[8, 128], help="state that all replicas hold, MiB"
+    )
 
 
 def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
-    """Yield the seconds of a save by storage, size and policy, medians over the rounds."""
+    """Yield the seconds of a save by storage, size and policy, as medians over the rounds."""
     state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
     seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
     for turn in range(options.rounds):
@@ -216,14 +218,14 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
                     took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
                     seconds.setdefault((kind.name, mib, policy), []).append(took)
     yield Table(
-        f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until what they "
-        f"hold alike is written, medians of {options.rounds}, interleaved",
+        f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until state that "
+        f"all replicas hold is written, medians of {options.rounds} interleaved rounds",
         {"storage": "", "MiB": "", **{f"replicated: {policy}": ".3f" for policy in POLICIES}},
         [
             (
                 kind.name,
                 f"{mib}",
-                *(statistics.median(seconds[kind.name, mib, each]) for each in POLICIES),
+                *(statistics.median(seconds[kind.name, mib, policy]) for policy in POLICIES),
             )
             for kind in KINDS
             for mib in options.mib
@@ -231,4 +233,4 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     )
 
 
-STUDY = Study("writers", "how many replicas should write, and where", add_options, run)
+STUDY = Study("writers", "how many replicas should write, by storage", add_options, run)

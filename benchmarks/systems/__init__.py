@@ -1,4 +1,4 @@
-"""Checkpoint systems that `scripts/bench save` measures side by side, one module each."""
+"""Checkpoint systems that `scripts/bench save` compares, one module each."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Entry:
     """Module of this package and the class in it."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Modules without which it cannot run."""
+    """Modules that the system requires."""
     install: str = ""
-    """What `pip install` must be told to get them."""
+    """Arguments of the `pip install` that installs these modules."""
     usual: bool = True
-    """Whether it is measured without being asked for."""
+    """True if the system is measured by default."""
 
-    def lacking(self) -> str | None:
-        """Return what to install before this system can be measured; None: nothing."""
-        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
-        return f"pip install {self.install}" if missing else None
+    def missing(self) -> str | None:
+        """Return the command that installs missing modules; None if nothing is missing."""
+        modules = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"pip install {self.install}" if modules else None
 
 
 _DLROVER = {
@@ -57,8 +57,8 @@ CATALOGUE: dict[str, Entry] = {
         "dcp:DCP",
         {"kind": "thread", "threads": 2, "cached": True},
     ),
-    # Its first save starts processes with a process group of their own: many seconds, and now and
-    # then no end on a busy machine, which would take all other figures of the run with it.
+    # The first save starts processes with a process group of their own. That takes many seconds,
+    # and on a busy machine it sometimes hangs, which would lose all other figures of the run.
     "dcp-process": Entry(
         "PyTorch DCP async, process, cached plans",
         "dcp:DCP",
@@ -72,7 +72,7 @@ CATALOGUE: dict[str, Entry] = {
         install="--no-deps megatron-core==0.17.1",
     ),
 }
-#: Those of `--quick`.
+#: Systems of `--quick`.
 QUICK = ("flashckpt", "torch.save", "dlrover")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark asks of a checkpoint system."""
+"""Interface between the benchmark and a checkpoint system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.workload import State
 
 TRACKER = "latest_checkpointed_iteration.txt"
-#: What every job saves beside its tensors: arguments and counters.
+#: State that every job saves in addition to its tensors: arguments and counters.
 COMMON: dict[str, Any] = {f"argument_{n}": n for n in range(300)}
 
 
@@ -21,11 +21,11 @@ class System:
     """One checkpoint system on one rank. All ranks call every method together.
 
     Args:
-        root: an empty directory of its own, the same on all ranks.
-        options: those that `systems.CATALOGUE` gives to this variant.
+        root: empty directory of the system, the same on all ranks.
+        options: options of this variant in `systems.CATALOGUE`.
     """
 
-    #: Whether `save` returns before the checkpoint is complete.
+    #: True if `save` returns before the checkpoint is complete.
     background = True
 
     def __init__(self, root: Path, rank: int, world_size: int, options: dict[str, Any]) -> None:
@@ -33,28 +33,28 @@ class System:
         self.rank = rank
         self.world_size = world_size
         self.options = options
-        #: What only this system can tell of itself.
+        #: Figures that only this system measures.
         self.figures: dict[str, float] = {}
 
     def setup(self, state: State) -> None:
-        """Get ready before the first save: what a job does when it starts."""
+        """Prepare the first save, as a job does at its start."""
 
     def save(self, step: int, state: State) -> bool:
-        """Save; return when training may go on. False: the system left this save out."""
+        """Save; return when training may continue. Returns False if the system skipped the save."""
         raise NotImplementedError
 
     def settle(self, step: int) -> None:
-        """Return when the tensors may change: called where the optimizer would change them."""
+        """Wait until the tensors may change; called where the optimizer would change them."""
 
     def poll(self, step: int) -> bool:
-        """Return whether `step` is complete as this system sees it; called after each step."""
+        """Return whether the system reports `step` as complete; called after each step."""
         return True
 
     def wait(self, step: int) -> None:
-        """Return when `step` is complete as this system sees it."""
+        """Wait until the system reports `step` as complete."""
 
     def latest(self) -> int:
-        """Return the newest step that this system would load; -1: there is none."""
+        """Return the newest step that this system would load; -1 if there is none."""
         try:
             return int((self.root / TRACKER).read_text())
         except (FileNotFoundError, ValueError):
@@ -65,19 +65,19 @@ class System:
         raise NotImplementedError
 
     def load_from_memory(self, state: State) -> int | None:
-        """Fill `state` from host memory; return the step, None if this system cannot."""
+        """Fill `state` from host memory; return the step, or None if the system cannot do so."""
         return None
 
-    #: Whether what is in memory can be loaded after all ranks have started anew; else it is
-    #: measured in the ranks that saved it.
+    #: True if restarted ranks can load the checkpoint in memory. Otherwise the load is measured in
+    #: the ranks that saved.
     memory_survives = False
 
     def phases(self, step: int) -> dict[str, float]:
-        """Return what `step` took on this rank by phase, in seconds, as far as it is known."""
+        """Return the seconds of each phase of `step` on this rank, if they are known."""
         return {}
 
     def watch_load(self) -> contextlib.AbstractContextManager[dict[str, float]]:
-        """Measure what parts of the load within take, in seconds, as far as that can be told."""
+        """Measure the seconds of parts of the load inside the context, if that is possible."""
         return contextlib.nullcontext({})
 
     def pids(self) -> set[int]:
@@ -85,7 +85,7 @@ class System:
         return set()
 
     def close(self, *, keep: bool) -> None:
-        """End. With `keep`, leave in memory what can be loaded from there."""
+        """Close the system. With `keep`, keep checkpoints in memory for later loads."""
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -97,7 +97,7 @@ class System:
         return sorted(path for path in self.directory(step).rglob("*") if path.is_file())
 
     def prune(self, step: int) -> None:
-        """Remove what is older than `step`."""
+        """Remove checkpoints older than `step`."""
         if self.rank == 0:
             for path in self.root.glob("iter_*"):
                 if int(path.name[5:]) < step:
@@ -110,7 +110,7 @@ class System:
         return path
 
     def track(self, step: int) -> None:
-        """Let rank 0 say that `step` is the newest, once all ranks are here."""
+        """Wait for all ranks; rank 0 then writes `step` to the tracker."""
         dist.barrier()
         if self.rank == 0:
             (self.root / TRACKER).write_text(str(step))
@@ -118,6 +118,6 @@ class System:
 
 
 def fill(state: State, loaded: dict[str, torch.Tensor]) -> None:
-    """Copy what was loaded into the tensors of the job."""
+    """Copy loaded tensors into the tensors of the job."""
     for name, tensor in state.tensors.items():
         tensor.copy_(loaded[name])

@@ -19,11 +19,11 @@ from benchmarks.workload import State
 
 
 class DCP(System):
-    """Tensors as DTensors cut along the first dimension, which is how FSDP hands them over.
+    """DTensors that are sharded along the first dimension, as by FSDP.
 
-    The asynchronous ways stage into shared memory that is kept, with a stager that is kept, too
-    (pinning left out: there is nothing to pin here). The thread has a gloo group of its own: its
-    collectives must not come between those of training.
+    Asynchronous saves keep one stager and its shared memory, without pinning, because there is no
+    GPU. The thread uses a gloo group of its own, so that its collectives do not interfere with
+    those of training.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -45,7 +45,7 @@ class DCP(System):
         if self._stager is None:
             dcp.save(content, storage_writer=writer, planner=planner, process_group=self._group)
             return True
-        # As the documentation asks: the one before must be complete.
+        # The documentation requires that the last save is complete.
         for earlier in list(self._written):
             self.wait(earlier)
         process = self.options["kind"] == "process"
@@ -85,8 +85,8 @@ class DCP(System):
             written.result()
 
     def latest(self) -> int:
-        found = [int(path.parent.name[5:]) for path in self.root.glob("iter_*/.metadata")]
-        return max(found, default=-1)
+        steps = [int(path.parent.name[5:]) for path in self.root.glob("iter_*/.metadata")]
+        return max(steps, default=-1)
 
     def load(self, state: State) -> int:
         step = self.latest()

@@ -1,8 +1,8 @@
 """DLRover's flash checkpoint, with its engine for Megatron's distributed optimizer.
 
 The paths and the split into model and optimizer are those of `megatron_dist_ckpt.save_checkpoint`;
-only the hand-over of a Megatron model is left out. The saver is the process that the engine starts
-where no `dlrover-run` has done so.
+there is no Megatron model. The engine starts the saver process itself, because no `dlrover-run` has
+started one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_S = 120.0
 
 
 class DLRover(System):
-    """`save_to_storage`: into shared memory, from where the saver writes. It fsyncs nothing."""
+    """Saves with `save_to_storage`: to shared memory, from which the saver writes without fsync."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -50,7 +50,8 @@ class DLRover(System):
             "optim_states": {n: t for n, t in state.tensors.items() if n not in model},
         }
         self._engine.save_to_storage(step, content, self._paths(step))
-        # Only its log says that a save is left out because the one before is being written.
+        # DLRover skips a save while it writes the last one; besides this field only its log shows
+        # it.
         return self._engine._cached_step == step
 
     def poll(self, step: int) -> bool:

@@ -10,7 +10,7 @@ from benchmarks.workload import State
 
 
 class Gather(System):
-    """Weights per rank; masters and moments over gloo to rank 0, which saves them all."""
+    """Saves weights per rank, and gathers masters and moments over gloo on rank 0, which saves."""
 
     background = False
 

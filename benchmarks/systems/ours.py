@@ -1,12 +1,11 @@
-"""This project: `Checkpointer`, as Megatron's training loop drives it.
+"""This project: `Checkpointer`, driven as by Megatron's training loop.
 
-Nothing of the path is left out or replaced. The weights are parameters of a module whose
-`sharded_state_dict` says how they are cut, as Megatron's modules do; masters and moments are those
-of Megatron's `Float16OptimizerWithFloat16Params` around torch's Adam. Both are built around the
-tensors of the workload instead of tensors of their own. So a save enumerates and plans the pieces
-through the project's own code for Megatron, stages them, and hands them to an agent: a process of
-its own, which this job starts. Training waits for what is still being copied in the optimizer's
-step, through the hook that the save has installed.
+A save runs the whole code path: it enumerates and plans the pieces with the code for Megatron,
+stages them, and hands them to an agent process that this job starts. The optimizer's step waits for
+remaining copies through the hook that the save has installed. The weights are parameters of a
+module with a `sharded_state_dict`, as in Megatron's modules. Masters and moments belong to
+Megatron's `Float16OptimizerWithFloat16Params` around torch's Adam. Both use the tensors of the
+workload.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.storage.opening import open_storage
 
-#: Stands in for Megatron's arguments.
+#: Replacement of Megatron's arguments.
 _ARGS = argparse.Namespace(**COMMON)
 
 
 class Weights(torch.nn.Module):
-    """The weights of the workload, cut along their first dimension over all ranks."""
+    """Weights of the workload, sharded along their first dimension over all ranks."""
 
     def __init__(self, weights: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class Weights(torch.nn.Module):
 
 
 class MixedPrecision(Float16OptimizerWithFloat16Params):
-    """Megatron's optimizer around tensors that exist already; a step changes nothing."""
+    """Megatron's optimizer around existing tensors; a step does not change them."""
 
     def __init__(self, weights: Weights, state: State) -> None:
         masters = [torch.nn.Parameter(master) for master in state.of("master").values()]
@@ -87,7 +86,7 @@ class MixedPrecision(Float16OptimizerWithFloat16Params):
 
 
 class Ours(System):
-    """As by default, but for what the options say of `staging` and `huge_pages`."""
+    """This project with its defaults, except for the options `staging` and `huge_pages`."""
 
     memory_survives = True
 
@@ -100,7 +99,7 @@ class Ours(System):
             agent=AgentConfig(grace_s=120.0),
         )
         self._checkpointer: Checkpointer | None = None
-        #: Of the saves that are complete.
+        #: Phases of complete saves, by iteration.
         self._phases: dict[int, dict[str, float]] = {}
 
     def setup(self, state: State) -> None:
@@ -110,8 +109,8 @@ class Ours(System):
         self.figures["agent_start_s"] = time.perf_counter() - started
         expected = expect(self._checkpointer.model_state, [self._weights], self._optimizer)
         self._checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
-        # Training has begun by the first save: what is prepared in the background is there, and
-        # the first step was followed by this.
+        # By the first save of a job the background preparation is complete, and the first training
+        # step has made the dry run.
         self._checkpointer.link.client()
         self._checkpointer.dry_run([self._weights], self._optimizer, _ARGS)
 
@@ -164,7 +163,7 @@ class Ours(System):
 
     @contextlib.contextmanager
     def watch_load(self) -> Iterator[dict[str, float]]:
-        """Measure the kernel's copies (with what it waits for disks) and the digests."""
+        """Measure the seconds of `preadv`, including waits for disks, and of digests."""
         took = {"copied": 0.0, "digested": 0.0}
 
         def timed(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +197,7 @@ class Ours(System):
         return LoadRequest(state, chunks=[self._weights], optimizer=self._optimizer, strict=True)
 
     def files(self, step: int) -> list[Path]:
-        """Return the files of a checkpoint; the agent removes commit records after the outcome."""
+        """Return the files of a checkpoint, except commit records, which the agent removes."""
         return [path for path in super().files(step) if path.suffix != ".commit"]
 
     def phases(self, step: int) -> dict[str, float]:

@@ -19,10 +19,10 @@ from benchmarks.workload import State
 
 
 class TorchDist(System):
-    """What Megatron's training loop does, with the structure of the checkpoint assumed constant.
+    """Saves as Megatron's training loop does with `--ckpt-assume-constant-structure`.
 
-    Two writer processes per rank are forked for each save. Access integrity is checked in the first
-    save only, as Megatron does.
+    Each save forks two writer processes per rank. As in Megatron, only the first save checks the
+    access integrity.
     """
 
     def setup(self, state: State) -> None:
@@ -31,7 +31,7 @@ class TorchDist(System):
         )
         self._strategy = FullyParallelSaveStrategyWrapper(strategy, None, True)
         self._queue = AsyncCallsQueue(persistent=False)
-        # Newer releases prefer nvidia-resiliency-ext, unless told to do it themselves.
+        # Newer releases use nvidia-resiliency-ext by default.
         known = inspect.signature(dist_checkpointing.save).parameters
         self._strategy_argument = {"async_strategy": "mcore"} if "async_strategy" in known else {}
         self._done = -1

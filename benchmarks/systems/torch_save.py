@@ -1,4 +1,4 @@
-"""Megatron's `--ckpt-format torch`: every rank saves its part with `torch.save`."""
+"""Format of Megatron's `--ckpt-format torch`: every rank saves its part with `torch.save`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.workload import State
 
 
 class TorchSave(System):
-    """`torch.save` per rank, then a barrier, then the tracker. Nothing is fsynced."""
+    """Saves with `torch.save` per rank, a barrier, and then the tracker, without fsync."""
 
     background = False
 

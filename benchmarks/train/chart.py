@@ -1,4 +1,4 @@
-"""The chart of `python -m benchmarks train`: what a save costs beside the step of the first one."""
+"""Chart of `python -m benchmarks train`: the cost of a save, and the step with the first save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PANELS = (
 
 
 def draw_figures(results: Sequence[Result], path: Path) -> None:
-    """Draw the figures that are among the results of a run, if any system saved in it."""
+    """Draw the figures of a run, if any system saved in it."""
     for figures in results:
         if isinstance(figures, dict):
             _draw(figures, path)

@@ -1,4 +1,4 @@
-"""The arithmetic of `python -m benchmarks train`: from wall clocks to what a save costs."""
+"""Arithmetic of `python -m benchmarks train`: the cost of a save, from wall-clock times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.train.measure import RESUMED_STEPS, Losses, Measured, Schedule
 
-#: The figures of a round that are reported, by their name in the JSON file.
+#: Labels of the reported figures of a round, by their names in the JSON file.
 LABELS = {
     "lost_per_save_s": "lost per save",
     "first_save_step_s": "first save's step",
@@ -24,17 +24,17 @@ LABELS = {
 }
 
 
-def differing(expected: Losses, found: Losses, iterations: Sequence[int]) -> list[int]:
-    """Return the iterations of these whose losses are missing or not equal."""
+def differing(expected: Losses, losses: Losses, iterations: Sequence[int]) -> list[int]:
+    """Return those of `iterations` whose losses are missing or differ."""
     return [
         number
         for number in iterations
-        if number not in expected or found.get(number) != expected[number]
+        if number not in expected or losses.get(number) != expected[number]
     ]
 
 
 def objections(schedule: Schedule, run: Measured, baseline: Measured) -> list[str]:
-    """Return why a run is no result, in the light of the same run without saves."""
+    """Return reasons to reject a run, from a comparison with the same run without saves."""
     reasons = []
     every = range(1, schedule.iterations + 1)
     if wrong := differing(baseline.losses, run.losses, every):
@@ -42,7 +42,7 @@ def objections(schedule: Schedule, run: Measured, baseline: Measured) -> list[st
     for source, restart in run.restarts.items():
         first = restart.resumed_from + 1
         steps = range(first, first + RESUMED_STEPS)
-        # Ranks that have saved again were killed one step after the save.
+        # If ranks saved again after a restart, they were killed one step after that save.
         if wrong := differing(baseline.losses, restart.losses, steps):
             reasons.append(f"resumed from {source} with another loss in iteration {wrong[0]}")
     return reasons
@@ -51,21 +51,21 @@ def objections(schedule: Schedule, run: Measured, baseline: Measured) -> list[st
 def lost_per_save(schedule: Schedule, run: Measured, baseline: Measured) -> float | None:
     """Return the seconds that each save after the first costs the training loop.
 
-    The clock runs from the end of the iteration before the second save to the end of the run's
-    last iteration, with the saves and without; the last save comes after it. What is lost is
-    divided by the saves that were made in that time, because a system may leave some out.
+    The time runs from the end of the iteration before the second save to the end of the last
+    iteration, in both runs; the last save comes after it. The difference is divided by the number
+    of saves that were made in that time, because a system may skip some.
     """
     begin, end = schedule.saved_at[1], schedule.iterations
     made = [number for number in schedule.saved_at[1:] if number in run.saved]
     if not made:
         return None
-    seconds = [each.ended_at[end] - each.ended_at[begin] for each in (run, baseline)]
+    seconds = [measured.ended_at[end] - measured.ended_at[begin] for measured in (run, baseline)]
     return (seconds[0] - seconds[1]) / len(made)
 
 
 def lost_in_all(run: Measured, baseline: Measured) -> float:
-    """Return how much longer the run took, from the start of its ranks to its end."""
-    seconds = [max(each.ended_at.values()) + each.exit_s for each in (run, baseline)]
+    """Return the additional seconds of the run, from the start of its ranks to its end."""
+    seconds = [max(measured.ended_at.values()) + measured.exit_s for measured in (run, baseline)]
     return seconds[0] - seconds[1]
 
 
@@ -115,7 +115,7 @@ class Spread:
 
 
 def spreads(rounds: Sequence[dict[str, Any]]) -> dict[str, Spread]:
-    """Return each figure over a system's rounds; one that was never measured is not in it."""
+    """Return each measured figure over a system's rounds."""
     result = {}
     for name in LABELS:
         values = [figures[name] for figures in rounds if figures.get(name) is not None]

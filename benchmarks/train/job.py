@@ -1,4 +1,4 @@
-"""A training job on CPU ranks of this machine, and the moments at which iterations ended."""
+"""Training job on CPU ranks of this machine, with the times at which iterations ended."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import psutil
 from tests.support.forked.job import free_port
 
 RANKS = 2
-#: The processes of a job have the job's name in their environment, or, as an agent does, the
-#: directory where the job's agents are found.
+#: Environment variables that identify the processes of a job: the job's name, or for agents their
+#: runtime directory.
 _JOB_KEY, _AGENTS_KEY = "BENCHMARK_TRAIN_JOB", "FLASHCKPT_RUNTIME_DIR"
 _ITERATION = re.compile(r" iteration +(\d+)/")
 _LOAD_TIME = re.compile(r"load-checkpoint \.+: \(([\d.]+), ([\d.]+)\)")
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", re.M)
 _POLL_S = 0.005
-#: How long an agent may take to leave after its job has ended.
+#: Seconds that an agent may take to exit after its job has ended.
 _LEAVE_S = 10.0
 _TAIL_LINES = 12
 
 
 class JobError(Exception):
-    """A job failed, took too long, or did something else than it was started for."""
+    """A job failed, took too long, or did not do what it was started for."""
 
     def __init__(self, what: str, log: str = "") -> None:
         super().__init__(what)
@@ -42,18 +42,18 @@ class JobError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Megatron:
-    """A Megatron and the script that calls its `pretrain`."""
+    """Megatron installation, with the script that calls its `pretrain`."""
 
     script: Path
     flags: tuple[str, ...]
     """Arguments of every job."""
     env: dict[str, str]
-    """The environment of every rank, complete but for what a launcher sets."""
+    """Environment of every rank, without the variables that a launcher sets."""
     cwd: Path
 
 
 class Job:
-    """One job; `running` starts it and ends whatever is left of it."""
+    """One job; `running` starts it and ends all its processes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Job:
     ) -> None:
         self.name = f"train-{uuid.uuid4().hex[:12]}"
         self.ended_at: dict[int, float] = {}
-        """By iteration: when its log line arrived. A save begins after that line."""
+        """Time at which an iteration's log line arrived; a save begins after that line."""
         self._marks = {(_JOB_KEY, self.name)}
         if _AGENTS_KEY in env:
             self._marks.add((_AGENTS_KEY, env[_AGENTS_KEY]))
@@ -88,7 +88,7 @@ class Job:
         self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the ranks. `end` ends them, even if this was interrupted."""
+        """Start the ranks; `end` ends them, even after an interrupted start."""
         self.started_at = time.perf_counter()
         for rank in map(str, range(RANKS)):
             self._ranks.append(
@@ -121,19 +121,19 @@ class Job:
 
     @property
     def log(self) -> str:
-        """Everything that the ranks have printed so far."""
+        """Output of all ranks so far."""
         return "".join(list(self._lines))
 
     @property
     def load_s(self) -> float:
-        """What Megatron's own timer measured around `load_checkpoint`, on the slowest rank."""
+        """Seconds of Megatron's own timer around `load_checkpoint`, on the slowest rank."""
         matches = _LOAD_TIME.findall(self.log)
         if not matches:
             raise self.error("printed no time of a load")
         return float(matches[-1][1]) / 1000
 
     def wait_for(self, condition: Callable[[], bool], what: str, deadline: float) -> None:
-        """Return when `condition()` holds.
+        """Wait until `condition()` holds.
 
         Raises:
             JobError: a rank has ended before, or `deadline` has passed.
@@ -147,7 +147,7 @@ class Job:
             time.sleep(_POLL_S)
 
     def wait(self, deadline: float) -> float:
-        """Return the moment at which the last rank had ended well.
+        """Wait until all ranks have ended with status 0; return the time of the last end.
 
         Raises:
             JobError: a rank failed, or `deadline` has passed.
@@ -165,14 +165,14 @@ class Job:
         return ended_at
 
     def error(self, what: str) -> JobError:
-        """Return an error with the job's last words."""
+        """Return an error with the last error, or the last lines, of the job's output."""
         errors = _ERROR.findall(self.log)
         lines = [line for line in self.log.splitlines() if not line.startswith("WARNING:")]
         last = errors[-1:] or lines[-_TAIL_LINES:]
         return JobError("\n  ".join([what, *last]), self.log)
 
     def kill(self) -> float:
-        """Send SIGKILL to all ranks; return the moment before that. Their agent stays."""
+        """Send SIGKILL to all ranks, but not to their agent; return the time before that."""
         killed_at = time.perf_counter()
         for rank in self._ranks:
             rank.kill()
@@ -181,22 +181,22 @@ class Job:
         return killed_at
 
     def end(self) -> None:
-        """Kill every process of this job, and remove what killed processes leave in memory."""
+        """Kill every process of this job; remove its files in shared memory."""
         self.kill()
         rest = self.processes()
         for process in rest:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(rest, timeout=_LEAVE_S)
-        # Not for long: a reader ends with the last process that has the pipe, whoever that is.
+        # A short wait: a reader ends with the last process that has the pipe, which may stay.
         self._join_readers()
-        # DLRover's saver has both named after the job.
+        # DLRover's saver names these files and the directory after the job.
         for file in Path("/dev/shm").glob(f"{self.name}_*"):
             file.unlink(missing_ok=True)
         shutil.rmtree(Path("/tmp/ckpt_sock") / self.name, ignore_errors=True)
 
     def await_agent(self) -> None:
-        """Return when no process of this ended job is left, after some seconds in any case."""
+        """Wait some seconds until no process of this ended job is left."""
         deadline = time.monotonic() + _LEAVE_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -223,7 +223,7 @@ def running(
     env: dict[str, str],
     on_iteration: Callable[[int], None],
 ) -> Iterator[Job]:
-    """Yield a started job; at the end of the context none of its processes is left."""
+    """Yield a started job; end all its processes with the context."""
     command = [*runner, str(megatron.script), *megatron.flags, *arguments]
     job = Job(command, {**megatron.env, **env}, megatron.cwd, on_iteration)
     try:
@@ -236,7 +236,7 @@ def running(
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore signals that end this process: a second one would leave the job's processes behind."""
+    """Ignore SIGINT and SIGTERM: a second signal would leave processes of the job behind."""
     ignored = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -249,5 +249,5 @@ def _undisturbed() -> Iterator[None]:
 
 
 def kept_environment() -> dict[str, str]:
-    """Return this process's environment without the settings of our package."""
+    """Return this process's environment without settings of the package."""
     return {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT")}

@@ -1,13 +1,13 @@
-/* A library in front of the C library's file calls (LD_PRELOAD): storage of a limited bandwidth.
+/* Library that wraps the C library's file calls (LD_PRELOAD) and limits the storage bandwidth.
  *
- * All processes that name the same clock share the bandwidth, for reads and writes together, of files
+ * All processes with the same clock file share the bandwidth, for reads and writes together, of files
  * below a directory:
  *
  *     TRAIN_LIMIT_ROOT     the directory
  *     TRAIN_LIMIT_BYTES_S  bytes per second
- *     TRAIN_LIMIT_CLOCK    a file of 8 bytes: when all that was asked for so far is done, CLOCK_MONOTONIC
+ *     TRAIN_LIMIT_CLOCK    a file of 8 bytes: the time at which all requested work ends, CLOCK_MONOTONIC
  *
- * A call is carried out by the real storage and returns when the limited one would have done it.
+ * The real storage does the work of a call. The call returns when the limited storage would return.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -55,7 +55,7 @@ static int concerns(int fd) {
     return length > (ssize_t)of_root && !strncmp(path, root, of_root) && path[of_root] == '/';
 }
 
-/* Return when the storage would have moved so many bytes. */
+/* Wait until the limited storage would have transferred `nbytes`. */
 static void await(int fd, ssize_t nbytes) {
     if (nbytes <= 0 || !concerns(fd))
         return;

@@ -1,4 +1,4 @@
-"""One system in one round: a whole run with its saves, then restarts from what it has saved."""
+"""One system in one round: a whole run with saves, then restarts from its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,81 +17,81 @@ from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from tests.compat.tree import Run as Printed
 
-#: The file that names the newest checkpoint, and DLRover's second one.
+#: File that names the newest checkpoint, and DLRover's additional file.
 TRACKER, _DLROVER_TRACKER = "latest_checkpointed_iteration.txt", "dlrover_latest.txt"
 #: New steps after a restart, whose losses are compared.
 RESUMED_STEPS = 2
-#: How long the last save may take to be committed after its job has ended.
+#: Seconds that the last save may take to be committed after its job has ended.
 _COMMIT_S = 60.0
 
-#: By iteration: losses of all ranks, exactly or as printed, in a fixed order.
+#: Losses of all ranks by iteration, exactly or as printed, in a fixed order.
 Losses = dict[int, list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When a run saves: every `interval` iterations, `saves` times, and at its end."""
+    """Saves of a run: every `interval` iterations, `saves` times, and at the end."""
 
     interval: int
     saves: int
 
     @property
     def iterations(self) -> int:
-        """The length of the run. One more save follows its last iteration."""
+        """Number of iterations of the run. One more save follows the last iteration."""
         return self.interval * (self.saves + 1) - 1
 
     @property
     def saved_at(self) -> list[int]:
-        """The iterations with a save, without the last one of the run."""
+        """Iterations with a save, without the save at the end."""
         return [self.interval * number for number in range(1, self.saves + 1)]
 
     @property
     def resumed_from(self) -> int:
-        """The checkpoint from which new ranks start; at least one save follows it."""
+        """Iteration of the checkpoint that new ranks load; at least one save follows it."""
         return self.interval * (self.saves - 1)
 
 
 @dataclasses.dataclass
 class Restart:
-    """A start of new ranks from a checkpoint."""
+    """Start of new ranks from a checkpoint."""
 
     resumed_from: int
     load_s: float
-    """By Megatron's own timer around `load_checkpoint`."""
+    """Seconds of Megatron's own timer around `load_checkpoint`."""
     first_step_s: float
-    """From the start of the ranks, or from the kill before, to the end of the first new step."""
+    """Seconds from the start of the ranks, or from the kill, to the end of the first new step."""
     losses: Losses
 
 
 @dataclasses.dataclass
 class Measured:
-    """What one system did in one round."""
+    """Measurements of one system in one round."""
 
     ended_at: dict[int, float]
-    """By iteration, seconds since the start of the ranks."""
+    """Seconds from the start of the ranks to the end of each iteration."""
     exit_s: float
-    """From the end of the last iteration until all ranks have ended and the last save is durable"""
+    """Seconds from the last iteration until all ranks have ended and the last save is durable."""
     losses: Losses
     owed_s: float = 0.0
-    """Of `exit_s`: fsync of the last checkpoint's files, which the system has not done itself."""
+    """Part of `exit_s` for an fsync of the last checkpoint, which the system has omitted."""
     saved: list[int] = dataclasses.field(default_factory=list)
-    """The iterations of its checkpoints."""
+    """Iterations of the system's checkpoints."""
     nbytes: int = 0
-    """Of one checkpoint."""
+    """Size of one checkpoint."""
     restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
-    """By source: `storage`, `memory`."""
+    """Restarts by source: `storage`, `memory`."""
 
 
 @dataclasses.dataclass
 class Session:
-    """What is the same for every run of a study."""
+    """Settings that all runs of a study share."""
 
     schedule: Schedule
     root: Path
     timeout_s: float
-    """The longest that any job may take."""
+    """Time limit of each job."""
     progress: Callable[[str], None]
-    """Is told what goes on."""
+    """Receives the name of the current step."""
     limit: StorageLimit | None = None
 
     def measure(self, system: System, megatron: Megatron) -> Measured:
@@ -103,19 +103,19 @@ class Session:
         where = self.root / "run"
         where.mkdir()
         try:
-            # A short name: the path of a socket has 107 bytes at most.
+            # Short: the path of an agent's socket has at most 107 bytes.
             with tempfile.TemporaryDirectory(prefix="fc") as agents:
                 return _Measuring(self, system, megatron, where, Path(agents)).measure()
         finally:
             shutil.rmtree(where, ignore_errors=True)
-            # No system writes while the next one trains.
+            # Complete all writes of this system before the next one trains.
             os.sync()
 
     def warm_up(self, megatron: Megatron) -> None:
         """Train one iteration, so that the first run of a study does not start slower."""
         nothing = System("warm-up", "warm-up", saves=False)
         session = dataclasses.replace(self, schedule=Schedule(interval=2, saves=0))
-        # What fails here is reported by the run that comes after it.
+        # The next run reports the same failure.
         with contextlib.suppress(JobError):
             session.measure(nothing, megatron)
 
@@ -148,7 +148,9 @@ class _Measuring:
         times = {"save": result.exit_s, "load": result.restarts["storage"].load_s}
         for what, seconds in times.items():
             if self._session.limit and self._session.limit.was_passed(result.nbytes, seconds):
-                raise JobError(f"its {what} took {seconds:.1f} s: the storage's limit did not hold")
+                raise JobError(
+                    f"its {what} took {seconds:.1f} s: the storage's limit had no effect"
+                )
 
     def _whole_run(self) -> Measured:
         last = self._schedule.iterations
@@ -179,7 +181,7 @@ class _Measuring:
         return result
 
     def _restart(self, result: Measured, first: int) -> None:
-        """Start new ranks from checkpoint `first`, and from memory where the system can."""
+        """Start new ranks from checkpoint `first`, and from memory if the system supports that."""
         again = self._system.from_memory
         newest = first + self._schedule.interval if again else first
         with self._running("storage", save=again, load=True) as job:
@@ -196,7 +198,7 @@ class _Measuring:
             )
             if not again:
                 return
-            # The agent of the killed ranks lives on, and has the newest checkpoint in memory.
+            # The agent of the killed ranks still runs and holds the newest checkpoint in memory.
             with self._running("memory", save=True, load=True) as other:
                 self._await_steps(other, newest, self._deadline(), at_least=RESUMED_STEPS)
                 other.kill()
@@ -240,7 +242,7 @@ class _Measuring:
         return time.perf_counter() + self._session.timeout_s
 
     def _await_steps(self, job: Job, resumed_from: int, deadline: float, *, at_least: int) -> None:
-        """Return when so many iterations after `resumed_from` have ended."""
+        """Wait until `at_least` iterations after `resumed_from` have ended."""
         wanted = resumed_from + at_least
         job.wait_for(lambda: wanted in job.ended_at, f"iteration {wanted}", deadline)
 
@@ -251,7 +253,7 @@ class _Measuring:
         return job.ended_at[first] - began_at
 
     def _await_commit(self, job: Job, iteration: int) -> int:
-        """Return the newest checkpoint: that of `iteration`, if the system leaves out no save."""
+        """Return the newest checkpoint; wait for `iteration` if the system never skips a save."""
         deadline = time.perf_counter() + _COMMIT_S
         if self._system.leaves_out_saves and (newest := self._tracked()) is not None:
             return newest
@@ -268,7 +270,7 @@ class _Measuring:
             return None
 
     def _cut_back(self, iteration: int) -> None:
-        """Remove all checkpoints after that of `iteration`."""
+        """Remove all checkpoints newer than `iteration`."""
         for directory in self._checkpoints.glob("iter_*"):
             if int(directory.name[5:]) > iteration:
                 shutil.rmtree(directory)
@@ -284,7 +286,7 @@ class _Measuring:
         return [path for path in directory.rglob("*") if path.is_file()]
 
     def _losses(self, name: str, job: Job) -> Losses:
-        """Return the exact losses that the script wrote, or those that an old Megatron printed."""
+        """Return the exact losses that the script wrote, or an old Megatron's printed losses."""
         losses: Losses = {}
         for file in sorted(self._where.glob(f"{name}-losses.*")):
             for line in file.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Shows on a terminal, or in lines elsewhere, how far a study is."""
+"""Progress of a study: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.console import Console
 
 
 class Progress:
-    """A bar over all runs on a terminal; else a line for each run. Both go to stderr."""
+    """Progress bar over all runs on a terminal, else a line per run; both go to stderr."""
 
     def __init__(self, total: int) -> None:
         self._out = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Texts made of the figures of `python -m benchmarks train`."""
+"""Texts with the figures of `python -m benchmarks train`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ def read_figures(path: Path) -> dict[str, Any]:
     """Return the figures that an earlier run wrote.
 
     Raises:
-        SystemExit: the file is not such a run's.
+        SystemExit: the file does not hold figures of such a run.
     """
     try:
         results = json.loads(path.read_text())
-        return next(each for each in results if isinstance(each, dict) and "systems" in each)
+        return next(
+            result for result in results if isinstance(result, dict) and "systems" in result
+        )
     except (OSError, ValueError, StopIteration) as error:
         raise SystemExit(
             f"{path}: not the figures of `python -m benchmarks train` ({error!r})"
@@ -26,7 +28,7 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 
 def cells(figures: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows: label, each figure of `LABELS`, number of rounds."""
+    """Return the table's rows: label, the figures of `LABELS`, number of rounds."""
     rows = []
     for system in figures["systems"].values():
         row = [system["label"]]
@@ -38,12 +40,12 @@ def cells(figures: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-#: What a run without saves has.
+#: Figures of a run without saves.
 _OF_BASELINES = ("first_save_step_s", "exit_s")
 
 
 def usual_steps(figures: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step without a save, by the run without saves."""
+    """Return the median seconds of a step, by the name of the run without saves."""
     return {
         name: statistics.median(system["usual_step_s"])
         for name, system in figures["systems"].items()
@@ -52,7 +54,7 @@ def usual_steps(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def machine_line(figures: dict[str, Any]) -> str:
-    """Return what the figures depend on, in a line."""
+    """Return a line with the properties of the machine on which the figures depend."""
     machine = figures["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
@@ -62,7 +64,7 @@ def machine_line(figures: dict[str, Any]) -> str:
 
 
 def rounds_of(figures: dict[str, Any]) -> str:
-    """Return what the figures are, by the number of rounds."""
+    """Return a description of the figures: one round, or medians."""
     if figures["rounds"] == 1:
         return "one round"
     return f"medians of {figures['rounds']} interleaved rounds (least to most)"

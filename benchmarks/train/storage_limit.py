@@ -1,4 +1,4 @@
-"""Storage of a limited bandwidth for real processes: `limited.c` in front of their file calls."""
+"""Limit of the storage bandwidth of real processes: `limited.c` wraps their file calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import subprocess
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("limited.c")
-#: Measured times may be this much below what the limit allows: parts of files may be kept.
+#: Measured times may be this fraction of the time that the limit allows, because the page cache may
+#: hold parts of files.
 _TOLERANCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageLimit:
-    """A bandwidth that all processes of a job share, for reads and writes together."""
+    """Bandwidth that all processes of a job share, for reads and writes together."""
 
     library: Path
     mb_s: float
@@ -35,7 +36,7 @@ class StorageLimit:
         return cls(library, mb_s)
 
     def environment(self, root: Path) -> dict[str, str]:
-        """Return what processes are started with whose files below `root` are limited."""
+        """Return environment variables that limit a process's reads and writes below `root`."""
         clock = root.with_suffix(".clock")
         clock.write_bytes(bytes(8))
         return {
@@ -47,5 +48,5 @@ class StorageLimit:
         }
 
     def was_passed(self, nbytes: int, seconds: float) -> bool:
-        """Return whether so many bytes took less time than the limit allows."""
+        """Return whether `nbytes` took less time than the limit allows."""
         return seconds < _TOLERANCE * nbytes / (self.mb_s * 1e6)

@@ -1,10 +1,10 @@
-"""What checkpoints cost a run of real Megatron, by the wall clock of its own training loop.
+"""Cost of checkpoints in real Megatron training, by the wall clock of its own training loop.
 
 Two CPU ranks, which keep two cores busy, train the same model on the same data with every system
-(`systems.py`), and once more without saves. A round runs every system once; the order changes from
-round to round. What a system trains must equal the run without saves, and what it has saved is
-loaded by new ranks, whose losses must equal that run's, too: else it has no result in that round.
-Before ranks load from storage the checkpoint is dropped from the page cache.
+(`systems.py`), and once without saves. A round runs every system once; the order changes from round
+to round. A system has a result in a round only if its losses equal those of the run without saves,
+before and after a restart from its checkpoint. Before new ranks load from storage, the checkpoint
+is dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -31,64 +31,74 @@ from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installe
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _USUAL, _QUICK = Schedule(interval=5, saves=4), Schedule(interval=3, saves=2)
-#: Of one system in one round on two quiet cores, for the estimate alone.
+#: Seconds of one system in one round on two quiet cores, for the estimate only (by `--quick`).
 _SYSTEM_S = {False: 36.0, True: 13.0}
-#: All checkpoints of one run.
+#: Size of all checkpoints of one run (by `--quick`).
 _DISK_NBYTES = {False: 3e9, True: 3e8}
-#: Other processes that keep more of the machine busy than this change the figures.
+#: System load above which other processes distort the figures.
 _QUIET_LOAD = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, help="default: 3; with --quick 1")
-    parser.add_argument("--quick", action="store_true", help="a small model; shows that it runs")
+    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, as a test that all systems run"
+    )
     names = [system.name for system in SYSTEMS]
     parser.add_argument(
-        "--systems", nargs="+", choices=names, metavar="SYSTEM", help=f"of {', '.join(names)}"
+        "--systems",
+        nargs="+",
+        choices=names,
+        metavar="SYSTEM",
+        help=f"names of {', '.join(names)} (default: all)",
     )
     parser.add_argument(
-        "--dlrover", type=Path, help="directory in which DLRover is installed once, and kept"
+        "--dlrover", type=Path, help="directory in which DLRover is installed and kept"
     )
     parser.add_argument(
-        "--storage-mb-s", type=float, metavar="MB", help="limit the storage's bandwidth to this"
+        "--storage-mb-s", type=float, metavar="MB", help="limit of the storage bandwidth, MB/s"
     )
     parser.add_argument(
-        "--replicated-optimizer", action="store_true", help="no --use-distributed-optimizer"
+        "--replicated-optimizer",
+        action="store_true",
+        help="train without --use-distributed-optimizer",
     )
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="of each job")
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="time limit of each job")
     parser.add_argument(
         "--markdown",
         type=Path,
         nargs="?",
         const=RESULTS / "train.json",
         metavar="FILE",
-        help="measure nothing; print the table of an earlier run (default: the published one)",
+        help="only print the table of an earlier run (default: the published one)",
     )
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield the figures of every system, by the median over the rounds."""
+    """Yield the figures of every system, as medians over the rounds."""
     if options.markdown:
         yield markdown(read_figures(options.markdown))
         return
     rounds = options.rounds or (1 if options.quick else 3)
     schedule = _QUICK if options.quick else _USUAL
     if shutil.disk_usage(root).free < (needed := _DISK_NBYTES[options.quick]):
-        raise SystemExit(f"{root}: {needed / 1e9:g} GB are needed; choose another place with --dir")
+        raise SystemExit(
+            f"{root}: needs {needed / 1e9:g} GB of free space; name another directory with --dir"
+        )
     systems = _chosen(options.systems)
     megatrons, left_out = _megatrons(systems, root, options)
     systems = [system for system in systems if system.megatron in megatrons]
     limit = StorageLimit.made(root, options.storage_mb_s) if options.storage_mb_s else None
     load = os.getloadavg()[0]
     for name, reason in left_out.items():
-        yield f"{name}: left out: {reason}"
+        yield f"{name} was left out: {reason}"
     yield (
         f"rounds: {rounds}, each {len(systems)} runs of {schedule.iterations} steps with "
         f"{schedule.saves + 1} saves: about "
         f"{rounds * len(systems) * _SYSTEM_S[options.quick] / 60:.1f} minutes on two quiet cores"
     )
     if load > _QUIET_LOAD:
-        yield f"this machine is not quiet (load {load:.1f}): these figures will be too high"
+        yield f"other processes keep this machine busy (load {load:.1f}): figures will be too high"
     began_at = time.time()
     series = _Series(systems, megatrons, schedule)
     with Progress(rounds * len(systems)) as progress:
@@ -124,7 +134,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 
 
 def _chosen(names: list[str] | None) -> list[System]:
-    """Return the systems of these names, and the runs without saves that they are compared with."""
+    """Return the systems with these names, and their runs without saves."""
     chosen = [system for system in SYSTEMS if names is None or system.name in names]
     baselines = {system.baseline for system in chosen}
     return [system for system in SYSTEMS if system in chosen or system.name in baselines]
@@ -133,7 +143,7 @@ def _chosen(names: list[str] | None) -> list[System]:
 def _megatrons(
     systems: list[System], root: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Megatron], dict[str, str]]:
-    """Return the Megatrons by name, and why systems cannot run, by their label."""
+    """Return the Megatrons by name, and the reasons for left-out systems by label."""
     model = {"quick": options.quick, "distributed": not options.replicated_optimizer}
     megatrons = {"installed": installed(**model)}
     left_out = {}
@@ -147,7 +157,7 @@ def _megatrons(
 
 
 class _Series:
-    """The rounds of a study and what came of them."""
+    """Rounds of a study, with their figures and errors."""
 
     def __init__(
         self, systems: list[System], megatrons: dict[str, Megatron], schedule: Schedule
@@ -160,7 +170,7 @@ class _Series:
         self._failed: set[str] = set()
 
     def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
-        """Run every system once that has not failed before; note the figures."""
+        """Run every system once, except those that have failed before; record the figures."""
         runs: dict[str, Measured] = {}
         at = number * 2 % len(self._systems)
         for system in self._systems[at:] + self._systems[:at]:
@@ -169,7 +179,7 @@ class _Series:
                 try:
                     runs[system.name] = self._measure(session, system)
                 except (JobError, OSError) as error:
-                    self._fail(system, number, f"{error}; left out from here on")
+                    self._fail(system, number, f"{error}; left out of later rounds")
                     self._failed.add(system.name)
             progress.advance()
         for system in self._systems:
@@ -209,7 +219,7 @@ class _Series:
     _fail = _note
 
     def figures(self) -> dict[str, Any]:
-        """Return what is written to the JSON file."""
+        """Return the content of the JSON file."""
         systems = {}
         for system in self._systems:
             values = spreads(self._rounds[system.name])
@@ -246,4 +256,4 @@ def draw(results: list[Result], path: Path) -> None:
     draw_figures(results, path)
 
 
-STUDY = Study("train", "what checkpoints cost real Megatron training", add_options, run, draw)
+STUDY = Study("train", "cost of checkpoints in real Megatron training", add_options, run, draw)

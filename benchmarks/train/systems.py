@@ -1,4 +1,4 @@
-"""The checkpoint systems of `python -m benchmarks train`, and the Megatrons they run in."""
+"""Checkpoint systems of `python -m benchmarks train`, and the Megatrons that they run in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.compat import real_dlrover
 from tests.compat.tree import Tree
 
 REPO = Path(__file__).resolve().parents[2]
-#: The Megatron that DLRover's documentation uses, with its legacy GPT.
+#: Megatron commit that DLRover's documentation uses, with its legacy GPT.
 OLD = "cb995d5"
 
 _COMMON = (
@@ -26,7 +26,7 @@ _COMMON = (
     "--no-bias-dropout-fusion --log-interval 1 --eval-interval 100000 --eval-iters 0 "
     "--distributed-timeout-minutes 3"
 ).split()
-#: 29.3 million parameters: 0.41 GB of weights, masters and moments.
+#: Model of 29.3 million parameters: 0.41 GB of weights, masters and moments.
 _USUAL_MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 64 "
     "--max-position-embeddings 64 --global-batch-size 8"
@@ -35,17 +35,17 @@ _QUICK_MODEL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --global-batch-size 4"
 ).split()
-#: What cb995d5 does not know.
+#: Arguments that cb995d5 does not have.
 _NEWER = ("--no-rope-fusion", "--attention-backend", "unfused")
 
 
 class UnavailableError(Exception):
-    """A system cannot run here; says what is missing."""
+    """A system cannot run here; the message names the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One way of saving checkpoints, or training without."""
+    """One way to save checkpoints, or training without saves."""
 
     name: str
     label: str
@@ -54,17 +54,17 @@ class System:
     megatron: str = "installed"
     saves: bool = True
     from_memory: bool = False
-    """Restarts from memory after its ranks were killed."""
+    """True if killed ranks restart from memory."""
     baseline: str = "none"
-    """The run without saves that its figures are compared with."""
+    """Name of the run without saves for comparison."""
     leaves_out_saves: bool = False
-    """Leaves out a save while the one before is being written."""
+    """True if the system skips a save while it writes the last one."""
     hangs_with: str | None = None
-    """What a run prints that may be tried once more."""
+    """Output of a run that hangs and may be run once more."""
 
 
 _TORCH_DIST = ("--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure")
-#: Without the last two flags Megatron 0.17.1 switches asynchronous saves off, or wants a package
+#: Without the last two flags Megatron 0.17.1 switches asynchronous saves off, or imports a package
 #: that needs a GPU.
 _ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 
@@ -92,7 +92,7 @@ SYSTEMS: tuple[System, ...] = (
         megatron="dlrover",
         baseline="none-old",
         leaves_out_saves=True,
-        # It forks its saver from a rank with threads; now and then the saver hangs at its start.
+        # DLRover forks its saver from a rank with threads; sometimes the saver hangs at its start.
         hangs_with="Timed out waiting for socket server",
     ),
 )
@@ -123,10 +123,10 @@ def installed(*, quick: bool, distributed: bool = True) -> Megatron:
 def old_trees(
     root: Path, site_parent: Path, *, quick: bool, distributed: bool = True
 ) -> dict[str, Megatron]:
-    """Return Megatron cb995d5 as it is (`old`) and with DLRover's save and load (`dlrover`).
+    """Return Megatron cb995d5 unchanged (`old`) and with DLRover's save and load (`dlrover`).
 
     Args:
-        site_parent: where DLRover is installed, unless it is there.
+        site_parent: directory for the installation of DLRover, new or of an earlier call.
 
     Raises:
         UnavailableError: there is no clone of Megatron-LM, or DLRover cannot be installed.
@@ -138,7 +138,7 @@ def old_trees(
         )
     try:
         tree = Tree.extract(Path(clone), OLD, TAGS[OLD], root / "old")
-        # Both copies have the dataset helper that the first job would compile.
+        # Compile the dataset helper before the tree is copied, so that no job compiles it.
         compiling = ["make", "-C", str(tree.root / "megatron/core/datasets")]
         subprocess.run(compiling, env=tree.environment(root), check=True, capture_output=True)
         site = real_dlrover.install(site_parent)
@@ -151,7 +151,7 @@ def old_trees(
         raise UnavailableError(str(error)) from error
     trees = {"old": tree, "dlrover": real_dlrover.swapped(tree, root / "dlrover")}
     flags = _flags(quick=quick, distributed=distributed)
-    return {name: _of_tree(each, root, site, flags) for name, each in trees.items()}
+    return {name: _of_tree(copy, root, site, flags) for name, copy in trees.items()}
 
 
 def _of_tree(tree: Tree, root: Path, site: Path, flags: tuple[str, ...]) -> Megatron:

@@ -1,1 +1,1 @@
-"""Runs Megatron-LM trees of all releases, and Megatron's own tests; start at `matrix.py`."""
+"""Runs of Megatron-LM trees of all releases, and of Megatron's own tests; start at `matrix.py`."""

@@ -1,13 +1,12 @@
-"""Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
+"""Run every feature with every Megatron-LM release: its own `pretrain_gpt.py` on CPU ranks.
 
     MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--docs]
     MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
 
-Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
-distributed optimizer, bf16, dropout on; `release.py` says what each feature is. Each feature of a
-release is a test of `test_releases.py`. With `--keep` a later call continues where this one was
-ended: releases that passed are not tried again. With `--upstream-tests`, instead of that, what
-`upstream.py` says: Megatron's own unit tests of saving and loading.
+`git archive` extracts the trees from the clone, which is not changed. Jobs have four gloo ranks
+(TP2 x DP2), the distributed optimizer, bf16 and dropout. `release.py` describes the features; each
+one is a test of `test_releases.py`. With `--keep` a later call skips the releases that have passed.
+`--upstream-tests` runs Megatron's own unit tests of saving and loading instead; see `upstream.py`.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from patches.patch import TAGS
 from tests.compat import upstream
 from tests.compat.matrix import Matrix, extract, table, write_page
 
-#: One process, which prints each test when it begins; no limit of time but that of each job.
+#: One process, which prints each test when it begins. Only the jobs have time limits.
 _PYTEST = ("-n", "0", "-v", "--tb=line", "--durations=0", "-o", "faulthandler_timeout=0")
 
 
 def main() -> None:
     args = _parser().parse_args()
     if args.docs and args.tags:
-        sys.exit("scripts/compat: the table in docs/ has all releases: name none with --docs")
+        sys.exit("scripts/compat: --docs writes a table of all releases: name no release with it")
     unknown = set(args.tags) - set(TAGS)
     if unknown:
         sys.exit(f"scripts/compat: no {', '.join(sorted(unknown))}; there are {', '.join(TAGS)}")
     if not os.environ.get("MEGATRON_LM"):
         sys.exit(
-            "scripts/compat: skipped, no Megatron-LM at hand: clone NVIDIA/Megatron-LM and set "
+            "scripts/compat: skipped, there is no Megatron-LM: clone NVIDIA/Megatron-LM and set "
             "MEGATRON_LM to the clone"
         )
     clone = Path(os.environ["MEGATRON_LM"])
@@ -74,10 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}")
     parser.add_argument(
-        "--keep", type=Path, help="put trees, checkpoints, logs there; go on from what is there"
+        "--keep",
+        type=Path,
+        help="directory for trees, checkpoints and logs; a later call continues from there",
     )
     parser.add_argument(
-        "--docs", action="store_true", help="put the table in the place of the one in docs/"
+        "--docs", action="store_true", help="replace the table in docs/ by the new one"
     )
     parser.add_argument(
         "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"

@@ -1,6 +1,7 @@
-"""Moves between ours, Megatron's `torch` and DLRover, by `flashckpt convert` in a release's tree.
+"""Conversions between our format, Megatron's `torch` and DLRover's, in a release's tree.
 
-They are tried with the legacy GPT of early 2024, which the tests of conversions cannot run.
+`flashckpt convert` converts checkpoints of the legacy GPT of early 2024, which the tests of
+conversions cannot run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.compat.release import HALF, TP2, CellError, NotHereError, Release
 
 
 def follows_dlrover(release: Release) -> None:
-    """What real DLRover has saved is converted: ours goes on from it as if never stopped."""
+    """Convert a checkpoint of real DLRover and resume from it: equal to an uninterrupted run."""
     _only_legacy(release)
     try:
         site = real_dlrover.install(release.where.parent)
@@ -34,17 +35,17 @@ def follows_dlrover(release: Release) -> None:
         raise CellError(run.reason("with DLRover it trains otherwise than stock"))
     if not (theirs / iteration_dir(HALF) / "rank_00003").is_dir():
         raise CellError(run.reason("DLRover has not saved"))
-    _goes_on(release, theirs, "K")
+    _resume(release, theirs, "K")
 
 
 def follows_torch(release: Release) -> None:
-    """What stock has saved is converted: ours goes on from it as if never stopped."""
+    """Convert a checkpoint of stock and resume from it: equal to an uninterrupted run."""
     _only_legacy(release)
-    _goes_on(release, release.where / "stock", "L")
+    _resume(release, release.where / "stock", "L")
 
 
 def leaves_to_torch(release: Release) -> None:
-    """What we have saved is converted: stock goes on from it as if never stopped."""
+    """Convert our checkpoint to `torch`; stock resumes from it, equal to an uninterrupted run."""
     _only_legacy(release)
     save = release.where / "M"
     _convert(release, release.where / "A", save, "torch")
@@ -57,14 +58,14 @@ def _only_legacy(release: Release) -> None:
         raise NotHereError("")
 
 
-def _goes_on(release: Release, source: Path, name: str) -> None:
+def _resume(release: Release, source: Path, name: str) -> None:
     save = release.where / name
     _convert(release, source, save, "flashckpt")
     release.same_end(release.run(name, TP2, save=save), save)
 
 
 def _convert(release: Release, source: Path, destination: Path, to: str) -> None:
-    """Convert iteration HALF, with the release's own megatron.core."""
+    """Convert the checkpoint of iteration HALF with the release's own megatron.core."""
     shutil.rmtree(destination, ignore_errors=True)
     done = subprocess.run(
         [
@@ -72,11 +73,12 @@ def _convert(release: Release, source: Path, destination: Path, to: str) -> None
             *("--to", to, "--iteration", str(HALF)),
         ],
         cwd=release.tree.root,
-        # The stand-in is installed where there is a rank.
+        # The stand-in for CUDA is installed only if LOCAL_RANK is set.
         env={**release.tree.environment(release.where), "LOCAL_RANK": "0"},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise CellError(f"flashckpt convert --to {to}: {said[-1] if said else done.returncode}")
+        printed = done.stderr.strip().splitlines()
+        reason = printed[-1] if printed else done.returncode
+        raise CellError(f"flashckpt convert --to {to}: {reason}")

@@ -1,12 +1,12 @@
-"""Make `tests/convert/dlrover_files`: what real DLRover and stock Megatron save of the same state.
+"""Make `tests/convert/dlrover_files`: checkpoints of one state by real DLRover and stock Megatron.
 
     MEGATRON_LM=/path/to/clone .venv/bin/python -m tests.compat.dlrover_files [ARCHIVE ...]
 
-Each holds `dlrover` (0.6.1, iteration 4; the first also 2) and `stock` (`torch` of the same
-release, iteration 4) of a tiny GPT that the release's own `pretrain_gpt.py` trains on CPU ranks, in
-16 bit, with the distributed optimizer. DLRover comes from PyPI. The releases are edited only where
-their sizes are fixed: `EDITS` shortens mock documents, and makes cb995d5's buckets end after 1500
-elements.
+An archive holds `dlrover` (DLRover 0.6.1, iteration 4; the first archive also iteration 2) and
+`stock` (format `torch` of the same release, iteration 4). The release's own `pretrain_gpt.py`
+trains a tiny GPT on CPU ranks, in 16 bit, with the distributed optimizer. DLRover comes from PyPI.
+`EDITS` changes sizes that the releases fix: it shortens mock documents, and makes cb995d5's buckets
+end after 1500 elements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL = (
     "--eval-iters 0 --distributed-timeout-minutes 3 --use-distributed-optimizer --train-iters 4 "
     "--save-interval 2"
 ).split()
-#: By archive: the release, and what differs from `MODEL`.
+#: Release and arguments in addition to `MODEL`, by archive.
 JOBS = {
     "cb995d5-tp2dp2-buckets": (
         "cb995d5",
@@ -68,7 +68,7 @@ EDITS = {
         r"bucket_size: int = 40000000",
         f"bucket_size: int = {BUCKET}",
     ),
-    # As later releases name it, and the conversion reads it.
+    # The conversion reads the bucket size under the name that later releases use.
     "megatron/arguments.py": (
         r"(def validate_args\(args, defaults=\{\}\):\n)",
         rf"\1    args.ddp_bucket_size = {BUCKET}\n",

@@ -1,7 +1,7 @@
-"""Version x feature: the marks of each release, kept over calls, and the table of all.
+"""Matrix of releases and features: the marks of each release, stored between calls, and the table.
 
-`test_releases.py` tries the features; `Matrix` is the pytest plugin that says of which releases,
-and collects their marks.
+`test_releases.py` tries the features. The pytest plugin `Matrix` chooses the releases and collects
+their marks.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ from tests.compat.tree import REPO, Tree, end_nurseries
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
 PAGE = REPO / "docs/reference/releases.md"
-#: In this order: later ones look at what earlier ones have left. What one returns is worth a note.
+#: Features in the order in which they run: a later one reads the checkpoints of earlier ones. The
+#: text that a feature returns becomes a note below the table.
 FEATURES: dict[str, Callable[[Release], str | None]] = {
     **OF_RELEASE,
     "converted from DLRover: resumes bit for bit": follows_dlrover,
     "converted from Megatron's `torch`: resumes bit for bit": follows_torch,
     "converted to Megatron's `torch`: stock resumes": leaves_to_torch,
 }
-#: Without stock, or a save to resume from, nothing else can be tried.
+#: The first features, without which no other can run: stock trains, and a checkpoint exists.
 _REQUIRED = 2
-#: What `--docs` writes stands between these lines.
+#: Lines between which `--docs` writes the table.
 BEGIN, FINISH = "<!-- scripts/compat --docs -->\n", "<!-- end of scripts/compat -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What was found out about one release."""
+    """Results of one release."""
 
     tag: str
     revision: str
-    """The commit of the tree, and its day."""
+    """Commit of the tree, with its date."""
     ran: str
-    """The day."""
+    """Date of the run."""
     marks: dict[str, str]
-    """By feature."""
+    """Marks by feature."""
     notes: list[str]
-    """Why marks are no ticks, and what else is worth knowing."""
+    """Reasons for missing ticks, and other remarks."""
 
     @property
     def is_whole(self) -> bool:
-        """True if every feature of today was tried, and none failed."""
+        """True if every current feature was tried, and none failed."""
         return list(self.marks) == list(FEATURES) and CROSS not in self.marks.values()
 
 
@@ -66,10 +67,10 @@ class Trial:
         self._column = column
 
     def check(self, feature: str) -> None:
-        """Try `feature`, and mark it. Its exception goes on.
+        """Try `feature`, and mark the result; an exception of the feature is raised again.
 
         Raises:
-            pytest.skip.Exception: there is nothing to try.
+            pytest.skip.Exception: the release does not have the feature, or a required one failed.
         """
         marks, notes = self._column.marks, self._column.notes
         label = f"{self._column.tag}, {feature}"
@@ -94,22 +95,22 @@ class Trial:
 
 
 class Kept:
-    """Marks that an earlier call has found, in the place of a `Trial`."""
+    """Marks of an earlier call, in the place of a `Trial`."""
 
     def __init__(self, column: Column) -> None:
         self._column = column
 
     def check(self, feature: str) -> None:
-        """Skip `feature` unless it has worked."""
+        """Skip `feature` if the earlier call has skipped it."""
         if self._column.marks[feature] == NONE:
-            pytest.skip("an earlier call has found nothing to try")
+            pytest.skip("an earlier call has skipped this feature")
 
 
 class Matrix:
-    """A plugin of pytest: which releases are tried, and what was found out about them."""
+    """Pytest plugin with the releases to try and their results."""
 
     def __init__(self, clone: Path, where: Path, tags: Sequence[str] = tuple(TAGS)) -> None:
-        """Args: `where`: directory of trees, checkpoints and logs; an earlier call's if there."""
+        """Args: `where`: directory of trees, checkpoints and logs, new or of an earlier call."""
         self.tags = tags
         self.columns: list[Column] = []
         self._clone = clone
@@ -120,7 +121,7 @@ class Matrix:
 
     @contextlib.contextmanager
     def trial(self, tag: str) -> Iterator[Trial | Kept]:
-        """Yield what tries the features of a release; keep its marks afterwards."""
+        """Yield an object that tries the features of a release; store the marks afterwards."""
         kept = self._where / tag / "column.json"
         if kept.is_file():
             column = Column(**json.loads(kept.read_text()))
@@ -145,7 +146,7 @@ MATRIX = pytest.StashKey[Matrix]()
 
 
 def extract(tag: str, where: Path, clone: Path) -> Tree:
-    """Return the files of a release, which may be there from an earlier call."""
+    """Return the tree of a release; extract it if no earlier call has done so."""
     root = where / tag / "tree"
     if root.is_dir():
         return Tree(tag, root)
@@ -161,7 +162,7 @@ def _revision(clone: Path, revision: str) -> str:
 
 
 def table(columns: list[Column]) -> Iterable[str]:
-    """Yield lines of Markdown: a row per feature, and notes below."""
+    """Yield lines of Markdown: a table with a row per feature, and notes below it."""
     days = sorted({column.ran for column in columns})
     yield f"Ran {' to '.join(dict.fromkeys([days[0], days[-1]]))}: " + ", ".join(
         f"{column.tag} ({column.revision})" for column in columns
@@ -178,7 +179,7 @@ def table(columns: list[Column]) -> Iterable[str]:
 
 
 def write_page(lines: list[str]) -> None:
-    """Put the table in the place of the one in the page on releases."""
+    """Replace the table in the page on releases."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(FINISH)
     PAGE.write_text(f"{before}{BEGIN}" + "".join(f"{line}\n" for line in lines) + FINISH + after)

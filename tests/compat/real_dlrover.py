@@ -1,7 +1,7 @@
-"""Real DLRover on a Megatron-LM tree: its two imports swapped, as its own guide does it.
+"""Real DLRover in a Megatron-LM tree, whose two imports are swapped as DLRover's guide tells.
 
-DLRover is not needed for anything else, so it is installed into a directory of its own, without
-what it requires of Kubernetes and Ray.
+DLRover is installed into a directory of its own, without Kubernetes and Ray, because nothing else
+here needs it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MODULE = "dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt"
 _IMPORT = re.compile(
     r"^from (?:megatron|megatron\.training)?\.checkpointing import (save|load)_checkpoint$", re.M
 )
-#: What its saver imports; grpc comes with wheels for every Python.
+#: Packages that DLRover's saver imports; grpc has wheels for every Python.
 _REQUIRED = ("deprecated", "grpcio")
-#: A job that ends at once takes its saver along, in the middle of the last save. What DLRover has
-#: for it wants to be called when there is a tracker.
+#: Code at the end of the script that waits for the last save: DLRover's saver ends with the job,
+#: even in the middle of a save. DLRover's own wait function needs an existing tracker.
 _WAIT = f"""
     import os, time
     from {_MODULE} import wait_latest_checkpoint
@@ -40,24 +40,24 @@ _WAIT = f"""
 
 
 def install(where: Path) -> Path:
-    """Return the directory, below `where`, with DLRover; it is installed there once.
+    """Return the directory below `where` with DLRover; install DLRover there if it is missing.
 
     Raises:
-        subprocess.CalledProcessError: it cannot be had here.
+        subprocess.CalledProcessError: pip cannot install DLRover here.
     """
     site = where / f"dlrover-{VERSION}"
     if not site.is_dir():
         fresh = where / f"dlrover-{uuid.uuid4().hex}"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
         pip += ["--target", str(fresh)]
-        for wanted in (["--no-deps", f"dlrover=={VERSION}"], list(_REQUIRED)):
-            subprocess.run([*pip, *wanted], check=True, capture_output=True, text=True)
+        for packages in (["--no-deps", f"dlrover=={VERSION}"], list(_REQUIRED)):
+            subprocess.run([*pip, *packages], check=True, capture_output=True, text=True)
         fresh.rename(site)
     return site
 
 
 def swapped(tree: Tree, root: Path) -> Tree:
-    """Return a copy of `tree` at `root` whose saves and loads are DLRover's."""
+    """Return a copy of `tree` at `root` that saves and loads with DLRover."""
     copy = tree.copy(root)
     for path in ("megatron/training.py", "megatron/training/training.py"):
         file = copy.root / path
@@ -69,9 +69,10 @@ def swapped(tree: Tree, root: Path) -> Tree:
 
 
 def run(tree: Tree, site: Path, scratch: Path, job: Callable[[dict[str, str]], Run]) -> Run:
-    """Return what `job` printed, in an environment of `tree` with DLRover.
+    """Run `job` in an environment of `tree` with DLRover; return its output.
 
-    DLRover forks its saver from a rank that has threads; now and then the saver hangs at its start.
+    DLRover forks its saver from a rank that has threads. The saver sometimes hangs at its start;
+    the job is then run again.
     """
     for _ in range(_ATTEMPTS):
         with _environment(tree, site, scratch) as env:
@@ -83,7 +84,7 @@ def run(tree: Tree, site: Path, scratch: Path, job: Callable[[dict[str, str]], R
 
 @contextlib.contextmanager
 def _environment(tree: Tree, site: Path, scratch: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment of one job; afterwards nothing of its saver is left in memory."""
+    """Yield the environment of one job; remove the saver's shared memory and sockets afterwards."""
     job = f"flashckpt-{uuid.uuid4().hex[:12]}"
     path = tree.environment(scratch)["PYTHONPATH"]
     try:

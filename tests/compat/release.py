@@ -1,6 +1,6 @@
-"""What `scripts/compat` tries with one release, each feature in a run of its own `pretrain_gpt.py`.
+"""Features that `scripts/compat` tries with one release, in runs of its own `pretrain_gpt.py`.
 
-Losses and gradient norms are compared as they are printed, tensors of checkpoints bit for bit.
+Losses and gradient norms are compared as printed, tensors of checkpoints bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPERTS = (
 )
 HALF, END = 3, 6
 DISTRIBUTED = "--use-distributed-optimizer"
-#: Its distributed optimizer calls into Transformer Engine, whatever the precision.
+#: Releases whose distributed optimizer calls Transformer Engine at every precision.
 PLAIN_ONLY = ("core_v0.12.3",)
 NO_DISTRIBUTED = "its distributed optimizer does not run without Transformer Engine"
 _CHECKED, _FIRST_STEP = "flashckpt: self-check of", f" iteration        1/{END:8d} |"
@@ -34,53 +34,53 @@ class CellError(Exception):
 
 
 class NotHereError(Exception):
-    """There is nothing to try: the release does not have it, or does not do it on a CPU itself.
+    """The release does not have a feature, or stock cannot run it on a CPU.
 
-    Its message becomes a note below the table; an empty one does not.
+    The message becomes a note below the table; an empty message does not.
     """
 
 
 class Release:
-    """The runs of one release. Every feature is a method that raises CellError; order matters."""
+    """Runs of one release. A feature is a method that raises CellError; the order matters."""
 
     def __init__(self, tree: Tree, where: Path) -> None:
         self.tree = tree
         self.where = where
         self._format: str | None = None
-        """In which stock's own checkpoints were written, if it can write any here."""
+        """Flags of the format in which stock wrote its checkpoints; None if stock wrote none."""
         self._unwritten = ""
-        """In which they could not be, and why."""
+        """Formats in which stock could not write checkpoints here, and why."""
 
     # ------------------------------------------------------------------ the features
 
     def trains(self) -> None:
-        """Stock runs on this machine at all: the reference. It saves, too, if it can."""
+        """Stock trains on this machine, as the reference, and saves if it can."""
         if sorted(self.stock.figures) != list(range(1, END + 1)):
             raise CellError(self.stock.reason("stock itself does not train here"))
 
     def saves(self) -> None:
-        """Unedited, through the launcher: trains as stock does, and both saves are committed."""
+        """An unedited tree under the launcher trains as stock does and commits both saves."""
         run = self._launched
         if run.figures != self.stock.figures:
             raise CellError(run.reason("trains otherwise than stock"))
         self._committed(run, "A")
 
     def resumes(self) -> None:
-        """Patched with patches/<tag>.patch: goes on from storage as if it had never stopped."""
+        """A tree with patches/<tag>.patch resumes from storage like an uninterrupted run."""
         save = truncated_copy(self.where / "A", self.where / "B", HALF)
         flags = (*TP2, *self._newest)
         run = self.run("B", flags, save=save, tree=self._patched, door="stock")
         self.same_end(run, save)
 
     def checks(self) -> None:
-        """Checks itself before the first step: with the launcher, and patched without --load."""
+        """The self-check runs before the first step: launched, and patched without --load."""
         for run in (self._launched, self._overlapped):
             checked, stepped = run.log.find(_CHECKED), run.log.find(_FIRST_STEP)
             if not 0 <= checked < stepped:
                 raise CellError(run.reason("no self-check before the first step"))
 
     def refuses(self) -> None:
-        """Every other release's patch is refused by name, or is the same; nothing is changed."""
+        """Another release's patch is refused, with the right name, and the tree is not changed."""
         tree = self.tree.copy(self.where / "refusing")
         before = {path: (tree.root / path).read_bytes() for path in self._training(tree)}
         for other in set(TAGS) - {self.tree.tag}:
@@ -95,15 +95,15 @@ class Release:
             raise CellError("a refusal has changed the tree")
 
     def reshards(self) -> None:
-        """With the imports swapped by hand, under PP2 x DP2: the same losses but for rounding."""
+        """Swapped imports under PP2 x DP2 give the same losses, except for rounding."""
         save = truncated_copy(self.where / "A", self.where / "D", HALF)
         run = self.run("D", PP2, save=save, tree=self._swapped(), door="stock")
         for iteration in (HALF + 1, END):
-            for found, expected in zip(
+            for printed, expected in zip(
                 run.figures.get(iteration, (0.0, 0.0)), self.stock.figures[iteration], strict=True
             ):
-                if abs(found - expected) > 0.02 * expected:
-                    raise CellError(run.reason(f"iteration {iteration}: {found}, not {expected}"))
+                if abs(printed - expected) > 0.02 * expected:
+                    raise CellError(run.reason(f"iteration {iteration}: {printed}, not {expected}"))
         shapes = [
             {name: tuple(whole.shape) for name, whole in assemble(root, END).items()}
             for root in (self.where / "A", save)
@@ -112,7 +112,7 @@ class Release:
             raise CellError(run.reason("saves other tensors than under TP2 x DP2"))
 
     def restarts(self) -> None:
-        """A rank is killed while it saves, all are started again: memory, bit for bit."""
+        """After a rank is killed in a save, all ranks restart from memory, bit for bit."""
         save = self.where / "C"
         fault = f"rank1:save.granted:2:KILL:{self.where / 'killed'}"
         run = self.run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
@@ -121,7 +121,7 @@ class Release:
         self.same_end(run, save)
 
     def distributes(self) -> None:
-        """All of these runs with the distributed optimizer: each replica saves its own part."""
+        """With the distributed optimizer, in all runs above, each replica saves its own part."""
         if self.tree.tag in PLAIN_ONLY:
             raise NotHereError(NO_DISTRIBUTED)
         masters = [
@@ -131,7 +131,7 @@ class Release:
             raise CellError("a rank saves no part of the masters")
 
     def overlaps(self) -> None:
-        """Overlapped reduce and gather: every weight that is saved is its master, rounded."""
+        """With overlapped reduce and gather, every saved weight equals its rounded master."""
         if self.tree.tag in PLAIN_ONLY:
             raise NotHereError(NO_DISTRIBUTED)
         self._committed(self._overlapped, "E")
@@ -146,7 +146,7 @@ class Release:
             raise CellError(self._overlapped.reason(f"stale weights: {', '.join(stale)}"))
 
     def saves_asynchronously(self) -> None:
-        """With Megatron's --async-save, saves are ours all the same."""
+        """With Megatron's --async-save, our saves replace Megatron's."""
         if not self._asynchronous:
             raise NotHereError("has no --async-save")
         if "Disabling --async-save" in self._overlapped.log:
@@ -154,7 +154,7 @@ class Release:
         self._committed(self._overlapped, "E")
 
     def mixes_experts(self) -> None:
-        """Four experts on two ranks (EP2): goes on from storage as if it had never stopped."""
+        """Four experts on two ranks (EP2) resume from storage like an uninterrupted run."""
         whole = self.run("G", EXPERTS, save=self.where / "G", ranks=2)
         if sorted(whole.figures) != list(range(1, END + 1)):
             if "experts of Megatron's legacy models are not saved" in whole.log:
@@ -167,7 +167,7 @@ class Release:
         self.same_end(self.run("I", EXPERTS, save=save, ranks=2), save, whole, "G")
 
     def takes_over(self) -> str | None:
-        """Goes on from what stock has saved, in place and bit for bit; the next save is ours."""
+        """A job resumes from stock's checkpoint in place, bit for bit; its next save is ours."""
         if self._format is None:
             raise NotHereError(self._unwritten)
         save = truncated_copy(self.where / "stock", self.where / "F", HALF)
@@ -182,11 +182,11 @@ class Release:
             raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
         return f"from its torch format; {self._unwritten}" if self._unwritten else None
 
-    # ------------------------------------------------------------------ runs that several look at
+    # ------------------------------------------------------------------ runs that features share
 
     @functools.cached_property
     def stock(self) -> Run:
-        """Stock, saving in the newest of its formats that it can write on this machine."""
+        """Run of stock that saves in its newest format that works on this machine."""
         save = self.where / "stock"
         for number, flags in enumerate(self._formats()):
             run = self.run(f"stock-{number}", (*TP2, *flags.split()), save=save, door="stock")
@@ -204,7 +204,7 @@ class Release:
 
     @property
     def _newest(self) -> list[str]:
-        """The flags of stock's newest format, which is to make no difference to ours."""
+        """Flags of stock's newest format, which our saves must ignore."""
         return self._formats()[0].split()
 
     @functools.cached_property
@@ -213,7 +213,7 @@ class Release:
 
     @functools.cached_property
     def _overlapped(self) -> Run:
-        """Patched, without `--load`, with what overlaps."""
+        """Run of the patched tree without `--load`, with overlapped reduce and gather."""
         overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
         flags = () if self.tree.tag in PLAIN_ONLY else overlap
         return self.run(
@@ -228,15 +228,15 @@ class Release:
 
     @functools.cached_property
     def _asynchronous(self) -> tuple[str, ...]:
-        """The flags of an asynchronous save; none: this release has no such thing."""
+        """Flags of an asynchronous save; empty if this release has none."""
         if not self.tree.knows("async_save"):
             return ()
-        # Without these later releases switch it off, or want a package that needs a GPU.
+        # Later releases without these flags switch --async-save off, or need a package for GPUs.
         more = {
             "use_persistent_ckpt_worker": "--use-persistent-ckpt-worker",
             "async_strategy": "--async-strategy mcore",
         }
-        given = [*self._newest, *(it for name, it in more.items() if self.tree.knows(name))]
+        given = [*self._newest, *(flag for name, flag in more.items() if self.tree.knows(name))]
         return ("--async-save", *" ".join(given).split())
 
     @functools.cached_property
@@ -246,7 +246,7 @@ class Release:
         return tree
 
     def _swapped(self) -> Tree:
-        """Return a tree in which somebody has swapped the imports of `training.py`."""
+        """Return a tree with the imports of `training.py` swapped by hand."""
         tree = self.tree.copy(self.where / "swapped")
         for path in self._training(tree):
             (tree.root / path).write_text(swapped((tree.root / path).read_text()))
@@ -256,7 +256,7 @@ class Release:
     def _training(tree: Tree) -> list[str]:
         return [path for path in TRAINING if (tree.root / path).is_file()]
 
-    # ------------------------------------------------------------------ what is asked of a run
+    # ------------------------------------------------------------------ checks of a run
 
     def _committed(self, run: Run, name: str) -> None:
         save = self.where / name
@@ -268,16 +268,16 @@ class Release:
                 raise CellError(run.reason(f"no save of iteration {iteration} in our format"))
 
     def same_end(self, run: Run, save: Path, whole: Run | None = None, name: str = "A") -> None:
-        """Raise unless a run from HALF on ends as `whole` does, which has saved to `name`."""
+        """Raise CellError if a run from HALF on does not end as `whole`, which saved to `name`."""
         self.same_figures(run, whole)
         wrong = differing(tensors(self.where / name, END), tensors(save, END))
         if wrong:
             raise CellError(run.reason(f"not bit-equal at the end: {', '.join(map(str, wrong))}"))
 
     def same_figures(self, run: Run, whole: Run | None = None) -> None:
-        """Raise unless a run from HALF on prints what `whole` (else stock) does."""
+        """Raise CellError if a run from HALF on prints other figures than `whole`, or stock."""
         expected = (whole or self.stock).figures
-        # In its second line after a start 0.16.1 and later print the mean of two losses.
+        # 0.16.1 and later print the mean of two losses in the second line after a start.
         for iteration in (HALF + 1, END):
             if run.figures.get(iteration) != expected[iteration]:
                 raise CellError(run.reason(f"iteration {iteration} is not as if uninterrupted"))
@@ -310,7 +310,8 @@ class Release:
         return (tree or self.tree).run(arguments, log, door, environment, restarts, ranks)
 
 
-#: In this order: later ones look at what earlier ones have left. What one returns is worth a note.
+#: Features in the order in which they run: a later one reads the checkpoints of earlier ones. The
+#: text that a feature returns becomes a note below the table.
 FEATURES: dict[str, Callable[[Release], str | None]] = {
     "stock trains on these CPU ranks": Release.trains,
     "launcher, nothing edited: trains as stock, saves": Release.saves,

@@ -1,4 +1,4 @@
-"""The release matrix marks, keeps and prints what its tests find out."""
+"""Marks of the release matrix: how they are set, stored between calls, and printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.compat.release import CellError, NotHereError
 from tests.support.forked.nursery import REPO
 
 TAG = "core_v0.17.1"
-#: A script that trains like stock Megatron as far as its log tells, and saves nothing.
+#: A script that prints the log lines of a training run and saves nothing.
 PRETRAIN = """
 for iteration in range(1, 7):
     print(f" iteration {iteration:8d}/       6 | lm loss: 1.0E+00 | grad norm: 2.0 | end")
@@ -50,8 +50,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, **features: Callable[[Any], str | Non
     return column
 
 
-def test_marks_say_what_works_and_notes_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tried(
+def test_marks_show_what_works_and_notes_explain_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = tried(
         monkeypatch,
         first=works,
         second=lambda _: "with a remark",
@@ -60,9 +60,9 @@ def test_marks_say_what_works_and_notes_why_not(monkeypatch: pytest.MonkeyPatch)
         absent=fails(NotHereError("is too old")),
         unasked=fails(NotHereError("")),
     )
-    assert list(found.marks.values()) == [TICK, TICK, CROSS, CROSS, NONE, NONE]
-    assert not found.is_whole
-    lines = list(matrix.table([found]))
+    assert list(column.marks.values()) == [TICK, TICK, CROSS, CROSS, NONE, NONE]
+    assert not column.is_whole
+    lines = list(matrix.table([column]))
     assert "v1 (abc of 2026-01-01)" in lines[0]
     assert f"| broken | {CROSS} |" in lines
     assert lines[-4:] == [
@@ -74,7 +74,7 @@ def test_marks_say_what_works_and_notes_why_not(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_without_stock_or_a_save_nothing_else_is_tried(
+def test_no_feature_is_tried_if_stock_or_the_save_fails(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     features = {"first": works, "second": works, "third": works}
@@ -85,11 +85,11 @@ def test_without_stock_or_a_save_nothing_else_is_tried(
 
 def test_a_later_failure_does_not_stop_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = fails(CellError("no"))
-    found = tried(monkeypatch, first=works, second=works, third=broken, fourth=works)
-    assert list(found.marks.values()) == [TICK, TICK, CROSS, TICK]
+    column = tried(monkeypatch, first=works, second=works, third=broken, fourth=works)
+    assert list(column.marks.values()) == [TICK, TICK, CROSS, TICK]
 
 
-def test_the_table_takes_the_place_of_the_one_before(
+def test_the_new_table_replaces_the_old_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = tmp_path / "releases.md"
@@ -108,7 +108,7 @@ def test_the_page_has_a_place_for_the_table() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with a release that is a script which does not save."""
+    """Git repository with one release, whose script saves nothing."""
     clone = tmp_path / "clone"
     (clone / "megatron/training").mkdir(parents=True)
     for package in ("megatron", "megatron/training"):
@@ -175,7 +175,7 @@ def test_a_release_that_failed_or_lacks_a_feature_is_tried_again(
     assert (column.marks, column.notes) == ({}, [])
 
 
-def test_the_plain_suite_names_what_runs_these_tests() -> None:
+def test_the_plain_suite_skips_these_tests_and_names_the_command() -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "tests/compat/test_releases.py"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     count = len(TAGS) * len(matrix.FEATURES)

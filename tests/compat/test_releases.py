@@ -1,7 +1,7 @@
-"""Every release's own `pretrain_gpt.py` on CPU ranks, with every feature of this package.
+"""Tests of every feature with every release's own `pretrain_gpt.py`, on CPU ranks.
 
-`scripts/compat` runs these tests: they need a clone of Megatron-LM, and take an hour. A release's
-tests run in order, because later features look at what earlier ones have saved.
+`scripts/compat` runs these tests: they need a clone of Megatron-LM and take an hour. A release's
+tests run in order, because a later feature reads the checkpoints of earlier ones.
 """
 
 from __future__ import annotations

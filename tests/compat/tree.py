@@ -1,4 +1,4 @@
-"""A Megatron-LM tree of some release, and runs of its own `pretrain_gpt.py` on CPU ranks."""
+"""Megatron-LM tree of a release, and runs of its own `pretrain_gpt.py` on CPU ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-#: Mock data has tokens up to 4095, and 4352 is a padded size under TP1 as under TP2.
+#: Mock data has tokens up to 4095. 4352 is the padded vocabulary size under both TP1 and TP2.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
@@ -31,9 +31,9 @@ _FIGURES = re.compile(
 )
 
 
-#: No job takes as long as that.
+#: Time limit of a job, above the time of every job.
 LIMIT_S = 600.0
-#: By root, what the ranks of trees are forked from.
+#: Processes that the ranks are forked from, by the root of their tree.
 _nurseries: dict[Path, subprocess.Popen[str]] = {}
 
 
@@ -46,18 +46,18 @@ def end_nurseries() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one job printed."""
+    """Output of one job."""
 
     log: str
     place: Path
 
     @property
     def figures(self) -> dict[int, tuple[float, float]]:
-        """Loss and gradient norm by iteration, as printed; after a restart the later ones."""
+        """Loss and gradient norm by iteration, as printed last."""
         return {int(n): (float(loss), float(norm)) for n, loss, norm in _FIGURES.findall(self.log)}
 
     def reason(self, what: str) -> str:
-        """Return `what`, with the last error that the job printed."""
+        """Return `what` with the first error that the job printed, and the path of its log."""
         errors = re.findall(
             r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception): .*)$", self.log, re.M
         )
@@ -66,14 +66,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The files of one release."""
+    """Files of one release."""
 
     tag: str
     root: Path
 
     @classmethod
     def extract(cls, clone: Path, tag: str, revision: str, root: Path) -> Tree:
-        """Put a release's Python files of `clone` into `root`."""
+        """Extract a release from `clone` into `root`."""
         archive = subprocess.run(
             ["git", "archive", revision], cwd=clone, check=True, capture_output=True
         ).stdout
@@ -82,7 +82,7 @@ class Tree:
         return cls(tag, root)
 
     def copy(self, root: Path) -> Tree:
-        """Return the same release in another directory."""
+        """Copy the release to another directory."""
         shutil.copytree(self.root, root)
         return Tree(self.tag, root)
 
@@ -98,7 +98,7 @@ class Tree:
         """Run one job to its end.
 
         Args:
-            door: `stock` (the tree as it is) or `launch` (through our launcher).
+            door: `stock` runs the tree as it is; `launch` runs it through our launcher.
         """
         command = [
             *(["-m", "megatron_flashckpt.launch"] if door == "launch" else []),
@@ -120,7 +120,8 @@ class Tree:
     def _nursery(self, where: Path, env: dict[str, str]) -> subprocess.Popen[str]:
         """Return the process that this tree's ranks are forked from (`release_ranks.py`).
 
-        Where imports were swapped ours is imported in it, and takes its settings from `env`.
+        If the tree's imports are swapped, this process imports our package, which takes its
+        settings from `env`.
         """
         if self.root not in _nurseries:
             script = REPO / "tests/compat/ranks/release_ranks.py"
@@ -128,7 +129,7 @@ class Tree:
                 _nurseries[self.root] = subprocess.Popen(
                     [sys.executable, str(script), "torch,numpy,megatron.training"],
                     cwd=self.root,
-                    # The stand-in is installed where there is a rank.
+                    # The stand-in for CUDA is installed only if LOCAL_RANK is set.
                     env={**self.environment(where), **env, "LOCAL_RANK": "0"},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -146,8 +147,8 @@ class Tree:
             "PATH": os.pathsep.join(
                 [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
             ),
-            # The tree comes before the installed Megatron, but after this repository, because
-            # both have a package `tests`.
+            # The tree hides the installed Megatron. This repository comes first, because both have
+            # a package `tests`.
             "PYTHONPATH": os.pathsep.join(map(str, [REPO / "tests/cpu_megatron", REPO, self.root])),
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
@@ -157,7 +158,7 @@ class Tree:
         }
 
     def knows(self, argument: str) -> bool:
-        """Return whether this release has an argument; some are fields of configurations."""
+        """Return whether this release has an argument; some arguments are fields of dataclasses."""
         places = [*self.root.glob("megatron/**/arguments.py"), *self._configurations()]
         written = re.compile(rf"(?<![\w-])(?:--)?{argument.replace('_', '[-_]')}(?![\w-])")
         return any(written.search(place.read_text()) for place in places)

@@ -1,9 +1,9 @@
-"""Megatron's own unit tests of `save_checkpoint` and `load_checkpoint`, on CPU ranks, through ours.
+"""Megatron's own unit tests of `save_checkpoint` and `load_checkpoint`, run with our functions.
 
-`scripts/compat --upstream-tests [TAG ...]`. Every test runs with stock first: what fails there does
-so for want of a GPU, or is Megatron's own failure. Then the same tests run with ours in place, and
-checkpoints are read back from storage. A test that passes with stock and fails through ours is a
-defect of ours unless `NOT_APPLICABLE` names it with a reason; that list is asked about no other.
+`scripts/compat --upstream-tests [TAG ...]` runs every test on CPU ranks with stock first: a test
+fails there because it needs a GPU, or by Megatron's own fault. Then the same tests run with our
+functions, and read checkpoints back from storage. If a test passes with stock and fails with ours,
+ours is wrong, or `NOT_APPLICABLE` names the test and the reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from tests.compat.tree import REPO, Tree
 
-#: What these tests are written for.
+#: Number of ranks for which Megatron's tests are written.
 RANKS = 8
-#: Old enough and new enough to be worth the time; any other tag can be given.
+#: Default releases, an older and a newer one; the command line can name any other tag.
 TAGS = ("core_v0.16.1", "core_v0.19.0")
 DOORS = ("stock", "flashckpt")
 PASSED, FAILED, NOT_OURS, STOCK_FAILS, SKIPPED = (
@@ -35,10 +35,10 @@ PASSED, FAILED, NOT_OURS, STOCK_FAILS, SKIPPED = (
     "skipped by Megatron",
 )
 
-#: What the ranks say of parameters of a test all of which fail (upstream_plugin.py).
+#: Reason that the ranks report for skipped parameter sets of a failing test (upstream_plugin.py).
 NOT_TRIED = "not tried, because the first ones fail"
 
-#: Tests that pass with stock and cannot pass through any other format: pattern of the id, and why.
+#: Tests that pass with stock and cannot pass with any other format: reasons by pattern of the id.
 NOT_APPLICABLE = {
     r"test_checkpointing\.py::test_save_checkpoint": (
         "saves mocks of model and optimizer, and looks for the files of Megatron's formats"
@@ -56,17 +56,17 @@ NOT_APPLICABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of one test, over all ranks."""
+    """Result of one test, over all ranks."""
 
     outcome: str
     reason: str
     calls: int
-    """Of save_checkpoint and load_checkpoint; counted with ours in place only."""
+    """Calls of save_checkpoint and load_checkpoint; counted with our functions only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What it means for us."""
+    """Verdict on our functions by one test."""
 
     kind: str
     reason: str = ""
@@ -74,31 +74,31 @@ class Verdict:
 
 def files(root: Path) -> list[str]:
     """Return the test files that import either function from Megatron's checkpointing module."""
-    found = []
+    importing = []
     for path in sorted((root / "tests/unit_tests").rglob("test_*.py")):
         text = path.read_text()
         if "training.checkpointing" in text and re.search(r"\b(save|load)_checkpoint\b", text):
-            found.append(str(path.relative_to(root)))
-    return found
+            importing.append(str(path.relative_to(root)))
+    return importing
 
 
 def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
-    """Run the tests with stock, then through ours; return their results by id, for either."""
+    """Run the tests with stock, then with ours; return the results by door and test id."""
     path = where / "path"
     path.mkdir(parents=True, exist_ok=True)
-    # Not the root of this repository: its own `tests` would hide Megatron's.
+    # The path has no root of this repository, whose package `tests` would hide Megatron's.
     ours = path / "megatron_flashckpt"
     ours.unlink(missing_ok=True)
     ours.symlink_to(REPO / "megatron_flashckpt")
     environment = {
         **tree.environment(where),
         "PYTHONPATH": os.pathsep.join(map(str, [REPO / "tests/cpu_megatron", tree.root, path])),
-        # The stand-in is installed in what the ranks are forked from.
+        # The stand-in for CUDA is installed in the process that the ranks are forked from.
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": str(RANKS),
         "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
         "FLASHCKPT_RESTORE_FROM_MEMORY": "false",
-        # The status is pytest's, whose tests may end with a save that fails on purpose.
+        # The exit status must be pytest's: tests may end with a save that fails on purpose.
         "FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false",
     }
     stores = {
@@ -121,20 +121,20 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
 
 
 def results(where: Path) -> dict[str, Result]:
-    """Return what all ranks together made of each test."""
-    told = collections.defaultdict(list)
+    """Return the result of each test, merged over all ranks."""
+    by_test = collections.defaultdict(list)
     for file in sorted(where.glob("rank_*.jsonl")):
         for line in file.read_text().splitlines():
             result = json.loads(line)
-            told[result["test"]].append(result)
-    return {test: _together(ranks) for test, ranks in told.items()}
+            by_test[result["test"]].append(result)
+    return {test: _together(ranks) for test, ranks in by_test.items()}
 
 
 def _together(ranks: list[dict]) -> Result:
     calls = sum(sum(rank["calls"].values()) for rank in ranks)
     failed = [rank for rank in ranks if rank.get("outcome", "failed") == "failed"]
     if failed:
-        # Where it began: on the other ranks a collective has failed in consequence.
+        # The rank that failed first; on the others a collective failed in consequence.
         first = min(failed, key=lambda rank: rank.get("time", 0))
         return Result("failed", _line(first.get("reason", "the test did not end")), calls)
     if len(ranks) < RANKS:
@@ -148,7 +148,7 @@ def _line(reason: str) -> str:
 
 
 def verdict(test: str, stock: Result | None, ours: Result | None) -> Verdict:
-    """Return what a test's two results mean."""
+    """Return the verdict on a test from its two results."""
     if stock is None or stock.outcome == "failed":
         return Verdict(STOCK_FAILS, stock.reason if stock else "it did not come to an end")
     if stock.outcome == "skipped" and stock.reason == NOT_TRIED:
@@ -166,26 +166,27 @@ def verdict(test: str, stock: Result | None, ours: Result | None) -> Verdict:
 
 
 def table(tag: str, verdicts: dict[str, Verdict]) -> Iterable[str]:
-    """Yield lines of Markdown: tests that only differ in parameters, and fare alike, in one."""
-    alike: collections.Counter[tuple[str, Verdict]] = collections.Counter()
-    for test, each in verdicts.items():
-        alike[test.partition("[")[0].removeprefix("tests/unit_tests/"), each] += 1
-    for (test, each), count in alike.items():
-        yield f"| {tag} | {test} | {count} | {each.kind} | {each.reason.replace('|', '/')} |"
+    """Yield lines of Markdown, one for all parameter sets of a test with the same verdict."""
+    counts: collections.Counter[tuple[str, Verdict]] = collections.Counter()
+    for test, verdict in verdicts.items():
+        counts[test.partition("[")[0].removeprefix("tests/unit_tests/"), verdict] += 1
+    for (test, verdict), count in counts.items():
+        reason = verdict.reason.replace("|", "/")
+        yield f"| {tag} | {test} | {count} | {verdict.kind} | {reason} |"
 
 
 def main(tags: Sequence[str], extract: Callable[[str], Tree]) -> int:
-    """Print the table of all tags; return how many tests failed through us."""
+    """Print the table of all tags; return the number of tests that failed with ours."""
     print("| release | test | parameter sets | result | reason |\n|---|---|---|---|---|")
     totals: collections.Counter[str] = collections.Counter()
     for tag in tags:
         tree = extract(tag)
-        found = run(tree, tree.root.parent / "upstream")
+        by_door = run(tree, tree.root.parent / "upstream")
         verdicts = {
-            test: verdict(test, found["stock"].get(test), found["flashckpt"].get(test))
-            for test in sorted({*found["stock"], *found["flashckpt"]})
+            test: verdict(test, by_door["stock"].get(test), by_door["flashckpt"].get(test))
+            for test in sorted({*by_door["stock"], *by_door["flashckpt"]})
         }
         print(*table(tag, verdicts), sep="\n", flush=True)
-        totals.update(f"{tag}: {each.kind}" for each in verdicts.values())
+        totals.update(f"{tag}: {result.kind}" for result in verdicts.values())
     print("; ".join(f"{kind} {count}" for kind, count in sorted(totals.items())))
     return sum(count for kind, count in totals.items() if kind.endswith(FAILED))

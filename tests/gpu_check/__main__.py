@@ -1,7 +1,7 @@
 """Check the package on this machine's GPU: `scripts/gpu_check`.
 
-Every section runs as a process of its own with a limit of its own. Exits with status 1 if a MUST
-is broken or a section crashed. Without a GPU the sections that can do so run on a simulated one.
+Every section runs in a process of its own with a time limit. The exit status is 1 if a rule (MUST)
+is broken or a section has crashed. Without a GPU, sections that support it run on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tests.gpu_check.process import Line
 from tests.gpu_check.report import SKIP
 from tests.gpu_check.table import Output
 
-#: A section that would have less time than this does not begin.
+#: Seconds without which a section is not started.
 _LEAST_S = 5.0
-#: By how much the limits are longer on a simulated node: its machine may have few, busy cores.
+#: Factor of the time limits on a simulated node, because its machine may have few, busy cores.
 _SIMULATED_FACTOR = 5.0
 _FILE = "gpu_check.jsonl"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the sections that the arguments ask for; return the exit status."""
+    """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
     wanted = [it for it in sections(given.package) if not given.only or it.label in given.only]
     file = given.json
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _gpus() -> int:
-    """Return the number of GPUs that sections will see; makes no CUDA context."""
+    """Return the number of GPUs that sections will see, without making a CUDA context."""
     import torch  # takes seconds
 
     return torch.cuda.device_count()
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=520.0,
         metavar="SECONDS",
-        help="for all sections (%(default)s)",
+        help="time for all sections together (%(default)s)",
     )
     parser.add_argument(
         "--only", type=lambda text: text.split(","), metavar="E,D,...", help="run these sections"

@@ -1,4 +1,4 @@
-"""The agents that a section has started, which outlive their trainers."""
+"""Agents that a section has started, which continue to run after their trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.trainer import agents_under, eventually, is_alive
 
 @contextlib.contextmanager
 def agents_ended(where: Path) -> Iterator[None]:
-    """End with the context every agent that has its directory in `where`."""
+    """Kill every agent with a directory in `where` at the end of the context."""
     try:
         yield
     finally:
@@ -21,7 +21,7 @@ def agents_ended(where: Path) -> Iterator[None]:
 
 
 def end_agents(where: Path) -> None:
-    """Kill every agent that has its directory in `where`; return when all have ended."""
+    """Kill every agent with a directory in `where`; return when all have ended."""
     for pid in agents_under(where):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Start a program of `tests.gpu_check.children`, wait for its end, read its report."""
+"""Processes of programs in `tests.gpu_check.children`, and their reports."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LOOK_S = 0.01
 
 
 class Child:
-    """A process and its report."""
+    """Process of a program, and its report."""
 
     def __init__(self, name: str, where: Path, **environment: str) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             name: module of `tests.gpu_check.children`.
-            where: a directory for its files; becomes the variable WHERE.
-            environment: more variables of its environment.
+            where: directory for the files of the process; becomes the variable WHERE.
+            environment: additional environment variables.
         """
         where.mkdir(exist_ok=True)
         self.name = name
@@ -49,13 +49,13 @@ class Child:
         """Time at which the end was noticed, on the monotonic clock."""
 
     def look(self) -> bool:
-        """Return whether the process has ended; note when."""
+        """Return whether the process has ended; record the time of the end."""
         if self.status is None and (status := self._process.poll()) is not None:
             self.status, self.ended_at = status, time.monotonic()
         return self.status is not None
 
     def kill(self) -> None:
-        """End the process, if it has not ended."""
+        """Kill the process if it still runs."""
         self._process.kill()
         self._process.wait()
         self.look()
@@ -66,11 +66,11 @@ class Child:
         return self._output.read_text(errors="replace")[-1200:]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what it has reported so far."""
+        """Return all lines of the report so far."""
         return [json.loads(line) for line in self._report.read_text().splitlines()]
 
     def value(self, what: str) -> float | None:
-        """Return the figure of that name, if it was reported."""
+        """Return the figure with the name `what`; None if it was not reported."""
         for line in self.lines():
             if line["what"] == what and line["value"] is not None:
                 return float(line["value"])
@@ -82,7 +82,7 @@ class Child:
         return None if moment is None or self.ended_at is None else self.ended_at - moment
 
     def pass_on(self, report: Report, *, figures: bool = False) -> None:
-        """Report the rules and notes of the process, and with `figures` its figures, too."""
+        """Report the rules, notes and skips of the process, and with `figures` its figures."""
         for line in self.lines():
             what, detail = line["what"], line["detail"]
             if line["kind"] == MUST:
@@ -96,7 +96,7 @@ class Child:
 
 
 def wait(children: list[Child], within_s: float) -> None:
-    """Return when all have ended, or after `within_s`; what still runs then is killed."""
+    """Wait until all processes have ended; kill those that still run after `within_s`."""
     deadline = time.monotonic() + within_s
     while any(child.status is None for child in children) and time.monotonic() < deadline:
         for child in children:

@@ -1,6 +1,7 @@
-"""Lists the sections, in the order in which they run.
+"""List of the sections, in the order in which they run.
 
-Their constants are read from the source: importing a section would import torch and Megatron here.
+Their constants are read from the source, because an import of a section would import torch and
+Megatron.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "tests.gpu_check.sections"
-#: What says "broken" comes first; the last section gets the time that is left.
+#: Order of the sections: those that show broken code come first; the last one gets the remaining
+#: time.
 ORDER = "EDFRSTGXKPCHLNM"
 LAST = ORDER[-1]
-#: Sections that run again on a device that is not the first, if there are two.
+#: Sections that run again on the second device, if there are two.
 _ON_ANOTHER_DEVICE = ("D", "T")
 _CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON")
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A section: a process to run."""
+    """Section to run as a process."""
 
     name: str
     """Module in the package of sections."""
@@ -31,7 +33,7 @@ class Section:
     """Name in the report: the section's letter, or its letter and a device."""
     title: str
     seconds: float
-    """Time limit in seconds, if the budget allows for as much."""
+    """Time limit in seconds; a smaller rest of the budget limits it further."""
     gpus: int
     """Number of GPUs that the section needs."""
     simulated: bool
@@ -46,7 +48,7 @@ class Section:
         return self.label == LAST
 
     def why_not(self, gpus: int) -> str:
-        """Return why it cannot run on a machine with so many GPUs; empty if it can."""
+        """Return why the section cannot run on a machine with `gpus` GPUs; empty if it can."""
         if self.megatron and importlib.util.find_spec("megatron") is None:
             return "megatron is not installed"
         if self.gpus <= gpus or (gpus == 0 and self.simulated):
@@ -55,7 +57,7 @@ class Section:
 
 
 def sections(package: str) -> list[Section]:
-    """Return all sections of a package, and those that run once more on another device."""
+    """Return all sections of a package, some of them a second time for the second device."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, f"there is no package {package}"
     paths = [
@@ -85,7 +87,7 @@ def _place(section: Section) -> tuple[bool, bool, int, str]:
 
 
 def _on_another_device(section: Section) -> Section:
-    # A new thread's device is the first one, so a thread that has not set its own shows.
+    # A new thread starts on the first device, so a thread that does not set its device is found.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     environ = {"CUDA_VISIBLE_DEVICES": ",".join(reversed(visible[:2])), "LOCAL_RANK": "1"}
     return dataclasses.replace(

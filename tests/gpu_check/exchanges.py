@@ -1,4 +1,4 @@
-"""The collectives of a load, run on the current process group and compared."""
+"""Collectives of a load, run on the current process group and compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu_check.report import Report
 def report_collectives(report: Report, name: str, nbytes: int) -> None:
     """Gather and broadcast small and large objects, reduce numbers, exchange `nbytes` per pair.
 
-    Collective. What every rank sends is known to all, so each compares what it gets.
+    Collective. Every rank knows the data of all other ranks and compares the data that it receives.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     for numel in (10, 1_000_000):  # in one collective, and in two
@@ -58,14 +58,14 @@ def _report_exchange(report: Report, name: str, nbytes: int) -> None:
 
 
 def _content(rank: int, nbytes: int) -> torch.Tensor:
-    """Return what a rank sends: bytes that are not periodic in any power of two."""
+    """Return the bytes that a rank sends, without a period that is a power of two."""
     return (torch.arange(nbytes, dtype=torch.int64) % (251 - 2 * rank)).to(torch.uint8)
 
 
 def report_many_heads(report: Report, ranks: int) -> None:
-    """Report what the heads of so many ranks take on the GPU of one, as `gather_objects` has them.
+    """Report the time of the heads of `ranks` ranks on one GPU, as in `gather_objects`.
 
-    A process group of one rank cannot show that; the tensors and their copies can.
+    A process group of one rank cannot show this time, so the tensors are made and copied directly.
     """
     device = "cuda"
     started = time.perf_counter()

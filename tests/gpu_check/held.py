@@ -1,4 +1,4 @@
-"""Contents of a rank's slots after its process has ended, as its next start would find them."""
+"""Contents of a rank's slots after its process has ended, as its next start finds them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.gpu_check.rank import Node
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The slots of a rank."""
+    """Slots of a rank."""
 
     states: list[str]
     values: dict[int, list[float]]
-    """Smallest and largest element of each tensor, by iteration that the agent offers."""
+    """Smallest and largest element of each tensor, by the iteration of an offered save."""
 
     def is_whole(self, iteration: int) -> bool:
-        """Return whether that save is offered, and all its elements are the iteration's number."""
+        """Return whether the save is offered, and all its elements equal its iteration."""
         values = self.values.get(iteration)
         return values is not None and set(values) == {float(iteration)}
 
@@ -32,7 +32,7 @@ class Held:
 
 
 def held(node: Node) -> Held:
-    """Return what the agent of `node` holds of rank 0, whose process has ended."""
+    """Return the slots of rank 0 in the agent of `node`; the rank's process has ended."""
     rank = node.rank([])
     slab, offers = rank.checkpointer.link.take_slab()
     if slab is None:
@@ -52,7 +52,7 @@ def held(node: Node) -> Held:
 
 
 def held_in(where: Path) -> Held:
-    """Return what is held by the agent of a child that ran in `where`, and end that agent."""
+    """Return the slots in the agent of a child that ran in `where`, and end that agent."""
     node = Node(where)
     try:
         return held(node)

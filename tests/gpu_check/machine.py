@@ -1,4 +1,4 @@
-"""The machine that a section runs on: real GPUs, or a simulated node of them."""
+"""Machine that a section runs on: real GPUs, or a simulated node."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 #: The simulated node; None on a machine with a GPU. Set by `section.py` before a section runs.
 simulated_node: Node | None = None
-#: When the driver will kill this section, on the monotonic clock.
+#: Time at which the driver kills this section, on the monotonic clock.
 deadline = float("inf")
 
-#: Cycles per second that `torch.cuda._sleep` is told; GPUs of today run at 1.4 to 2 GHz.
+#: Assumed cycles per second of `torch.cuda._sleep`; today's GPUs run at 1.4 to 2 GHz.
 _CLOCK_HZ = 1.7e9
 
 
 def seconds_left() -> float:
-    """Return how long this section may still run, for one that does as much as it has time for."""
+    """Return the seconds that are left to this section."""
     return deadline - time.monotonic()
 
 
 def pick(on_gpu: T, simulated: T) -> T:
-    """Return the first on a GPU, the second (usually a smaller size) on the simulated node."""
+    """Return `on_gpu` on a GPU, and `simulated` (usually a smaller size) on the simulated node."""
     return on_gpu if simulated_node is None else simulated
 
 
@@ -47,7 +47,7 @@ def keep_busy(seconds: float) -> None:
 
 @contextlib.contextmanager
 def captured(stream: torch.cuda.Stream) -> Iterator[Any]:
-    """Capture what the context asks for into a graph, on `stream`, in global mode.
+    """Capture the work of the context on `stream` into a graph, in global mode.
 
     Yields an object whose `replay` runs it. In global mode an unsafe call of any other thread
     invalidates the capture, unless that thread is in relaxed mode.

@@ -1,16 +1,16 @@
-"""`scripts/pretrain_gpt_tiny.py` under a schedule: the script that section `megatron` runs.
+"""Script of section `megatron`: `scripts/pretrain_gpt_tiny.py` under a schedule.
 
 Environment:
     SCHEDULE  JSON object:
-        saves       by iteration: "memory" or "storage"; what is saved when it has been trained
+        saves       kind of the save after an iteration, "memory" or "storage", by iteration
         digests     iterations after which all tensors of model and optimizer are digested
         wait_until  before this iteration, wait until the memory for saves is page-locked
         kill        before this iteration, the process kills itself with SIGKILL
     TRACE     file that gets one JSON line for each event
     LOSS_LOG  see `pretrain_gpt_tiny`
 
-Times are taken where an iteration begins, so the time of an iteration holds the save that follows
-it and all that the training loop does around that save.
+Times are taken at the begin of iterations. So the time of an iteration includes the save that
+follows it, with the work of the training loop around that save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 
 SCHEDULE = json.loads(os.environ["SCHEDULE"])
-#: Bytes that are copied to the host at once to be digested.
+#: Size of the copies to the host for digests.
 BUFFER_NBYTES = 256 << 20
 
 
@@ -58,7 +58,7 @@ def scheduled(step: Any) -> Any:
 
 
 def before(iteration: int, model: list[Any], optimizer: Any) -> None:
-    """Do what the schedule has for the moment before `iteration`, counted from 1."""
+    """Carry out the schedule before `iteration`, counted from 1."""
     if iteration == SCHEDULE["wait_until"]:
         started = time.perf_counter()
         checkpointer().link.wait_for_device_work()
@@ -96,7 +96,7 @@ def slot_states() -> list[int]:
 def digests(model: list[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
     """Yield the digest of every tensor of model and optimizer.
 
-    The tensors are read from torch's own objects, so nothing of ours decides what is compared.
+    The tensors are read from torch's own objects, so no code of ours chooses the compared tensors.
     """
     buffer = torch.empty(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=True)
     for name, tensor in tensors(model, optimizer):
@@ -124,7 +124,7 @@ def tensors(model: list[Any], optimizer: Any) -> Iterator[tuple[str, torch.Tenso
 
 
 if __name__ == "__main__":
-    # Else every `torch.empty` of a load would be filled first, under --deterministic-mode.
+    # Otherwise --deterministic-mode fills every `torch.empty` of a load first.
     torch.utils.deterministic.fill_uninitialized_memory = False
     training.train_step = scheduled(training.train_step)
     training.pretrain(

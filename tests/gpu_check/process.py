@@ -1,4 +1,4 @@
-"""Run one section in a session of its own, and end all that it started."""
+"""Process of one section, in a session of its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.gpu_check.discovery import Section
 from tests.gpu_check.report import MUST, SKIP, Report
 
 ROOT = Path(__file__).parents[2]
-#: How long a killed process may take to go; one inside the GPU's driver takes seconds.
+#: Seconds that a killed process may take to end; inside the GPU's driver it takes seconds.
 _GONE_S = 10.0
-#: Lines of a crashed section's output that are kept.
+#: Number of last lines of a crashed section's output that are kept.
 _TAIL = 30
 
 Line = dict[str, Any]
@@ -50,7 +50,7 @@ class Outcome:
 
 def run(section: Section, package: str, limit_s: float) -> Outcome:
     """Run `section`; kill it and all its children after `limit_s`."""
-    # Short: the path of an agent's socket must fit into 107 bytes.
+    # Short: the path of an agent's socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="gc-", ignore_cleanup_errors=True) as where:
         to, output = Path(where, "report"), Path(where, "output")
         to.touch()
@@ -66,7 +66,7 @@ def run(section: Section, package: str, limit_s: float) -> Outcome:
 def _status(
     section: Section, package: str, limit_s: float, where: str
 ) -> tuple[int | None, list[int]]:
-    """Return the exit status (None: killed at the limit), and what it left running."""
+    """Return the exit status (None: killed at the limit), and the processes left running."""
     command = [sys.executable, "-m", "tests.gpu_check.section", section.name]
     command += ["--package", package, "--label", section.label, "--to", f"{where}/report"]
     command += ["--seconds", str(limit_s)]
@@ -98,11 +98,11 @@ def _environ(section: Section, where: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], where: str) -> list[int]:
-    """Kill the process and all that it started; return the ids of its orphans.
+    """Kill the process and all processes that it started; return the ids of its orphans.
 
     Agents have sessions of their own, so processes are found by their TMPDIR.
     """
-    # Before any is killed: of a process that is ending, /proc shows no environment.
+    # List orphans before any kill, because /proc shows no environment of an ending process.
     orphans = list(_running_in(where)) if process.poll() is not None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ def _running_in(where: str) -> Iterator[int]:
 
 
 def _add(to: Path, section: Section, status: int | None, limit_s: float, left: list[int]) -> None:
-    """Add to the report what the section itself could not say."""
+    """Add lines to the report that the section itself could not write."""
     whole = [line for line in to.read_text().splitlines() if _is_whole(line)]
     to.write_text("".join(f"{line}\n" for line in whole))
     with to.open("a") as stream:
@@ -142,7 +142,7 @@ def _add(to: Path, section: Section, status: int | None, limit_s: float, left: l
 
 
 def _is_whole(line: str) -> bool:
-    """Return whether a process was not killed in the middle of writing the line."""
+    """Return whether the line is complete; a process may be killed while it writes."""
     try:
         json.loads(line)
     except ValueError:

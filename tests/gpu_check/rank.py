@@ -1,4 +1,4 @@
-"""A rank with tensors on the GPU and no model, with a real `Checkpointer` and a real agent."""
+"""Rank with tensors on the GPU and without a model, with a real `Checkpointer` and a real agent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.trainer import agents_under, config_of, eventually, is_alive
 
 
 class Node:
-    """A runtime directory with its agent, and a save directory."""
+    """Runtime directory with its agent, and a save directory."""
 
     def __init__(self, where: Path) -> None:
         self.root = where / "save"
@@ -38,7 +38,7 @@ class Node:
         self._ranks: list[Rank] = []
 
     def rank(self, tensors: list[torch.Tensor], **settings: Any) -> Rank:
-        """Return a new incarnation of rank 0, which saves `tensors`."""
+        """Return rank 0 after another start; it saves `tensors`."""
         config = msgspec.structs.replace(config_of(self.runtime_dir), **settings)
         made = Rank(Checkpointer(str(self.root), config), tensors)
         self._ranks.append(made)
@@ -63,13 +63,13 @@ class Node:
 
 
 def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:
-    """Return a save of a rank without a model, whose random state is left out."""
+    """Return the request for a save without a model and without random states."""
     args = argparse.Namespace(no_save_rng=True)
     return SaveRequest(iteration, chunks=[], optimizer=None, args=args, memory_only=memory_only)
 
 
 class Rank:
-    """Saves the tensors that it was given."""
+    """Rank that saves given tensors."""
 
     def __init__(self, checkpointer: Checkpointer, tensors: list[torch.Tensor]) -> None:
         self.checkpointer = checkpointer
@@ -98,11 +98,11 @@ class Rank:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def save(self, iteration: int) -> None:
-        """Begin a save; tensors that only a step changes may still be copied afterwards."""
+        """Start a save; late copies may run after the return."""
         self.checkpointer.save(request(iteration))
 
     def before_step(self) -> None:
-        """Do what an optimizer's step does first."""
+        """Wait for late copies, as the hook of an optimizer's step does."""
         self.checkpointer.link.stager.before_change()
 
     def wait(self) -> list[str]:
@@ -110,7 +110,7 @@ class Rank:
         return [it.error for it in self.checkpointer.wait(60.0) if it.error is not None]
 
     def close(self) -> None:
-        """Hang up; the agent keeps the slots for another incarnation."""
+        """Disconnect from the agent, which keeps the slots for the next start."""
         if self._is_open:
             self._is_open = False
             self.checkpointer.close(leave=False)

@@ -1,6 +1,6 @@
-"""Writes a section's facts, one JSON line for each, at once.
+"""Report of a section: one JSON line per fact, written at once.
 
-A section that is killed keeps the lines it has written.
+The lines of a killed section stay.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any, TextIO
 
-#: A rule that must hold. Its `ok` decides the verdict of the whole check.
+#: A rule that must hold. A broken rule fails the whole check.
 MUST = "must"
-#: A measured number. It decides nothing.
+#: A measured number, without effect on the verdict.
 FIGURE = "figure"
 #: A text, such as a version.
 NOTE = "note"
@@ -19,9 +19,9 @@ SKIP = "skip"
 
 
 class Report:
-    """Writes lines with the fields section, kind, what, ok, value, unit and detail.
+    """Writer of lines with the fields section, kind, what, ok, value, unit and detail.
 
-    A field that has no meaning for a kind is null.
+    A field without meaning for a kind is null.
     """
 
     def __init__(self, section: str, stream: TextIO) -> None:
@@ -37,7 +37,7 @@ class Report:
         self._write(FIGURE, what, value=float(value), unit=unit, detail=detail)
 
     def note(self, what: str, text: str) -> None:
-        """Report a fact that is no number."""
+        """Report a fact as text."""
         self._write(NOTE, what, detail=text)
 
     def skip(self, what: str, why: str) -> None:

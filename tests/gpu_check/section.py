@@ -1,7 +1,7 @@
-"""The process of one section: `python -m tests.gpu_check.section NAME`.
+"""Program of one section: `python -m tests.gpu_check.section NAME`.
 
-Without a GPU it runs the section on a simulated node, if the section says that it can. A section
-runs on the device of `LOCAL_RANK`, as a rank of Megatron does.
+Without a GPU it runs the section on a simulated node, if the section supports that. A section uses
+the device of `LOCAL_RANK`, as a rank of Megatron does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIMULATED_NBYTES = 128 << 20
 
 
 def main(arguments: list[str]) -> None:
-    """Run the section that the arguments name. An exception of a section ends the process."""
+    """Run the section that the arguments name; an exception of the section ends the process."""
     parser = argparse.ArgumentParser(prog="tests.gpu_check.section", description=__doc__)
     parser.add_argument("name", help="module of the package of sections")
     parser.add_argument("--label", help="name of the section in the report; default: its letter")
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _device(section: Any, seconds: float) -> Iterator[None]:
-    """Set the device of this thread, a simulated one if there is no other."""
-    if not section.GPUS:  # needs no torch, which takes seconds to import
+    """Set the device of this thread; without a GPU a simulated one."""
+    if not section.GPUS:  # do not import torch, which takes seconds
         yield
         return
     import torch
@@ -55,7 +55,7 @@ def _device(section: Any, seconds: float) -> Iterator[None]:
     elif section.SIMULATED:
         with simulated_gpus(8, memory_nbytes=_SIMULATED_NBYTES) as node:
             machine.simulated_node = node
-            torch.cuda.set_device(5)  # device 0 would hide a thread that forgot to set its own
+            torch.cuda.set_device(5)  # device 0 would hide a thread that does not set its device
             yield
     else:
         sys.exit("this section needs a GPU")

@@ -1,4 +1,4 @@
-"""Prints progress while sections run, and a table of all facts at the end."""
+"""Printed output: progress while sections run, and a table of all facts at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.gpu_check.discovery import Section
 from tests.gpu_check.process import Line, Outcome
 from tests.gpu_check.report import FIGURE, MUST, SKIP
 
-#: Columns of a table that goes to a file.
+#: Width of a table that goes to a file.
 _WIDTH = 150
 
 
 class Output:
-    """Prints to stdout: progress and colours on a terminal, plain lines elsewhere."""
+    """Output on stdout: progress and colours on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else _WIDTH
@@ -28,7 +28,7 @@ class Output:
 
     @contextlib.contextmanager
     def running(self, section: Section, limit_s: float) -> Iterator[None]:
-        """Show that a section runs, for as long as it does."""
+        """Show progress while a section runs."""
         if not self._console.is_terminal:
             yield
             return
@@ -39,7 +39,7 @@ class Output:
             yield
 
     def ended(self, section: Section, outcome: Outcome) -> None:
-        """Print how a section ended, and the rules that it found broken."""
+        """Print the result of a section, and its broken rules."""
         verdict = "FAILED" if outcome.failed else outcome.why_not or "ok"
         self._print(f"{section.label:3}{section.title}: {verdict}, {outcome.seconds:.1f} s")
         for line in outcome.failed:
@@ -59,14 +59,14 @@ class Output:
         self._console.print(table)
 
     def skipped(self, skipped: list[tuple[str, str]]) -> None:
-        """Print what did not run, and why."""
+        """Print the sections and parts that did not run, with the reasons."""
         if skipped:
             self._print("\nnot run:")
         for name, why in skipped:
             self._print(f"  {name}: {why}")
 
     def verdict(self, lines: list[Line]) -> None:
-        """Print the last line: how many rules were broken."""
+        """Print the broken rules, and the number of rules in the last line."""
         musts = [line for line in lines if line["kind"] == MUST]
         broken = [line for line in musts if not line["ok"]]
         self._print("")

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check` on a machine without a GPU, and its driver with sections made for a test."""
+"""Tests of `scripts/gpu_check` without a GPU, and of its driver with made-up sections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_section(
     gpus: int = 0,
     simulated: bool = True,
 ) -> None:
-    """Put a section into a package that is made if need be."""
+    """Add a section to a package; make the package if it does not exist."""
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()
     text = MADE_UP.format(letter=letter, seconds=seconds, gpus=gpus, simulated=simulated, body=body)
@@ -56,7 +56,7 @@ class Ended(NamedTuple):
 
 
 def run_made_up(package: Path, *arguments: str) -> Ended:
-    """Run the sections of a package that was made up."""
+    """Run the sections of a made-up package."""
     file = package.parent / "lines.jsonl"
     command = ["--package", package.name, "--json", str(file), *arguments]
     ended = gpu_check(*command, PYTHONPATH=str(package.parent))
@@ -77,7 +77,7 @@ def gpu_check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
     )
 
 
-#: A section with a child in its own session and one in another, as agents are.
+#: A section with one child in its own session, and one in another session, like an agent.
 WITH_CHILDREN = """
     import os, pathlib, signal, subprocess, sys
     command = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -90,13 +90,13 @@ WITH_CHILDREN = """
 
 @pytest.fixture(scope="module")
 def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File in which sections with children write their process ids."""
+    """Directory of files in which sections with children write their process ids."""
     return tmp_path_factory.mktemp("pids")
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Ended:
-    """A run of sections that end in every way."""
+    """Run of sections that end in every possible way."""
     package = tmp_path_factory.mktemp("sections") / "made_up"
     facts = (
         'report.must("a rule", True, "held"); report.figure("speed", 52.5, "GB/s");'
@@ -114,7 +114,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Ended:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs on this machine")
-def test_simulated_sections_hold_and_the_others_are_named(tmp_path: Path) -> None:
+def test_simulated_sections_pass_and_skipped_ones_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "gpu_check.jsonl"
     ended = gpu_check("--budget", "3000", "--json", str(file))
     assert ended.returncode == 0, ended.stdout
@@ -136,7 +136,7 @@ def test_simulated_sections_hold_and_the_others_are_named(tmp_path: Path) -> Non
 SHAPE = {"ok": None, "value": None, "unit": None, "detail": ""}
 
 
-def test_facts_are_written_as_lines_of_json_and_shown_in_a_table(ended: Ended) -> None:
+def test_facts_are_written_as_json_lines_and_printed_in_a_table(ended: Ended) -> None:
     assert ended.lines["E"] == [
         {**SHAPE, "kind": "must", "what": "a rule", "ok": True, "detail": "held"},
         {**SHAPE, "kind": "figure", "what": "speed", "value": 52.5, "unit": "GB/s"},
@@ -149,14 +149,14 @@ def test_facts_are_written_as_lines_of_json_and_shown_in_a_table(ended: Ended) -
     assert "\n  E made up: a part: no reason\n" in ended.output
 
 
-def test_a_broken_rule_fails_the_check_and_later_sections_run(ended: Ended) -> None:
+def test_a_broken_rule_fails_the_check_but_later_sections_still_run(ended: Ended) -> None:
     assert ended.status == 1
     assert list(ended.lines) == ["E", "D", "F", "R", "S"]
     assert "\nFAILED D: a rule  it was 3\n" in ended.output
     assert ended.output.endswith("4 rules checked, 3 broken\n")
 
 
-def test_a_section_that_crashes_is_a_broken_rule_and_shows_its_traceback(ended: Ended) -> None:
+def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: Ended) -> None:
     what = "runs to its end"
     assert ended.lines["F"] == [
         {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
@@ -174,7 +174,7 @@ def test_a_section_that_hangs_is_killed_with_all_its_children(ended: Ended, pids
     assert_ended(pids / "hung")
 
 
-def test_processes_that_a_section_leaves_running_are_ended(ended: Ended, pids: Path) -> None:
+def test_processes_that_a_section_leaves_running_are_killed(ended: Ended, pids: Path) -> None:
     what = "processes that it left running and that were killed"
     assert ended.lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
     assert_ended(pids / "left")
@@ -185,11 +185,11 @@ def assert_ended(file: Path) -> None:
         eventually(f"the end of {pid}", lambda pid=pid: not is_alive(pid))
 
 
-def test_sections_that_need_more_gpus_are_named(ended: Ended) -> None:
+def test_a_section_that_needs_more_gpus_is_listed_as_not_run(ended: Ended) -> None:
     assert "\n  P made up: needs 99 GPUs\n" in ended.output
 
 
-def test_sections_share_the_budget_and_those_without_time_are_named(tmp_path: Path) -> None:
+def test_a_section_without_time_left_in_the_budget_is_listed(tmp_path: Path) -> None:
     package = tmp_path / "made_up"
     write_section(package, "D", "import signal; signal.pause()", seconds=600.0)
     write_section(package, "T", "pass")

@@ -1,4 +1,4 @@
-"""The section with real Megatron runs its jobs on a CPU rank where there is no GPU."""
+"""Tests of the section with real Megatron, whose jobs run on a CPU rank without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_megatron_section_measures_saves_and_resumes_bit_for_bit() -> None:
         assert f"true price of a save, save every {every}" in figures
 
 
-def test_blocks_take_turns_and_end_without_a_save() -> None:
+def test_blocks_alternate_and_their_last_iteration_is_not_saved() -> None:
     assert megatron.blocks(begin=6, rounds=1, length=6) == [
         megatron.Block("no save", 6, 12, ()),
         megatron.Block("save every 5", 12, 18, (12,)),

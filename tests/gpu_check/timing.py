@@ -10,7 +10,7 @@ from tests.gpu_check.report import Report
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of all values do not exceed."""
+    """Return the smallest value that `percent` percent of all values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -24,7 +24,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def report_waits(report: Report, what: str, seconds: Sequence[float]) -> None:
-    """Report median and maximum of `seconds` as two figures; the first has more in its detail."""
+    """Report median and maximum of `seconds` as two figures, with percentiles in the first one."""
     if not seconds:
         report.skip(what, "no sample was taken")
         return

@@ -1,9 +1,9 @@
-"""A simulated node of GPUs, for machines that have none. Start reading at `node.py`.
+"""Simulated node of GPUs, for machines without a GPU. Start reading at `node.py`.
 
-It follows what CUDA and torch document, and `test_conformance.py` pins every rule: devices and
-streams are current per thread, streams run their work later, copies read their source when they
-run, freed memory goes to the next tensor. Where hardware may behave in several ways the
-simulation takes the one that hurts most, and the class that does so says it.
+The simulation follows the documents of CUDA and torch; `test_conformance.py` pins every rule.
+Devices and streams are current per thread, streams run their work later, copies read their source
+when they run, and freed memory goes to the next tensor. If hardware may behave in several ways, the
+simulation takes the worst one, and the class that does so documents that.
 """
 
 from tests.simulated_gpu.installed import simulated_gpus

@@ -1,11 +1,11 @@
-"""The memory of one simulated device, given out as torch's caching allocator does.
+"""Memory of one simulated device, allocated as by torch's caching allocator.
 
 Rules (`c10/cuda/CUDACachingAllocator.cpp`, torch docs "Memory management" and
-`Tensor.record_stream`): memory that a tensor lets go of is given to the next one of the same
-stream at once, although work that uses it may still be queued; the order of one stream makes that
-safe. After `record_stream` it is given out again only when what that stream was asked for by then
-is done. Memory that was used on one stream goes to another only when nothing else is left, and
-then after all work of the device. Until `release` the driver gets none of it back.
+`Tensor.record_stream`): freed memory goes to the next tensor of the same stream at once. Work that
+uses the memory may still be queued, but the order of the stream makes that safe. After
+`record_stream` memory is reused only when the work that this stream had queued at the free is done.
+Memory of one stream goes to another stream only if no other memory is left, and after all work of
+the device. The driver gets memory back only by `release`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class _Piece:
     offset: int
     nbytes: int
     stream: Stream | None
-    """The stream that used it last; None if torch has given it back to the driver."""
+    """Stream that used the memory last; None if torch has given it back to the driver."""
     awaited: tuple[threading.Event, ...] = ()
 
 
 class Block:
-    """A piece of device memory that is given back when the last tensor on it goes."""
+    """Piece of device memory that is freed with the last tensor in it."""
 
     def __init__(
         self, allocator: Allocator, offset: int, nbytes: int, stream: Stream | None
@@ -52,11 +52,11 @@ class Block:
 
 
 class Allocator:
-    """First fit; of several free pieces the one that was freed last.
+    """Allocator that takes the piece that was freed last, of those that are large enough.
 
     Args:
-        nbytes: all memory of the device.
-        drain: waits for all work of the device.
+        nbytes: memory of the device.
+        drain: function that waits for all work of the device.
     """
 
     def __init__(self, nbytes: int, drain: Callable[[], None]) -> None:
@@ -73,13 +73,13 @@ class Allocator:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the tensors that exist."""
+        """Bytes of all existing tensors."""
         with self._lock:
             self._collect()
             return self._allocated
 
     def allocate(self, nbytes: int, stream: Stream) -> tuple[Block, torch.Tensor]:
-        """Return a block for work on `stream` and its bytes, which hold what was there before.
+        """Return a block for work on `stream`, and its bytes with their former contents.
 
         Raises:
             OutOfMemoryError: no free piece is large enough.
@@ -94,10 +94,10 @@ class Allocator:
         return Block(self, offset, wanted, stream), self._memory[offset : offset + nbytes]
 
     def allocate_outside(self, nbytes: int) -> Block:
-        """Return memory that a library other than torch has of the driver.
+        """Return memory that a library other than torch requests from the driver.
 
         Raises:
-            OutOfMemoryError: the driver has no such piece; what torch keeps is no help.
+            OutOfMemoryError: the driver has no such piece; memory that torch caches does not count.
         """
         wanted = -(-nbytes // _ALIGN) * _ALIGN
         offset = self._take(wanted, None)
@@ -107,13 +107,13 @@ class Allocator:
 
     @property
     def unreserved(self) -> int:
-        """Bytes that the driver has: neither a tensor's nor kept for later ones."""
+        """Bytes of the driver: neither in tensors nor cached by torch."""
         with self._lock:
             self._collect()
             return sum(piece.nbytes for piece in self._free if piece.stream is None)
 
     def release(self) -> None:
-        """Give the driver all memory that no tensor has, after all work of the device."""
+        """Give all memory without a tensor to the driver, after all work of the device."""
         with self._lock:
             self._collect()
             idle_soon = {*self._free, *self._waiting}
@@ -149,7 +149,7 @@ class Allocator:
                 self._free.insert(0, piece)
 
     def _merge(self, idle: set[_Piece]) -> None:
-        """Join neighbours among the free pieces that no work uses; give them to any stream."""
+        """Join adjacent free pieces that no work uses; any stream may use them then."""
         with self._lock:
             self._collect()
             merged: list[_Piece] = []

@@ -1,14 +1,13 @@
-"""A node for programs that compute on host tensors at once, as Megatron does on CPU ranks.
+"""Node for programs that compute eagerly on host tensors, as Megatron does on CPU ranks.
 
-The default stream of each device works in the calling thread: what a thread enqueues there is done
-before the call returns, and a wait of that stream blocks the thread. So the program's computation,
-which no stream knows of, is in order with the default stream. All other streams work later, as on
-any simulated node.
+The default stream of each device works in the calling thread: its work is done before the call
+returns, and a wait of that stream blocks the thread. So the program's computation, which uses no
+stream, is in order with the default stream. All other streams work later, as on any simulated node.
 
-The node shows work that comes too late: copies on a side stream that read a tensor after the
-program has changed it, an event or a stream of the wrong device, a thread whose device nobody set.
-It cannot show work that comes too early: whatever the program has computed is complete when a side
-stream reads it, with or without a wait for the default stream.
+The node detects work that comes too late: copies on a side stream that read a tensor after the
+program has changed it, an event or a stream of the wrong device, a thread that has not set its
+device. It cannot detect work that comes too early: the program's results are complete when a side
+stream reads them, with or without a wait for the default stream.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _MEMORY_NBYTES = 64 << 20
 
 
 class CallerStream(Stream):
-    """A stream whose work the calling thread does. A held device blocks that thread."""
+    """Stream whose work the calling thread does; a held device blocks that thread."""
 
     def __init__(self, gpu: Device) -> None:
         self._turn = threading.RLock()
-        """Threads take turns, because the work of one stream never overlaps."""
+        """Lock of the working thread, because the work of one stream never overlaps."""
         super().__init__(gpu)
 
     def _start(self) -> None:
@@ -54,17 +53,17 @@ class CallerStream(Stream):
 
 
 class EagerNode(Node):
-    """A node whose default streams work in the calling thread."""
+    """Node whose default streams work in the calling thread."""
 
     def make_default_stream(self, device: Device) -> Stream:
         return CallerStream(device)
 
 
 class RankNode(EagerNode):
-    """The node that one rank's process sees: it has LOCAL_WORLD_SIZE devices.
+    """Node of one rank's process, with LOCAL_WORLD_SIZE devices.
 
     The devices are made at their first use, and again in a forked process, which inherits no
-    threads. The node keeps no list of calls, unless `calls` is set to one: a rank makes many.
+    threads. The node keeps no list of its many calls; a test can set `calls` to a list.
     """
 
     def __init__(self) -> None:
@@ -80,16 +79,16 @@ class RankNode(EagerNode):
 
 
 class _HostBlock:
-    """Stands for a device's block of memory; the host tensor is kept by its own reference."""
+    """Replacement of a device's memory block; the tensor's own reference keeps the host memory."""
 
     def record_stream(self, stream: Stream) -> None:
-        """Record nothing: the memory is not the allocator's to give away."""
+        """Record nothing, because the allocator does not own the memory."""
 
 
 def on_device(host: torch.Tensor, index: int) -> Any:
-    """Return a tensor of device `index` that has its values in a host tensor's memory.
+    """Return a tensor of device `index` that shares the memory of a host tensor.
 
-    What the program does to the host tensor it does to this one, at once. What is done with this
-    one is enqueued on the current stream of its device.
+    Operations on the host tensor change both tensors at once. Operations on the returned tensor are
+    enqueued on the current stream of its device.
     """
     return DeviceTensor(host.detach(), _HostBlock(), index)  # type: ignore[arg-type]

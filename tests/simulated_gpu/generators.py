@@ -1,6 +1,6 @@
-"""The random generator of a GPU, as Megatron's tracker uses it, on a machine that has none.
+"""Random generator of a GPU for Megatron's tracker, on a machine without a GPU.
 
-Numbers are drawn from the CPU's default generator. What Megatron calls around it is its own code.
+Numbers are drawn from the CPU's default generator. All other code is Megatron's own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel import random as tracker_module
 
 
 class DeviceGenerator:
-    """A GPU's default generator, whose state CUDA graphs can replay.
+    """Default generator of a GPU, whose state CUDA graphs can replay.
 
     On a GPU two generators share one state after `graphsafe_set_state`. Here the second generator
-    is brought up to date when its state is asked for or replaced.
+    is updated when its state is read or replaced.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def _call(function: Callable[[], Any], **_: Any) -> None:
 
 @contextlib.contextmanager
 def gpu_random() -> Iterator[None]:
-    """Let Megatron make a tracker of its own, of either kind, until the end."""
+    """Let Megatron make its own tracker, of either kind, inside the context."""
     device = DeviceGenerator()
     namespace = {
         "get_rng_state": lambda device=None: torch.default_generator.get_state(),

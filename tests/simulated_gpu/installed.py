@@ -1,4 +1,4 @@
-"""Put a simulated node behind `torch.cuda`, for as long as a test lasts."""
+"""Installation of a simulated node behind `torch.cuda`, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 @contextlib.contextmanager
 def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any) -> Iterator[Node]:
-    """Have `torch.cuda` and tensors on "cuda" mean a simulated node inside the context.
+    """Make `torch.cuda` and the device "cuda" refer to a simulated node inside the context.
 
     Args:
         devices: number of devices of the node.
         kind: class of the node.
-        settings: of `Node`.
+        settings: further arguments of `Node`.
     """
     node = kind(devices, **settings)
     node.runtime = Runtime(node)
@@ -40,7 +40,8 @@ def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any
             stack.enter_context(mock.patch.object(torch, name, factory))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", functools.partialmethod(_cuda)))
         stack.enter_context(mock.patch.object(torch.Tensor, "to", _to(torch.Tensor.to)))
-        # By its name: ranks import this module before the package, which reads its settings then.
+        # Patch by name: the package reads its settings when it is imported, and a rank imports this
+        # module first.
         library = "megatron_flashckpt.memory.cuda.runtime_library"
         stack.enter_context(mock.patch(library, return_value=node.runtime))
         stack.callback(_end_process)
@@ -49,13 +50,13 @@ def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any
 
 
 def _end_process() -> None:
-    """Let go of memory that a process keeps locked, as the kernel does at its end."""
+    """Release memory that a process keeps locked, as the kernel does at the end of the process."""
     if (pinning := sys.modules.get("megatron_flashckpt.memory.pinning")) is not None:
         pinning._still_locked.clear()
 
 
 class _MadeByNode(type):
-    """A class of `torch.cuda` whose instances the node makes."""
+    """Metaclass of replacements of `torch.cuda` classes, whose instances the node makes."""
 
     kind: type
     make: Callable[..., Any]
@@ -72,7 +73,7 @@ def _class_of(kind: type, make: Callable[..., Any]) -> type:
 
 
 def torch_cuda(node: Node) -> dict[str, Any]:
-    """Return what stands for the members of `torch.cuda` that concern devices and streams."""
+    """Return replacements of the members of `torch.cuda` for devices and streams."""
 
     def index_of(device: Any) -> int:
         return _get_device_index(device, optional=True)

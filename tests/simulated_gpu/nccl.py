@@ -1,6 +1,6 @@
-"""Collectives of CUDA tensors between ranks that have simulated nodes; gloo carries the bytes.
+"""Collectives of CUDA tensors between ranks with simulated nodes; gloo transfers the bytes.
 
-`nccl_over_gloo` has `torch.distributed` say and do what it does with the NCCL backend.
+`nccl_over_gloo` makes `torch.distributed` behave as with the NCCL backend.
 
 Rules, and their sources:
 - A synchronous collective returns when it is enqueued, not when it is done (torch docs,
@@ -14,8 +14,8 @@ Rules, and their sources:
   the driver, not from torch's allocator, and stay until the group is destroyed (NCCL User Guide,
   "Environment Variables", NCCL_BUFFSIZE and NCCL_RUNTIME_CONNECT; `ncclCommDestroy`).
 
-Pessimistic: results always arrive late, when the streams get to them. Not simulated: a collective
-that a rank never joins, and asynchronous ones.
+Pessimistic: results always arrive late, when the streams reach them. Not simulated: a collective
+that a rank never joins, and asynchronous collectives.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.simulated_gpu.allocator import Block
 from tests.simulated_gpu.node import Node, Stream
 from tests.simulated_gpu.tensor import DeviceTensor
 
-#: Device memory that a rank's connection to one other rank takes.
+#: Device memory of a rank's connection to one other rank.
 CONNECTION_NBYTES = 4096
 
 
 class Nccl:
-    """NCCL of one rank. A group is a `ProcessGroup`; None: all ranks."""
+    """NCCL of one rank. A group is a `ProcessGroup`, or None for all ranks."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -47,9 +47,9 @@ class Nccl:
         self._gloo = {name: getattr(dist, name) for name in (*_REPLACED, _GATHER_SINGLE)}
         self._connected: set[Any] = set()
         self.peers: dict[Any, set[int]] = {}
-        """Ranks with which this one has exchanged messages, by group."""
+        """Ranks with which this rank has exchanged messages, by group."""
         self.round_nbytes: list[int] = []
-        """Bytes that were sent, or received if these are more, in every batch of messages."""
+        """Bytes of every batch of messages: the larger of sent and received bytes."""
 
     def get_backend(self, group: Any = None) -> str:
         return "nccl"
@@ -73,7 +73,7 @@ class Nccl:
         self._run(group, [tensor], [tensor], carry)
 
     def batch_isend_irecv(self, operations: list[Any]) -> list[Any]:
-        """Send and receive; the results arrive late, and waiting for them waits for nothing."""
+        """Send and receive; results arrive late, and there is no work object to wait for."""
         (group,) = {operation.group for operation in operations}
         if group not in self._connected:
             raise RuntimeError("only some ranks may be in the first call of a group")
@@ -95,7 +95,7 @@ class Nccl:
                 work.wait()
 
         self._run(group, [it.tensor for it in sends], [it.tensor for it in receives], carry)
-        return []  # a work's `wait` only has the current stream wait, as `_run` has
+        return []  # a work's `wait` makes only the current stream wait, which `_run` has done
 
     def destroy_process_group(self, group: Any = None) -> None:
         if group in self._streams:
@@ -142,7 +142,7 @@ _REPLACED = (
 
 @contextlib.contextmanager
 def nccl_over_gloo(node: Node) -> Iterator[Nccl]:
-    """Have this rank's gloo process group be one of NCCL inside the context."""
+    """Make this rank's gloo process group behave like NCCL inside the context."""
     nccl = Nccl(node)
     with contextlib.ExitStack() as stack:
         for name in _REPLACED:

@@ -1,4 +1,4 @@
-"""The devices of one node, their streams and events, and what each host thread has set.
+"""Devices of one node, their streams and events, and the settings of each host thread.
 
 Sources of the rules: CUDA C Programming Guide ("Asynchronous Concurrent Execution", "CUDA Graphs"),
 CUDA Runtime API ("Stream Management", "Event Management", "API synchronization behavior"),
@@ -25,13 +25,13 @@ from tests.simulated_gpu.allocator import Allocator
 
 Work = Callable[[], None]
 
-#: Streams of one priority that a device has; `torch.cuda.Stream` hands them out in turn.
+#: Number of a device's streams of one priority; `torch.cuda.Stream` returns them in turn.
 POOL_SIZE = 32
-#: Priorities that have a pool: 0, -1, -2 and -3.
+#: Number of priorities with a pool: 0, -1, -2 and -3.
 PRIORITIES = 4
-#: Seconds between two looks of a blocked host thread at its device's failure.
+#: Seconds between two checks of a blocked host thread for a failure of its device.
 _LOOK_S = 0.05
-#: Seconds that `Node.close` waits for its threads; work that hangs for ever outlives it.
+#: Seconds that `Node.close` waits for its threads; endless work continues afterwards.
 _CLOSE_S = 5.0
 
 ILLEGAL_ADDRESS = 700
@@ -43,20 +43,20 @@ UNKNOWN = 999
 
 
 class _Thread(threading.local):
-    """CUDA's settings of one host thread. A new thread begins on device 0."""
+    """CUDA's settings of one host thread; a new thread starts on device 0."""
 
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, Stream] = {}
         self.latched: str | None = None
-        """Error of a failed call that the next kernel launch of this thread will report."""
+        """Error of a failed call, which the next kernel launch of this thread reports."""
         self.capture_mode = "global"
-        """Capture mode: the captures of other threads that this thread's unsafe calls heed."""
+        """Capture mode: decides which captures this thread's unsafe calls break."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A CUDA call of a host thread."""
+    """CUDA call of a host thread."""
 
     name: str
     thread: str
@@ -65,7 +65,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A host thread that had to wait for a device."""
+    """Wait of a host thread for a device."""
 
     thread: str
     queued_nbytes: int
@@ -89,7 +89,7 @@ class Node:
         self.calls: list[Call] = []
         self.waits: list[Wait] = []
         self.refusals: dict[str, Callable[[], None]] = {}
-        """Functions that are called in place of CUDA calls, by call name; they may raise."""
+        """Functions to call in place of CUDA calls, by call name; they may raise."""
         self.captures: list[Capture] = []
         self.runtime: Any = None
         """The node's `runtime.Runtime`."""
@@ -109,7 +109,7 @@ class Node:
         unsafe: bool = False,
         awaited: Sequence[Stream] = (),
     ) -> None:
-        """Note a CUDA call of this thread; raise if it is refused or breaks a capture.
+        """Record a CUDA call of this thread; raise if it is refused or breaks a capture.
 
         Args:
             device: the device that the call concerns, by default the thread's current one.
@@ -145,8 +145,8 @@ class Node:
         return self.devices[self.here.device]
 
     def set_device(self, index: int) -> None:
-        """Make `index` the calling thread's device; no other thread is concerned."""
-        if index < 0:  # as torch: a negative index changes nothing
+        """Make `index` the device of the calling thread only."""
+        if index < 0:  # a negative index changes nothing, as in torch
             return
         if index >= len(self.devices):
             raise accelerator_error("invalid device ordinal")
@@ -154,7 +154,7 @@ class Node:
         self.here.device = index
 
     def exchange_device(self, index: int) -> int:
-        """Make `index` the calling thread's device if it is none below 0; return the former."""
+        """Make `index` the calling thread's device unless it is negative; return the former one."""
         former = self.here.device
         self.here.device = index if index >= 0 else former
         return former
@@ -171,13 +171,13 @@ class Node:
             self.here.streams[stream.device_index] = stream
 
     def synchronize(self, index: int | None = None) -> None:
-        """Return when all work is done that was enqueued on the device before, on any stream."""
+        """Wait for all work that was enqueued on the device before, on any stream."""
         device = self.devices[self.here.device if index is None else index]
         self.call("synchronize", device=device, unsafe=True, awaited=device.streams)
         device.drain()
 
     def empty_cache(self) -> None:
-        """Give the driver the memory that torch keeps for later tensors, on every device.
+        """Give the memory that torch caches on every device to the driver.
 
         This waits for every device: `cudaFree` may.
         """
@@ -187,7 +187,7 @@ class Node:
 
     @contextlib.contextmanager
     def capture(self, mode: str = "global") -> Iterator[Capture]:
-        """Capture what this thread asks of its current stream into a graph.
+        """Capture the work that this thread enqueues on its current stream into a graph.
 
         As with `torch.cuda.graph`, a side stream is current inside the context if the default
         stream was, which cannot be captured.
@@ -215,7 +215,7 @@ class Node:
         return self.closed.is_set()
 
     def close(self) -> None:
-        """End all streams, whatever is still queued. Returns within 5 s, also if work hangs."""
+        """End all streams and drop queued work; return within 5 s, even if work hangs."""
         self.closed.set()
         streams = [stream for device in self.devices for stream in device.streams]
         for stream in streams:
@@ -226,13 +226,13 @@ class Node:
 
 
 class Device:
-    """A GPU: a default stream, pools of streams, an engine and an allocator."""
+    """GPU with a default stream, pools of streams, an engine and an allocator."""
 
     def __init__(self, node: Node, index: int, memory_nbytes: int) -> None:
         self.node = node
         self.index = index
         self.running = threading.Event()
-        """Cleared while the device is held: streams accept work and do none."""
+        """Event that is cleared while the device is held: streams accept work and do none."""
         self.running.set()
         self.error: str | None = None
         """A sticky error: every later call on the device reports it.
@@ -249,7 +249,7 @@ class Device:
         self.allocator = Allocator(memory_nbytes, self.drain)
 
     def pooled_stream(self, priority: int) -> Stream:
-        """Return the next stream of the pool of a priority; after 32 the first comes again."""
+        """Return the next stream of a priority's pool; the 33rd stream is the first one again."""
         number = min(max(-priority, 0), PRIORITIES - 1)
         with self._pools_lock:
             pool, turn = self._pools.setdefault(number, []), next(self._turns[number])
@@ -258,13 +258,13 @@ class Device:
             return pool[turn % POOL_SIZE]
 
     def drain(self) -> None:
-        """Return when all work is done that is enqueued on the device by now."""
+        """Wait for all work that is enqueued on the device by now."""
         for mark in [stream.mark() for stream in self.streams]:
             self.block(mark)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let no stream of the device do any work inside the context."""
+        """Stop all streams of the device inside the context."""
         self.running.clear()
         try:
             yield
@@ -280,7 +280,7 @@ class Device:
             raise accelerator_error(self.error, ILLEGAL_ADDRESS)
 
     def await_running(self) -> bool:
-        """Return when the device is not held: True, or at once if it may do no more work: False."""
+        """Wait until the device is not held; return False if it may do no more work."""
         while not self.is_over and not self.running.wait(_LOOK_S):
             pass
         return not self.is_over
@@ -307,21 +307,21 @@ class Device:
 
 
 class Stream:
-    """A queue of a device. Its work runs in order, on a thread that stands for the hardware."""
+    """Queue of a device; its work runs in order, on a thread that represents the hardware."""
 
     def __init__(self, gpu: Device, priority: int = 0) -> None:
         self.gpu = gpu
         self.priority = priority
         self.capture: Capture | None = None
         self._pending: collections.deque[Work | None] = collections.deque()
-        """Unfinished work, the running item included."""
-        # A finalizer may enqueue while this thread enqueues: no lock, only calls that are atomic.
+        """Unfinished work, including the running item."""
+        # A finalizer may enqueue while this thread enqueues, so there are atomic calls and no lock.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         gpu.streams.append(self)
         self.thread = self._start()
 
     def _start(self) -> threading.Thread | None:
-        """Start the thread that does the work."""
+        """Start the working thread."""
         name = f"cuda:{self.gpu.index} stream {len(self.gpu.streams) - 1}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         thread.start()
@@ -345,7 +345,7 @@ class Stream:
             self._pending.popleft()
 
     def _do(self, work: Work) -> None:
-        """Do `work` when the device runs; a failure breaks the device."""
+        """Do `work` when the device is not held; a failure breaks the device."""
         if self.gpu.await_running():
             try:
                 work()
@@ -360,14 +360,14 @@ class Stream:
         self._tokens.put(None)
 
     def enqueue(self, work: Work) -> None:
-        """Have `work` done after all that was enqueued before; into a graph while capturing."""
+        """Enqueue `work`; a capturing stream adds it to the graph."""
         if self.capture is None:
             self._append(work)
         else:
             self.capture.add(lambda stream: stream.enqueue(work))
 
     def enqueue_to_host(self, nbytes: int, copy: Work) -> None:
-        """Have `copy` done by the device's engine, also after what it was asked for before."""
+        """Enqueue `copy` in this stream and in the device's engine."""
         if self.capture is None:
             with self.gpu.to_host.changed:  # one order in the engine and in the stream
                 self._append(self.gpu.to_host.ask(nbytes, copy))
@@ -375,7 +375,7 @@ class Stream:
             self.capture.add(lambda stream: stream.enqueue_to_host(nbytes, copy))
 
     def mark(self) -> threading.Event:
-        """Return what is set when all that was enqueued before is done."""
+        """Return an event that is set when all work enqueued before is done."""
         mark = threading.Event()
         self._append(mark.set)
         return mark
@@ -386,7 +386,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Have later work of this stream wait for the event's last record so far."""
+        """Make later work of this stream wait for the event's last record so far."""
         self.gpu.node.call("Stream.wait_event", device=self.gpu)
         mark = event.mark
         if mark is None:
@@ -416,7 +416,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream. One that was never recorded counts as done."""
+    """Position in a stream; an event that was never recorded counts as done."""
 
     def __init__(
         self,
@@ -459,7 +459,7 @@ class Event:
         return self.mark is None or self.mark.is_set()
 
     def synchronize(self) -> None:
-        """Return when the last record has come.
+        """Wait until the last record is reached.
 
         The thread sleeps if the event is `blocking`; else it spins, which takes a core.
         """
@@ -506,7 +506,7 @@ class Engine:
         self.most_queued_nbytes = 0
 
     def ask(self, nbytes: int, copy: Work) -> Work:
-        """Return the work for a stream that makes this copy when its turn comes.
+        """Return the work for a stream that makes this copy in its turn.
 
         Called with `changed` held.
         """
@@ -535,7 +535,7 @@ class Engine:
 
 
 class Capture:
-    """A graph in the making, and afterwards the graph."""
+    """Graph, during its capture and afterwards."""
 
     def __init__(self, stream: Stream, mode: str) -> None:
         self.stream = stream
@@ -543,11 +543,11 @@ class Capture:
         self.thread = threading.get_ident()
         self.broken_by: str | None = None
         self.kept: list[object] = []
-        """Memory that was allocated in the capture: only the graph uses it from then on."""
+        """Memory that was allocated in the capture, which only the graph uses from then on."""
         self._requests: list[Callable[[Stream], None]] = []
 
     def add(self, request: Callable[[Stream], None]) -> None:
-        """Have every replay enqueue this on its stream."""
+        """Add work that every replay enqueues on its stream."""
         self.check()
         self._requests.append(request)
 
@@ -557,13 +557,13 @@ class Capture:
             raise accelerator_error(reason, CAPTURE_INVALIDATED)
 
     def prohibits(self, thread_mode: str) -> bool:
-        """Return whether the calling thread, in that mode, may make no unsafe call now."""
+        """Return whether this capture prohibits unsafe calls of the calling thread in that mode."""
         if self.thread == threading.get_ident():
             return self.mode != "relaxed" and thread_mode != "relaxed"
         return self.mode == "global" and thread_mode == "global"
 
     def replay(self) -> None:
-        """Enqueue all that was captured on the current stream of the device."""
+        """Enqueue all captured work on the current stream of the device."""
         gpu = self.stream.gpu
         stream = gpu.node.current_stream(gpu.index)
         gpu.node.call("graph launch", device=gpu)

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime below torch that the package makes: page-locking, capture mode.
+"""Calls of the CUDA runtime that the package makes below torch: page-locking and capture mode.
 
 Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
 `cudaGetLastError`): a range is registered once and unregistered by its begin; a call that fails
@@ -28,18 +28,18 @@ _MODES = ("global", "thread_local", "relaxed")
 
 
 class Runtime:
-    """Stands for `torch.cuda.cudart()`, and for the library that ctypes finds."""
+    """Replacement of `torch.cuda.cudart()`, and of the library that ctypes finds."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self.locked: dict[int, int] = {}
         """Page-locked bytes, by address."""
         self.registered_by: list[tuple[int, str, int]] = []
-        """Bytes, thread and its device of every registration that succeeded."""
+        """Bytes, thread and device of every successful registration."""
         self.kept: list[torch.Tensor] = []
-        """Page-locked tensors: torch's host allocator gives no memory back."""
+        """Page-locked tensors, kept because torch's host allocator does not free memory."""
         self.most_nbytes: int | None = None
-        """Page-locking of more bytes fails, of existing memory and of new memory."""
+        """Size limit: page-locking of more bytes fails, for existing and for new memory."""
         self.failing_call: int | None = None
         """Number of the registration that fails, counted from 0."""
         self._registrations = itertools.count()
@@ -90,7 +90,7 @@ class Runtime:
         self.kept.append(made)
 
     def _refused(self, name: str, *, unsafe: bool = False) -> int:
-        # A function of the runtime raises nothing, whatever has happened to the device.
+        # Functions of the runtime return a status and never raise, even if the device is broken.
         try:
             self._node.call(name, unsafe=unsafe)
         except torch.AcceleratorError as error:
@@ -106,7 +106,7 @@ class Runtime:
         return list(self.locked.items())  # another thread may be registering
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
-        """Return whether all of a host tensor is page-locked, by one registration.
+        """Return whether one registration page-locks the whole host tensor.
 
         Raises:
             AcceleratorError: a part of it is, or it crosses the border of two registrations.

@@ -1,4 +1,4 @@
-"""Tensors of a simulated device: their operations are enqueued on the current stream.
+"""Tensors of a simulated device, whose operations are enqueued on the current stream.
 
 Rules (`aten/src/ATen/native/cuda/Copy.cu`, CUDA Runtime API "API synchronization behavior"): an
 operation runs on the calling thread's current stream of the *tensor's* device, whatever device
@@ -24,7 +24,7 @@ _UNINITIALIZED = {aten.empty_like.default, aten.new_empty.default, aten.new_empt
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on a simulated device. Its values are in `backing`, which only streams touch."""
+    """Tensor on a simulated device; its values are in `backing`, which only streams access."""
 
     node: ClassVar[Node]
     backing: torch.Tensor
@@ -120,7 +120,7 @@ def _argument(value: Any) -> Any:
 
 
 def _launch(node: Node, index: int, name: str, work: Callable[[], None]) -> None:
-    """Enqueue a kernel; raise the error that an earlier call of this thread has left behind.
+    """Enqueue a kernel; raise the pending error of an earlier call of this thread.
 
     Raises:
         AcceleratorError: an earlier call of this thread failed; torch clears that error.
@@ -221,7 +221,7 @@ def _to_device(target: DeviceTensor, source: torch.Tensor, non_blocking: bool) -
     node.call("copy to device", device=node.devices[target.index])
     stream = node.current_stream(target.index)
     is_locked = _is_locked(stream, source)
-    if not is_locked:  # it goes to a staging buffer, after all that the stream was asked for
+    if not is_locked:  # the copy goes to a staging buffer, after all earlier work of the stream
         stream.synchronize()
         source = source.clone()
     stream.enqueue(_later(target.backing, source))

@@ -1,4 +1,4 @@
-"""The simulated node follows what CUDA and torch document: one test per rule, with its source.
+"""Tests that the simulated node follows the documents of CUDA and torch: one per rule and source.
 
 Abbreviations of the sources: "Guide" is the CUDA C Programming Guide, "Runtime API" the reference
 of the CUDA Runtime API; files are those of pytorch.
@@ -58,12 +58,12 @@ def elsewhere(work: Callable[[], T]) -> T:
 
 
 def await_call(node: Node, name: str, thread: str = "other thread") -> None:
-    """Return when `thread` has made a call; it may be blocked in it."""
+    """Wait until `thread` has made the call; the call may block."""
     eventually(name, lambda: any((c.name, c.thread) == (name, thread) for c in node.calls))
 
 
 def keep_busy(stream: Any, go: threading.Event) -> None:
-    """Have a stream do nothing else until `go` is set."""
+    """Block a stream until `go` is set."""
     stream.enqueue(go.wait)
 
 
@@ -96,14 +96,14 @@ class TestDevices:
         assert elsewhere(torch.cuda.current_device) == 0
         assert torch.cuda.current_device() == 2
 
-    def test_set_device_concerns_the_calling_thread_only(self, node: Node) -> None:
+    def test_set_device_affects_only_the_calling_thread(self, node: Node) -> None:
         """Guide, "Device Selection": a host thread can set its device at any time; memory and
         kernels of that thread then go there."""
         elsewhere(lambda: torch.cuda.set_device(1))
         assert torch.cuda.current_device() == 0
         assert torch.empty(1, device="cuda").device == torch.device("cuda", 0)
 
-    def test_set_device_takes_what_torch_takes(self, node: Node) -> None:
+    def test_set_device_accepts_the_same_arguments_as_torch(self, node: Node) -> None:
         """torch/cuda/__init__.py `set_device`: a negative index changes nothing, a device without
         an index is refused, and one that is not there is an error of the runtime."""
         torch.cuda.set_device("cuda:1")
@@ -154,7 +154,7 @@ class TestDevices:
                 with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
                     call()
 
-    def test_a_failed_device_wakes_those_who_wait_for_it(self, node: Node) -> None:
+    def test_a_failed_device_wakes_waiting_threads(self, node: Node) -> None:
         """Runtime API, cudaEventSynchronize and others: they may return error codes of previous,
         asynchronous launches."""
         with node.devices[0].held():
@@ -164,7 +164,7 @@ class TestDevices:
             with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
                 waiting.result(PATIENCE_S)
 
-    def test_a_kernel_that_fails_breaks_its_device(self, node: Node) -> None:
+    def test_a_failing_kernel_breaks_its_device(self, node: Node) -> None:
         """Guide, "Error Checking": an error that is asynchronous is reported by a later call."""
 
         def fail() -> None:
@@ -209,7 +209,7 @@ class TestStreams:
             assert torch.cuda.current_stream(2) is torch.cuda.default_stream(2)
         assert torch.cuda.current_stream() is torch.cuda.default_stream()
 
-    def test_no_stream_changes_nothing(self, node: Node) -> None:
+    def test_the_stream_context_of_none_changes_nothing(self, node: Node) -> None:
         """torch/cuda/__init__.py `StreamContext`: it is a no-op for None."""
         with torch.cuda.stream(None):
             assert torch.cuda.current_stream() is torch.cuda.default_stream()
@@ -221,7 +221,7 @@ class TestStreams:
         assert torch.cuda.Stream().device == torch.device("cuda", 1)
         assert torch.cuda.Stream("cuda:2").device == torch.device("cuda", 2)
 
-    def test_work_is_done_later_and_in_order(self, node: Node) -> None:
+    def test_work_runs_later_and_in_order(self, node: Node) -> None:
         """Guide, "Asynchronous Concurrent Execution", "Streams": kernel launches return before the
         device is done; a stream is a sequence of commands that execute in order."""
         with node.devices[0].held():
@@ -282,7 +282,7 @@ class TestStreams:
             stream_of_0.synchronize()
         assert made.tolist() == [2] * N
 
-    def test_tensors_of_two_devices_are_not_mixed(self, node: Node) -> None:
+    def test_an_operation_on_tensors_of_two_devices_is_refused(self, node: Node) -> None:
         """aten/src/ATen/TensorIterator.cpp `compute_types`: all tensors are on one device; a
         number on the host may join, and is read at the call."""
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
@@ -327,7 +327,7 @@ class TestCopies:
         torch.cuda.synchronize()
         assert is_full_of(target, 9)
 
-    def test_a_copy_does_not_see_what_its_stream_does_later(self, node: Node) -> None:
+    def test_a_copy_does_not_see_later_work_of_its_stream(self, node: Node) -> None:
         """Guide, "Streams": the commands of one stream execute in order."""
         made, target = filled(1), locked()
         with node.devices[0].held():
@@ -336,7 +336,7 @@ class TestCopies:
         torch.cuda.synchronize()
         assert is_full_of(target, 1)
 
-    def test_a_non_blocking_copy_into_locked_memory_returns_before(self, node: Node) -> None:
+    def test_a_non_blocking_copy_into_locked_memory_returns_early(self, node: Node) -> None:
         """Runtime API, "API synchronization behavior", Memcpy, Asynchronous: for transfers between
         device memory and page-locked host memory the call returns at once."""
         target = torch.zeros(N, dtype=torch.uint8)
@@ -350,7 +350,7 @@ class TestCopies:
         assert is_full_of(target, 1)
 
     @pytest.mark.parametrize("non_blocking", [False, True])
-    def test_a_copy_into_pageable_memory_returns_after(
+    def test_a_copy_into_pageable_memory_returns_when_complete(
         self, node: Node, non_blocking: bool
     ) -> None:
         """Runtime API, "API synchronization behavior", Memcpy, Asynchronous: for transfers from
@@ -363,7 +363,7 @@ class TestCopies:
         copying.result(PATIENCE_S)
         assert is_full_of(target, 1)
 
-    def test_a_blocking_copy_into_locked_memory_returns_after(self, node: Node) -> None:
+    def test_a_blocking_copy_into_locked_memory_returns_when_complete(self, node: Node) -> None:
         """c10/cuda/CUDAFunctions.h `memcpy_and_sync`: the copy is asynchronous, and then the
         stream is synchronized."""
         made, target = filled(1), locked()
@@ -374,7 +374,7 @@ class TestCopies:
         copying.result(PATIENCE_S)
         assert is_full_of(target, 1)
 
-    def test_a_copy_into_strided_locked_memory_returns_after(self, node: Node) -> None:
+    def test_a_copy_into_strided_locked_memory_returns_when_complete(self, node: Node) -> None:
         """aten/src/ATen/native/cuda/Copy.cu `copy_kernel_cuda`: a host tensor that is not
         contiguous is copied through a temporary one, which is pageable."""
         made, target = filled(1), locked(2 * N)
@@ -405,7 +405,7 @@ class TestCopies:
         torch.cuda.synchronize()
         assert host.tolist() == [0] * N + [1] * N + [0] * N
 
-    def test_a_copy_from_pageable_memory_takes_its_bytes_at_the_call(self, node: Node) -> None:
+    def test_a_copy_from_pageable_memory_reads_it_at_the_call(self, node: Node) -> None:
         """Runtime API, "API synchronization behavior", Memcpy: for transfers from pageable host
         memory the stream is synchronized, and the call returns once the bytes are in the staging
         memory."""
@@ -428,7 +428,7 @@ class TestCopies:
             source.fill_(9)
         assert made.tolist() == [9] * N
 
-    def test_a_blocking_copy_to_the_device_returns_after(self, node: Node) -> None:
+    def test_a_blocking_copy_to_the_device_returns_when_complete(self, node: Node) -> None:
         """c10/cuda/CUDAFunctions.h `memcpy_and_sync`: the stream is synchronized, so any other
         stream finds the bytes."""
         made, side = filled(0), torch.cuda.Stream()
@@ -447,7 +447,7 @@ class TestCopies:
             target.add_(1)
         assert target.tolist() == [2] * N
 
-    def test_copies_to_the_host_take_turns_in_the_order_of_the_calls(self, node: Node) -> None:
+    def test_copies_to_the_host_run_in_the_order_of_the_calls(self, node: Node) -> None:
         """Pessimistic assumption: Guide, "Overlap of Data Transfer and Kernel Execution", has
         engines for each direction; here a device has one for the host, and it is a queue."""
         big, small, side = filled(1), filled(2), torch.cuda.Stream()
@@ -464,7 +464,7 @@ class TestCopies:
         assert is_full_of(target, 1)
         assert node.devices[0].to_host.most_queued_nbytes == N + 1
 
-    def test_threads_that_copy_on_one_stream_do_not_lock_it_up(self, node: Node) -> None:
+    def test_threads_that_copy_on_one_stream_do_not_deadlock(self, node: Node) -> None:
         """c10/cuda/CUDAStream.h, "Stream pool note": streams are thread safe."""
         made = filled(1)
 
@@ -490,7 +490,7 @@ class TestEvents:
             event.wait()
         torch.cuda.synchronize()
 
-    def test_an_event_is_done_when_what_came_before_is(self, node: Node) -> None:
+    def test_an_event_is_done_when_all_earlier_work_is_done(self, node: Node) -> None:
         """Runtime API, cudaEventRecord: the event captures the contents of the stream at the time
         of the call."""
         event, made = torch.cuda.Event(), filled(1)
@@ -502,7 +502,7 @@ class TestEvents:
         assert event.query()
         assert is_full_of(made.backing, 2)  # type: ignore[attr-defined]
 
-    def test_a_new_record_overrides_the_former(self, node: Node) -> None:
+    def test_a_new_record_replaces_the_former_one(self, node: Node) -> None:
         """Runtime API, cudaEventRecord: a call on a recorded event replaces the captured state;
         later calls of cudaEventQuery look at the latest."""
         event, go = torch.cuda.Event(), threading.Event()
@@ -515,7 +515,7 @@ class TestEvents:
         go.set()
         event.synchronize()
 
-    def test_a_wait_is_for_the_last_record_before_it(self, node: Node) -> None:
+    def test_a_wait_is_for_the_last_record_before_the_wait(self, node: Node) -> None:
         """Runtime API, cudaStreamWaitEvent: it waits for what was captured by then; a later
         cudaEventRecord does not concern it."""
         event, go, side = torch.cuda.Event(), threading.Event(), torch.cuda.Stream()
@@ -549,7 +549,7 @@ class TestEvents:
             event.synchronize()
             assert node.calls[-1].name == name
 
-    def test_time_passes_between_two_events_that_are_done(self, node: Node) -> None:
+    def test_elapsed_time_needs_two_completed_events(self, node: Node) -> None:
         """c10/cuda/CUDAEvent.h `elapsed_time`: both events have timing, were recorded, and are
         done."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -618,7 +618,7 @@ class TestAllocator:
             assert again.data_ptr() == address
         assert again.tolist() == [8] * N
 
-    def test_the_order_of_one_stream_makes_that_safe(self, node: Node) -> None:
+    def test_the_order_of_one_stream_makes_reuse_safe(self, node: Node) -> None:
         """torch docs, `Tensor.record_stream`: memory is reused safely for work of the stream on
         which it was allocated."""
         target, made = locked(), filled(7)
@@ -632,7 +632,7 @@ class TestAllocator:
         assert is_full_of(target, 7)
 
     @pytest.mark.parametrize("is_recorded", [False, True])
-    def test_only_record_stream_makes_it_safe_for_a_side_stream(
+    def test_only_record_stream_makes_reuse_safe_for_a_side_stream(
         self, node: Node, is_recorded: bool
     ) -> None:
         """torch docs, `Tensor.record_stream`: without it, memory that a side stream still uses is
@@ -654,7 +654,7 @@ class TestAllocator:
         other = torch.empty(N, dtype=torch.uint8, device="cuda")
         assert (other.data_ptr() == address) is is_recorded
 
-    def test_memory_stays_with_the_stream_it_was_allocated_on(self, node: Node) -> None:
+    def test_freed_memory_stays_with_its_stream(self, node: Node) -> None:
         """c10/cuda/CUDACachingAllocator.cpp, header comment: blocks are associated with one
         stream, and a freed block serves allocations on that stream only."""
         target, made, side = locked(), filled(7), torch.cuda.Stream()
@@ -670,7 +670,7 @@ class TestAllocator:
         torch.cuda.synchronize()
         assert is_full_of(target, 7)
 
-    def test_a_view_keeps_the_memory(self, node: Node) -> None:
+    def test_a_view_keeps_the_memory_of_its_base(self, node: Node) -> None:
         """torch docs, "Tensor Views": a view shares the memory of its base, which lives as long as
         any of them."""
         made = filled(7)
@@ -680,7 +680,7 @@ class TestAllocator:
         assert view.tolist() == [[7] * (N // 4)] * 2
         assert node.devices[0].allocator.allocated == N
 
-    def test_what_does_not_fit_raises_out_of_memory(self, node: Node) -> None:
+    def test_a_tensor_that_does_not_fit_raises_out_of_memory(self, node: Node) -> None:
         """torch docs, "CUDA semantics", "Memory management": torch.OutOfMemoryError; before that
         the allocator gives back what it caches and tries again."""
         side = torch.cuda.Stream()
@@ -735,7 +735,9 @@ class TestHostRegister:
         assert runtime.cudaHostRegister(address, N, 0) == SUCCESS
         assert runtime.cudaHostRegister(address, 0, 0) == INVALID_VALUE == 1
 
-    def test_a_range_is_unregistered_by_its_begin(self, node: Node, host: torch.Tensor) -> None:
+    def test_a_range_is_unregistered_by_its_base_address(
+        self, node: Node, host: torch.Tensor
+    ) -> None:
         """Runtime API, cudaHostUnregister, cudaErrorHostMemoryNotRegistered (713): the base address
         must be the same that cudaHostRegister was called with."""
         runtime, address = torch.cuda.cudart(), host.data_ptr()
@@ -745,7 +747,7 @@ class TestHostRegister:
         assert runtime.cudaHostUnregister(address) == NOT_REGISTERED
         assert runtime.cudaHostRegister(address, 2 * N, 0) == SUCCESS
 
-    def test_a_registration_may_fail_for_its_size_or_number(
+    def test_a_registration_can_be_made_to_fail_by_size_or_number(
         self, node: Node, host: torch.Tensor
     ) -> None:
         """Runtime API, cudaErrorMemoryAllocation (2): not enough memory, or a limit of the kernel
@@ -759,7 +761,7 @@ class TestHostRegister:
         assert runtime.cudaHostRegister(address, N, 0) == SUCCESS
         assert runtime.registered_by == [(N, threading.current_thread().name, 0)]
 
-    def test_a_failure_is_raised_by_the_next_kernel_of_that_thread_once(
+    def test_the_next_kernel_of_the_thread_raises_a_failure_once(
         self, node: Node, host: torch.Tensor
     ) -> None:
         """Runtime API, cudaGetLastError: it returns the last error of the calling host thread and
@@ -793,7 +795,7 @@ class TestHostRegister:
             lambda made: torch._foreach_add_([made], 1),
         ],
     )
-    def test_whatever_launches_a_kernel_raises_it(
+    def test_every_kernel_launch_raises_a_pending_error(
         self, node: Node, launch: Callable[[torch.Tensor], Any]
     ) -> None:
         """c10/cuda/CUDAException.h `C10_CUDA_KERNEL_LAUNCH_CHECK`, and the end of
@@ -804,7 +806,7 @@ class TestHostRegister:
             launch(made)
         launch(made)
 
-    def test_copies_and_uninitialized_tensors_do_not_raise_it(self, node: Node) -> None:
+    def test_copies_and_empty_tensors_raise_no_pending_error(self, node: Node) -> None:
         """c10/cuda/CUDAFunctions.h `memcpy_and_sync` looks at the status of its own calls;
         `torch.empty` launches nothing."""
         made = filled(1)
@@ -819,7 +821,7 @@ class TestHostRegister:
 class TestCapture:
     @pytest.fixture
     def event(self, node: Node) -> torch.cuda.Event:
-        """Return an event that was recorded, and is done."""
+        """Return a recorded event that is done."""
         event = torch.cuda.Event()
         event.record()
         event.synchronize()
@@ -860,7 +862,7 @@ class TestCapture:
             assert graph.stream is not torch.cuda.default_stream()
         assert torch.cuda.current_stream() is torch.cuda.default_stream()
 
-    def test_is_current_stream_capturing_tells(self, node: Node) -> None:
+    def test_is_current_stream_capturing_reports_a_capture(self, node: Node) -> None:
         """torch/cuda/graphs.py `is_current_stream_capturing`: True if a capture is under way on
         the current stream, which is one per thread and device."""
         assert not torch.cuda.is_current_stream_capturing()
@@ -893,7 +895,7 @@ class TestCapture:
         }[name]
 
     @pytest.mark.parametrize("name", UNSAFE)
-    def test_unsafe_calls_of_others_fail_and_break_a_global_capture(
+    def test_unsafe_calls_of_other_threads_fail_and_break_a_global_capture(
         self, node: Node, event: torch.cuda.Event, name: str
     ) -> None:
         """Runtime API, cudaThreadExchangeStreamCaptureMode: in global mode, the default, a thread
@@ -908,7 +910,7 @@ class TestCapture:
             elsewhere(call)
 
     @pytest.mark.parametrize("name", UNSAFE)
-    def test_relaxed_threads_leave_it_alone(
+    def test_unsafe_calls_of_relaxed_threads_do_not_break_a_capture(
         self, node: Node, event: torch.cuda.Event, name: str
     ) -> None:
         """Runtime API, cudaThreadExchangeStreamCaptureMode: a relaxed thread is not prohibited
@@ -918,7 +920,7 @@ class TestCapture:
             elsewhere(lambda: (exchange(RELAXED), call()))
 
     @pytest.mark.parametrize("name", UNSAFE)
-    def test_a_thread_local_capture_does_not_concern_others(
+    def test_a_thread_local_capture_does_not_affect_other_threads(
         self, node: Node, event: torch.cuda.Event, name: str
     ) -> None:
         """Runtime API, cudaThreadExchangeStreamCaptureMode: only captures that were begun in
@@ -927,7 +929,7 @@ class TestCapture:
         with node.capture("thread_local"):
             elsewhere(call)
 
-    def test_host_registration_of_others_fails_with_a_status(self, node: Node) -> None:
+    def test_a_host_registration_by_another_thread_fails_with_a_status(self, node: Node) -> None:
         """Runtime API, cudaErrorStreamCaptureUnsupported (900): the operation is not permitted
         when the stream is capturing; functions of the runtime return it."""
         host = torch.zeros(N)
@@ -941,7 +943,7 @@ class TestCapture:
             status = elsewhere(lambda: (exchange(RELAXED), register(host.data_ptr(), N, 0)))
             assert status == ((SUCCESS, GLOBAL), SUCCESS)
 
-    def test_exchange_returns_the_former_mode_of_the_thread(self, node: Node) -> None:
+    def test_exchange_returns_the_former_capture_mode_of_the_thread(self, node: Node) -> None:
         """Runtime API, cudaThreadExchangeStreamCaptureMode: it swaps the mode of the calling
         thread with the value that the argument points at; a thread begins in global mode."""
         assert exchange(RELAXED) == (SUCCESS, GLOBAL)
@@ -964,7 +966,7 @@ class TestCapture:
         ):
             event.query()
 
-    def test_a_capturing_stream_or_its_device_is_not_waited_for(self, node: Node) -> None:
+    def test_a_wait_for_a_capturing_stream_or_its_device_is_refused(self, node: Node) -> None:
         """Guide, "Prohibited and Unhandled Operations": it is invalid to query or synchronize a
         stream that is being captured, or the device with any such stream, in whatever mode."""
         for call in (torch.cuda.synchronize, lambda: graph.stream.synchronize()):
@@ -975,7 +977,7 @@ class TestCapture:
             ):
                 elsewhere(lambda call=call: (exchange(RELAXED), call()))
 
-    def test_a_captured_event_is_not_waited_for(self, node: Node) -> None:
+    def test_a_wait_for_a_captured_event_is_refused(self, node: Node) -> None:
         """Runtime API, cudaErrorCapturedEvent (907): the operation is not permitted on an event
         that was last recorded in a capturing stream, in whatever mode."""
         event = torch.cuda.Event()
@@ -989,7 +991,7 @@ class TestCapture:
         with pytest.raises(torch.AcceleratorError, match="previous error"):
             capture()
 
-    def test_waiting_in_a_capture_for_an_event_outside_breaks_it(
+    def test_a_capture_that_waits_for_an_outside_event_breaks(
         self, node: Node, event: torch.cuda.Event
     ) -> None:
         """Runtime API, cudaErrorStreamCaptureIsolation (905): a dependency would cross the
@@ -1001,7 +1003,9 @@ class TestCapture:
         ):
             event.wait()
 
-    def test_a_broken_capture_takes_no_more_work(self, node: Node, event: torch.cuda.Event) -> None:
+    def test_a_broken_capture_accepts_no_more_work(
+        self, node: Node, event: torch.cuda.Event
+    ) -> None:
         """Guide, "Invalidation": further use of the capturing streams is invalid and returns an
         error until the capture is ended."""
         made = filled(1)
@@ -1013,7 +1017,7 @@ class TestCapture:
         made.add_(1)
         assert made.tolist() == [2] * N
 
-    def test_pageable_memory_is_refused_in_a_capture(self, node: Node) -> None:
+    def test_a_capture_refuses_copies_of_pageable_memory(self, node: Node) -> None:
         """aten/src/ATen/native/cuda/Copy.cu `copy_kernel_cuda`: between host and device only
         pinned memory is captured."""
         made = filled(1)
@@ -1026,7 +1030,7 @@ class TestCapture:
 
 
 class TestNode:
-    def test_calls_name_thread_and_device(self, node: Node) -> None:
+    def test_recorded_calls_name_thread_and_device(self, node: Node) -> None:
         """Rule of this simulation: it notes every call with its thread and that thread's current
         device, whatever device the call concerns."""
         made = filled(1, "cuda:2")
@@ -1039,7 +1043,7 @@ class TestNode:
         calls = [(c.name, c.device) for c in node.calls if c.thread == "copier"]
         assert calls == [("set_device", 0), ("copy to host", 1), ("Stream.synchronize", 1)]
 
-    def test_refusals_are_called_instead(self, node: Node) -> None:
+    def test_a_refusal_is_called_in_place_of_a_cuda_call(self, node: Node) -> None:
         """Rule of this simulation: a test may have any call raise; a function of the runtime
         turns an AcceleratorError into its status."""
 
@@ -1052,7 +1056,7 @@ class TestNode:
         torch.cuda.synchronize()
         assert torch.cuda.cudart().cudaHostUnregister(0) == UNKNOWN == 999
 
-    def test_afterwards_torch_is_as_before_and_no_thread_is_left(self) -> None:
+    def test_the_context_restores_torch_and_ends_all_threads(self) -> None:
         """Rule of this simulation: nothing of it outlives its context."""
         before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
         before_torch = {name: getattr(torch, name) for name in dir(torch)}
@@ -1071,7 +1075,7 @@ class TestNode:
         with pytest.raises(torch.AcceleratorError, match="driver shutting down"):
             node.call("anything")
 
-    def test_a_held_device_does_not_keep_it_from_ending(self) -> None:
+    def test_the_context_ends_while_a_device_is_held(self) -> None:
         """Rule of this simulation: waiting threads get the error of a driver that shuts down,
         queued work is dropped, and the node's threads end."""
         threads = set(threading.enumerate())
@@ -1089,9 +1093,7 @@ class TestNode:
         eventually("no thread is left", lambda: set(threading.enumerate()) == threads)
         assert is_full_of(target, 0)
 
-    def test_work_that_hangs_does_not_keep_it_from_ending(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_context_ends_while_work_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rule of this simulation: `Node.close` waits for its threads a limited time."""
         monkeypatch.setattr("tests.simulated_gpu.node._CLOSE_S", 0.1)
         begun, go, threads = threading.Event(), threading.Event(), set(threading.enumerate())
@@ -1110,7 +1112,9 @@ class TestNode:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_optimizers_do_what_they_do_on_the_host(node: Node, optimizer: Any, foreach: bool) -> None:
+def test_optimizers_compute_the_same_numbers_as_on_the_host(
+    node: Node, optimizer: Any, foreach: bool
+) -> None:
     """torch.optim: the same kernels, so the same numbers; here they are the host's, bit for bit."""
 
     def train(device: str) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`EagerNode` and `RankNode`: what they do differently from `Node`, and what they cannot show."""
+"""Differences of `EagerNode` and `RankNode` from `Node`, and errors that they cannot detect."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestDefaultStream:
         waiting.result(PATIENCE_S)
         assert event.query()
 
-    def test_two_threads_take_turns(self, node: Node, go: threading.Event) -> None:
+    def test_work_of_two_threads_does_not_overlap(self, node: Node, go: threading.Event) -> None:
         """Work that one thread enqueues waits for the work of another on the same stream."""
         begun = threading.Event()
         stream = torch.cuda.default_stream(0)
@@ -91,7 +91,7 @@ class TestDefaultStream:
         with pytest.raises(torch.AcceleratorError, match="ValueError: no such index"):
             torch.cuda.synchronize()
 
-    def test_a_copy_to_the_host_waits_for_copies_that_were_enqueued_before(
+    def test_a_copy_to_the_host_waits_for_earlier_copies(
         self, node: Node, go: threading.Event
     ) -> None:
         side, made, target = torch.cuda.Stream(), torch.ones(1024, device="cuda"), locked(4096)
@@ -109,7 +109,7 @@ class TestDefaultStream:
 
 
 class TestOtherStreams:
-    def test_their_work_comes_later(self, node: Node, go: threading.Event) -> None:
+    def test_their_work_runs_later(self, node: Node, go: threading.Event) -> None:
         with torch.cuda.stream(torch.cuda.Stream()) as _:
             torch.cuda.current_stream().enqueue(go.wait)
             made = torch.ones(3, device="cuda")
@@ -118,10 +118,10 @@ class TestOtherStreams:
         torch.cuda.synchronize()
         assert torch.equal(made.backing, torch.ones(3))
 
-    def test_a_copy_that_comes_too_late_reads_what_the_program_has_changed(
+    def test_a_late_copy_reads_the_values_that_the_program_changed(
         self, node: Node, go: threading.Event
     ) -> None:
-        """Purpose of this node: it shows that training changed a tensor before its copy."""
+        """Purpose of this node: it detects that training changed a tensor before its copy."""
         weight, target, side = torch.zeros(1024), locked(4096), torch.cuda.Stream()
         side.enqueue(go.wait)
         with torch.cuda.stream(side):
@@ -131,7 +131,7 @@ class TestOtherStreams:
         torch.cuda.synchronize()
         assert torch.equal(target.view(torch.float32), torch.ones(1024))
 
-    def test_a_copy_that_waits_for_nothing_is_right_all_the_same(self, node: Node) -> None:
+    def test_a_copy_without_a_wait_is_still_right(self, node: Node) -> None:
         """Limit of this node: on a GPU this copy could read `weight` before the addition,
         because its stream does not wait for the default stream."""
         weight, target = torch.zeros(1024), locked(4096)
@@ -143,7 +143,7 @@ class TestOtherStreams:
 
 
 class TestTensorsInHostMemory:
-    def test_they_are_of_their_device_and_share_the_memory(self, node: Node) -> None:
+    def test_they_belong_to_a_device_and_share_the_host_memory(self, node: Node) -> None:
         host = torch.arange(4.0)
         made = on_device(host, 1)
         assert made.is_cuda
@@ -152,7 +152,7 @@ class TestTensorsInHostMemory:
         host.add_(1.0)
         assert torch.equal(made[1:].cpu(), torch.arange(2.0, 5.0))
 
-    def test_their_memory_is_not_given_away(self, node: Node) -> None:
+    def test_the_allocator_does_not_reuse_their_memory(self, node: Node) -> None:
         made = on_device(torch.arange(4.0), 0)
         made.record_stream(torch.cuda.Stream())
         del made
@@ -160,25 +160,25 @@ class TestTensorsInHostMemory:
 
 
 class TestRankNode:
-    def test_it_has_as_many_devices_as_the_machine_has_ranks(
+    def test_it_has_one_device_per_rank_of_the_machine(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         node = RankNode()
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # known later than the node is made
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # set after the node was made
         assert len(node.devices) == 3
         assert len(RankNode().devices) == 3
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
         assert len(RankNode().devices) == 1
         assert len(node.devices) == 3
 
-    def test_every_thread_begins_on_device_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_thread_starts_on_device_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         node = RankNode()
         node.set_device(1)
         assert node.here.device == 1
         assert elsewhere(lambda: node.here.device) == 0
 
-    def test_it_keeps_calls_only_when_asked(self) -> None:
+    def test_it_records_calls_only_if_a_list_is_set(self) -> None:
         node = RankNode()
         node.synchronize()
         assert list(node.calls) == []
@@ -204,21 +204,21 @@ other.start()
 other.join()
 assert seen == [0]
 if (child := os.fork()) == 0:
-    torch.cuda.Stream().synchronize()  # its threads stayed behind: the child makes others
+    torch.cuda.Stream().synchronize()  # the child inherits no threads and makes new ones
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
 
 
-def test_a_cpu_rank_has_this_node_wherever_it_is_started(tmp_path: Path) -> None:
-    """`cpu_cuda` finds it by its own place, and leaves `sys.path` and `tests` to Megatron."""
+def test_a_cpu_rank_finds_this_node_from_any_directory(tmp_path: Path) -> None:
+    """`cpu_cuda` finds the node by its own path; `sys.path` and `tests` stay Megatron's."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPO / "tests/cpu_megatron"),
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }
-    # An editable install of the package names the repository too.
+    # An editable install of the package also adds the repository to sys.path.
     plain = subprocess.run(
         [sys.executable, "-c", "import sys; print(sys.path)"],
         check=True,

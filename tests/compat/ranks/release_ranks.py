@@ -1,9 +1,9 @@
-"""Ranks for the jobs of a Megatron-LM tree: forked from one process that has imported it.
+"""Ranks of jobs of a Megatron-LM tree, forked from one process that has imported the tree.
 
-Run by `scripts/compat` with the tree's root as directory and its environment: `release_ranks.py
-MODULE,...` imports those, then reads a job per line of JSON (`Job`), runs it, and answers with a
-line. Importing Megatron in every rank is what takes most of a short job's time. As with torchrun,
-when a rank fails all are ended, and started again if a restart is left.
+`scripts/compat` runs `release_ranks.py MODULE,...` in the tree's root, with the tree's environment.
+The process imports the modules, reads one job (`Job`) per line of JSON, runs it, and answers with
+one line. A fork saves the import of Megatron, which takes most of a short job's time. If a rank
+fails, all ranks are ended, and started again while restarts are left, as by torchrun.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import traceback
 
 from tests.support.forked.job import free_port, run_script
 
-#: How long ranks have after SIGTERM.
+#: Seconds between SIGTERM and SIGKILL.
 TERM_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is asked for."""
+    """Job to run."""
 
     command: list[str]
-    """As for `python`."""
+    """Arguments for `python`."""
     env: dict[str, str]
-    """Beside the environment of this process."""
+    """Variables in addition to the environment of this process."""
     log: str
     ranks: int
     restarts: int
@@ -41,8 +41,8 @@ def fork(job: Job, rank: int, attempt: dict[str, str]) -> int:
     """Start one rank; return its process id."""
     if (pid := os.fork()) == 0:
         try:
-            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = {**os.environ, **job.env, **attempt, **mine}
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {**os.environ, **job.env, **attempt, **of_rank}
             run_script(job.command, environment, os.getcwd(), job.log, afresh=False)
         except BaseException:
             traceback.print_exc()
@@ -92,7 +92,7 @@ def run(job: Job) -> int:
 
 
 def main() -> None:
-    # What is printed while importing is no answer.
+    # Output of imports goes to stderr; stdout carries answers only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in sys.argv[1].split(","):

@@ -1,11 +1,12 @@
-"""pytest plugin of `scripts/compat --upstream-tests`: one rank of a run of Megatron's unit tests.
+"""Pytest plugin of `scripts/compat --upstream-tests`: one rank of a run of Megatron's unit tests.
 
-Loaded with `-p upstream_plugin` in every rank, before any test module. It selects the tests that go
-through `save_checkpoint` or `load_checkpoint`, puts ours in their place (UPSTREAM_DOOR=flashckpt;
-`stock` leaves them), and writes what became of each test to UPSTREAM_RESULTS, a JSON line per test.
+Every rank loads it with `-p upstream_plugin`, before any test module. It selects the tests that
+call `save_checkpoint` or `load_checkpoint`. With UPSTREAM_DOOR=flashckpt it replaces these
+functions by ours; `stock` keeps them. It writes a JSON line per test to the directory
+UPSTREAM_RESULTS.
 
-A test that fails on one rank leaves the others waiting in a collective: collectives time out, and
-ranks meet after every test over a store of the driver's and start the next with new process groups.
+If a test fails on one rank, the other ranks wait in a collective until it times out. After every
+test the ranks meet at the driver's store and start the next test with new process groups.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ import torch.distributed as dist
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 OURS = os.environ["UPSTREAM_DOOR"] == "flashckpt"
-#: Of every collective, and of ranks for each other at the end of a test.
+#: Timeout of every collective; ranks wait for each other up to four times as long after a test.
 TIMEOUT = datetime.timedelta(seconds=90)
-#: So many parameter sets of a test may fail before any has passed; the others are not tried.
+#: Failed parameter sets after which the others of a test are not tried, if none has passed.
 PATIENCE = 4
 NOT_TRIED = "not tried, because the first ones fail"
 ENTRY_POINTS = ("save_checkpoint", "load_checkpoint")
@@ -45,7 +46,7 @@ _calls = dict.fromkeys(ENTRY_POINTS, 0)
 
 
 def _no_download(*_: Any, **__: Any) -> None:
-    """Megatron's conftest would fetch data that no test here reads."""
+    """Replace a download of Megatron's conftest: no selected test reads the data."""
 
 
 _module = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -66,7 +67,7 @@ _groups = itertools.count()
 
 
 def _rendezvous(_: str, rank: int, world_size: int, **__: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store in which no addresses of a group are left that was given up."""
+    """Yield a store without addresses of abandoned process groups."""
     yield dist.PrefixStore(f"{_tests_done}/{next(_groups)}", _meeting_place), rank, world_size
 
 
@@ -85,10 +86,10 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _put_ours_in_place() -> None:
-    """As the launcher does; and saves are waited for, since the tests expect them to be done.
+    """Install ours as the launcher does, with saves that return when they are complete.
 
-    Some tests first look whether Megatron's own `.metadata` is there, and then at what they are
-    about: they find an empty one.
+    Megatron's tests expect a complete save. Some also check that Megatron's `.metadata` exists, so
+    rank 0 makes an empty file of that name.
     """
     from megatron_flashckpt import checkpointing, launch
     from megatron_flashckpt.file_format.file_names import iteration_dir
@@ -105,18 +106,18 @@ def _put_ours_in_place() -> None:
             (Path(margs.save) / iteration_dir(call.iteration) / ".metadata").touch()
         dist.barrier()
 
-    # The launcher leaves alone what has been replaced already.
+    # The launcher does not replace a function that was replaced already.
     stock.replace("checkpointing", "save_checkpoint", _counted(save_and_wait))
     stock.replace("checkpointing", "load_checkpoint", _counted(checkpointing.load_checkpoint))
     launch.install()
 
 
 def _without_transformer_engine() -> None:
-    """Layers that tests build of Transformer Engine's parts are built of Megatron's own."""
+    """Build layers of Megatron's own parts where tests ask for Transformer Engine's."""
     from megatron.core import utils
     from megatron.core.models.gpt import gpt_layer_specs
 
-    # Its absence reads as a version that has none of what is asked for.
+    # Version 0 has none of the features that Megatron's tests check for.
     utils._te_version = utils._te_version or packaging.version.Version("0")
     layer = gpt_layer_specs.get_gpt_layer_local_spec
     gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = _with_own_parts(layer)
@@ -132,7 +133,8 @@ def _with_own_parts(make_spec: Callable[..., Any]) -> Callable[..., Any]:
         given = takes.bind(*args, **kwargs).arguments
         if "use_transformer_engine" in takes.parameters:
             given["use_transformer_engine"] = False
-        # Transformer Engine's layers look it up; with latent attention it is the default.
+        # Transformer Engine's layers read the normalization from the config. RMSNorm is the default
+        # with latent attention.
         norm = getattr(given.get("config"), "normalization", None)
         if norm == "RMSNorm" or given.get("multi_latent_attention"):
             given.setdefault("normalization", "RMSNorm")
@@ -151,7 +153,7 @@ def pytest_configure() -> None:
 
 
 def _reaches(function: Any, seen: set[Any]) -> bool:
-    """Return whether a test, or a function of its module that it names, names an entry point."""
+    """Return whether a test calls an entry point, directly or through functions of its module."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or code in seen:
         return False
@@ -161,8 +163,8 @@ def _reaches(function: Any, seen: set[Any]) -> bool:
     if names & set(ENTRY_POINTS):
         return True
     module = sys.modules[function.__module__]
-    found = [getattr(module, name, None) for name in names]
-    return any(_reaches(each, seen) for each in found if inspect.isfunction(each))
+    values = [getattr(module, name, None) for name in names]
+    return any(_reaches(value, seen) for value in values if inspect.isfunction(value))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -178,14 +180,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _outcome: dict[str, Any] = {}
-#: Failures by test, of all ranks and parameters; none of a test that has passed once.
+#: Failures by test, over all ranks and parameters; a large negative number after a pass.
 _failures: dict[str, int] = {}
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A module that cannot be imported is a result too: of all that is in it."""
+    """Write a result for a module that cannot be imported, on behalf of all its tests."""
     if report.outcome != "passed":
-        _write({"test": report.nodeid, **_told(report), "calls": {}})
+        _write({"test": report.nodeid, **_summary(report), "calls": {}})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -208,12 +210,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # The first thing that goes wrong; what a teardown says after that is a consequence.
+    # Keep the first failure: later failures, as in a teardown, are consequences.
     if _outcome.get("outcome", "passed") == "passed":
-        _outcome.update(_told(report))
+        _outcome.update(_summary(report))
 
 
-def _told(report: pytest.CollectReport | pytest.TestReport) -> dict[str, Any]:
+def _summary(report: pytest.CollectReport | pytest.TestReport) -> dict[str, Any]:
     text, crash = str(report.longrepr or ""), getattr(report.longrepr, "reprcrash", None)
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -228,9 +230,10 @@ def _write(result: dict[str, Any]) -> None:
 
 
 def _meet() -> bool:
-    """Wait for all ranks; return whether one has failed. Every test starts with groups of its own.
+    """Wait for all ranks; return whether one has failed. Destroy all process groups.
 
-    Those that Megatron's tests drop live on: a hundred of gloo's threads per test and rank.
+    A process group that a test drops without destroying it keeps its gloo threads, a hundred per
+    test and rank.
     """
     _meeting_place.set(f"end {_tests_done} {RANK}", _outcome.get("outcome", "failed"))
     keys = [f"end {_tests_done} {rank}" for rank in range(WORLD_SIZE)]

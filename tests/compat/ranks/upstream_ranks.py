@@ -1,9 +1,9 @@
-"""Ranks for a run of Megatron's unit tests: forked from a process that has imported what they need.
+"""Ranks of a run of Megatron's unit tests, forked from a process that has imported Megatron.
 
-Run by `scripts/compat --upstream-tests` with the tree's root as directory and its environment:
-`upstream_ranks.py RANKS DOOR=DIRECTORY:PORT ... -- FILE ...`. One door after the other, each with
-the tests that passed through the one before; one that has its results already is left out. Results
-and logs go to the directory; the ranks meet at the driver's store at PORT.
+`scripts/compat --upstream-tests` runs `upstream_ranks.py RANKS DOOR=DIRECTORY:PORT ... -- FILE ...`
+in the tree's root, with the tree's environment. DOOR is `stock` or `flashckpt`. The doors run one
+after the other; each runs the tests that have passed with the door before, and a door with results
+is skipped. Results and logs go to DIRECTORY. The ranks meet at the driver's store at PORT.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import psutil
 import pytest
 import torch
 
-#: A run in which a rank has died, or hangs where no collective's timeout ends it, is given up.
+#: Time limit of a run, for a rank that has died or hangs outside a collective.
 LIMIT_S = 3600
 
 
 def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: list[str]) -> int:
-    """Run the tests as one rank; in a process of its own."""
+    """Run the tests as one rank, in a process of its own; return pytest's status."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -40,7 +40,7 @@ def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: li
     with open(where / f"rank_{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    torch.cuda.set_device(rank)  # not all of these tests do that themselves
+    torch.cuda.set_device(rank)  # some of Megatron's tests do not set their device
     return pytest.main(
         [
             *("-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", "/dev/null"),
@@ -51,7 +51,7 @@ def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: li
 
 
 def end_helpers(rank: int) -> None:
-    """End what Megatron's tests have started in a rank's session: pools of processes, managers."""
+    """Kill the processes that Megatron's tests have started in a rank's session."""
     for child in psutil.Process(rank).children(recursive=True):
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(child.pid) == os.getsid(rank):  # an agent has a session of its own
@@ -93,15 +93,15 @@ def passed(where: Path) -> list[str]:
         for file in where.glob("rank_*.jsonl")
         for line in file.read_text().splitlines()
     ]
-    others = {each["test"] for each in results if each.get("outcome") != "passed"}
-    return sorted({each["test"] for each in results} - others)
+    others = {result["test"] for result in results if result.get("outcome") != "passed"}
+    return sorted({result["test"] for result in results} - others)
 
 
 if __name__ == "__main__":
     split = sys.argv.index("--")
     importlib.import_module("megatron.training.training")
-    for each in sys.argv[2:split]:
-        door, _, rest = each.partition("=")
+    for argument in sys.argv[2:split]:
+        door, _, rest = argument.partition("=")
         directory, _, port = rest.rpartition(":")
         only = Path(directory) / "passed.json"
         if not only.is_file():

@@ -1,6 +1,6 @@
-"""Another process of the node, which asks the driver for things all the time.
+"""Another process of the node, which calls the GPU's driver continuously.
 
-It notes when each call began and how long it took, and ends when the file `stop` appears.
+It records the begin and the duration of each call, and ends when the file `stop` appears.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SECONDS = 120
 GPUS = 1
 SIMULATED = True
 
-#: Name of the file with one line for each call: its name, when it began, and its seconds.
+#: Name of the file with one line per call: name, begin, and seconds.
 CALLS = "bystander.calls"
 _PAUSE_S = 0.002
 
 
 def run(report: Report) -> None:
-    """Call `cudaMemGetInfo` and `cudaMalloc` in turn until the end."""
+    """Call `cudaMemGetInfo` and `cudaMalloc` in turn until the file `stop` appears."""
     where = Path(os.environ["WHERE"])
     torch.cuda.mem_get_info()
     report.note("the bystander", "is ready")

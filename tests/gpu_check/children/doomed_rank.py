@@ -1,6 +1,6 @@
-"""A rank that saves until something ends it; the variable SCENARIO says what.
+"""Rank that saves until the event of the variable SCENARIO ends it.
 
-The number of an iteration is the value of all elements that it saves.
+All elements of a save equal the number of its iteration.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ GPUS = 1
 SIMULATED = True
 
 TENSORS = 8
-#: Room in a slot for what is saved in addition to the tensors.
+#: Space in a slot for state in addition to the tensors.
 SIDE_NBYTES = 1 << 20
-#: A kernel of this length stands for one that never ends.
+#: Duration of a kernel that represents an endless one.
 BUSY_S = 15.0
-#: Bytes per second of copies on the simulated node, while a copy has to last.
+#: Bytes per second of slow copies on the simulated node.
 _SLOW = 4e6
 
 
 def run(report: Report) -> None:
-    """Run the scenario; the figure "the end begins" holds the moment at which it has to end."""
+    """Run the scenario; the figure "the end begins" is the time from which it must end."""
     with mock.patch.object(parallel, "coordinates", Coordinates):
         _run(report)
 
@@ -73,7 +73,7 @@ def _run(report: Report) -> None:
 
 
 def keep(rank: Rank, iteration: int) -> None:
-    """Begin a save to host memory only of tensors full of `iteration`."""
+    """Start a memory-only save of tensors that are filled with `iteration`."""
     rank.before_step()
     for tensor in rank.tensors:
         tensor.fill_(float(iteration))
@@ -84,7 +84,7 @@ def keep(rank: Rank, iteration: int) -> None:
 
 
 def break_gpu() -> None:
-    """Have a kernel read or write where it may not; the error meets later calls."""
+    """Make a kernel access invalid memory; later calls report the error."""
     if machine.simulated_node is not None:
         machine.simulated_node.current_device().fail("an illegal memory access was encountered")
         return
@@ -95,7 +95,7 @@ def break_gpu() -> None:
 
 
 def keep_busy_for_ever() -> None:
-    """Queue a kernel that does not end while anybody waits."""
+    """Queue a kernel that runs longer than any wait."""
     if machine.simulated_node is not None:
         machine.simulated_node.current_device().running.clear()
     else:
@@ -103,7 +103,7 @@ def keep_busy_for_ever() -> None:
 
 
 def meet_the_error() -> str:
-    """Do what training does next; return the error that it meets."""
+    """Synchronize as training does next; return the error."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -112,7 +112,7 @@ def meet_the_error() -> str:
 
 
 def end_after_a_crash(report: Report, rank: Rank) -> None:
-    """Do what this process does at exit when training has raised an error."""
+    """Exit as a process does after an exception of training."""
     rank.checkpointer.saves.poll()
     started = time.monotonic()
     rank.checkpointer.abandon()
@@ -174,7 +174,7 @@ def be_busy_for_ever(report: Report, rank: Rank) -> None:
 
 
 def save_slowly(rank: Rank, iteration: int) -> None:
-    """Begin a save, return when the first of its bytes have come and the last have not."""
+    """Start a save; return when its first bytes have arrived, but not the last ones."""
     if machine.simulated_node is not None:
         machine.simulated_node.d2h_bytes_per_s = _SLOW
     keep(rank, iteration)
@@ -213,7 +213,7 @@ def end_as_planned(report: Report, rank: Rank) -> None:
 
 
 def resume(report: Report, rank: Rank) -> None:
-    """Save into the memory that the former incarnation has left."""
+    """Save into the slots of the former start."""
     started = time.monotonic()
     slab, offers = rank.checkpointer.link.take_slab()
     report.figure("memory taken in", time.monotonic() - started, "s")

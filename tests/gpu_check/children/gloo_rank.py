@@ -1,6 +1,6 @@
-"""Rank of a pair whose process group is gloo, as under `--distributed-backend gloo`.
+"""Rank of a pair with a gloo process group, as under `--distributed-backend gloo`.
 
-Each receives what the other holds, straight into tensors on the GPU.
+Each rank receives the data of the other rank directly into tensors on the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIMULATED = True
 
 
 def run(report: Report) -> None:
-    """Join the other rank and exchange."""
+    """Join the other rank and exchange data."""
     store = dist.FileStore(str(Path(os.environ["WHERE"]) / "store"), 2)
     dist.init_process_group(
         "gloo",

@@ -1,6 +1,6 @@
-"""Small copies and allocations of training, while gigabytes of a save are copied.
+"""Small copies and allocations of training during the copies of a large save.
 
-CUDA_DEVICE_MAX_CONNECTIONS is read when a process begins to use CUDA: hence a process for each.
+CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when a process starts to use it, so each value has a process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SECONDS = 60
 GPUS = 1
 SIMULATED = True
 
-#: With each window the save is copied so many times.
+#: Number of copied saves for each window.
 _SAVES = 10
 _ASK_FOR_ALL = 10**9
 
 
 def run(report: Report) -> None:
-    """Time calls without a save, beside one, and beside one that asks for all copies at once."""
+    """Time calls without a save, during a save, and during one that enqueues all copies at once."""
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
     nbytes = machine.pick(4 << 30, 8 << 20)
     if machine.simulated_node is not None:
@@ -80,7 +80,7 @@ class Bench:
         }
 
     def _allocate(self) -> None:
-        """Take memory that torch's allocator does not have."""
+        """Allocate memory that torch's allocator must request from the driver."""
         if len(self._allocated) < 200:
             numel = machine.pick(32 << 20, 1 << 12)
             self._allocated.append(torch.empty(numel, dtype=torch.uint8, device="cuda"))
@@ -95,10 +95,10 @@ class Bench:
         return waits
 
     def beside_saves(self, window: int) -> dict[str, list[float]]:
-        """Return the seconds of every call that was made while a save was copied.
+        """Return the seconds of every call that was made during the copies of a save.
 
         Args:
-            window: parts that are asked for and not done, at most.
+            window: largest number of enqueued, unfinished parts.
         """
         waits: dict[str, list[float]] = {name: [] for name in self.calls}
         copy = Copy(self._source, self._slab.slots[0].data_offset, early=False)

@@ -1,5 +1,5 @@
-"""Sections of the GPU check. The driver lists this package; each module defines these names.
+"""Sections of the GPU check; the driver lists this package, and each module defines these names.
 
-`LETTER` and `TITLE` name the section, `SECONDS` limits it, `GPUS` is the number of GPUs it needs,
-and `SIMULATED` says that it also runs on the simulated node. `run(report)` does the work.
+`LETTER` and `TITLE` name the section. `SECONDS` is its time limit, `GPUS` the number of GPUs that
+it needs. `SIMULATED` is true if it also runs on the simulated node. `run(report)` does the work.
 """

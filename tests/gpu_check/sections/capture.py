@@ -1,4 +1,4 @@
-"""Calls of the package's threads break no graph that training captures in global mode."""
+"""Rule: calls of the package's threads break no graph that training captures in global mode."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = True
 
-#: Stop this long before the driver would kill this section.
+#: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 12.0
 
 
 def run(report: Report) -> None:
-    """Capture in a loop while a slab is made, locked, filled, and written by a real agent."""
+    """Capture in a loop while a slab is made, page-locked, filled, and written by a real agent."""
     part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
     captures = _Captures()
     with mock.patch.object(stager_module, "PART_NBYTES", part):
@@ -52,10 +52,10 @@ class _Captures:
         self._weight = torch.zeros(1000, device="cuda")
         self._stream = torch.cuda.Stream()
         self.count: dict[str, int] = {}
-        """Captures by what our threads did meanwhile."""
+        """Number of captures by the concurrent work of our threads."""
 
     def capture(self, during: str, before: Any = None) -> None:
-        """Capture a step; `before` is what its pre-hook calls."""
+        """Capture a step and replay it; `before` is called inside the capture, like a pre-hook."""
         with machine.captured(self._stream) as graph:
             if before is not None:
                 before()

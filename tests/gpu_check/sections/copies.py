@@ -1,4 +1,4 @@
-"""Copies of a save to host memory: how fast, how asynchronous, and what they cost a kernel."""
+"""Copies of a save to host memory: their speed, their asynchrony, and their cost to a kernel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = False
 
-#: Bytes that are compared at once.
+#: Size of one comparison.
 _CHUNK_NBYTES = 256 << 20
-#: Bytes per second of the simulated engine, so that copies take time there, too.
+#: Bytes per second of the simulated engine, so that simulated copies take time.
 _SIMULATED_RATE = 40e6
 
 
 def run(report: Report) -> None:
-    """Stage 8 GiB in 300, 2,000 and 20,000 tensors, into memory that is page-locked or is not."""
+    """Stage 8 GiB in 300, 2,000 and 20,000 tensors, with and without page-locked slots."""
     part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
     with mock.patch.object(stager_module, "PART_NBYTES", part):
         if machine.simulated_node is not None:
@@ -51,16 +51,16 @@ def run(report: Report) -> None:
 
 @dataclasses.dataclass
 class Times:
-    """Seconds from the call of `stage` on."""
+    """Seconds since the call of `stage`."""
 
     returned: float
     asked: float
-    """All copies are enqueued."""
+    """Seconds until all copies are enqueued."""
     done: float
 
 
 class Bench:
-    """A slab, a stager and one buffer on the GPU, which is cut into tensors."""
+    """Slab, stager and one buffer on the GPU, which is divided into tensors."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -92,8 +92,8 @@ class Bench:
         """Stage once.
 
         Args:
-            meanwhile: called when `stage` has returned.
-            waited: whether the step waits at once, so that all copies are asked for at once.
+            meanwhile: function to call when `stage` has returned.
+            waited: let the step wait at once, so that all copies are enqueued at once.
         """
         errors: list[BaseException | None] = []
         torch.cuda.synchronize()
@@ -132,7 +132,7 @@ class Bench:
         report.must(f"{name}: bytes are equal", self._is_equal())
         if memory != "page-locked":
             return
-        if count <= 1000:  # the calls for more take as long as the copies
+        if count <= 1000:  # with more tensors the calls take as long as the copies
             report.must(
                 f"{name}: stage() returns before a quarter of the copies' time",
                 usual.returned < usual.done / 4,
@@ -157,7 +157,7 @@ class Bench:
         return True
 
     def report_kernels(self, report: Report) -> None:
-        """Multiply matrices with and without copies beside them, in turn."""
+        """Multiply matrices with and without concurrent copies, in turn."""
         left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
         copies = self.copies(300)
         rates: dict[bool, list[float]] = {True: [], False: []}
@@ -165,7 +165,7 @@ class Bench:
         def multiply() -> float:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(80):  # about 110 ms of an H200, while 8 GiB take 160 ms
+            for _ in range(80):  # about 110 ms on an H200, where copies of 8 GiB take 160 ms
                 left @ right
             end.record()
             end.synchronize()

@@ -1,4 +1,4 @@
-"""Threads of the package set their device before any CUDA call, and all stored bytes are right."""
+"""Rules: the package's threads set their device before any CUDA call; stored bytes are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = True
 
-#: What our threads call of `torch.cuda`, beside `set_device`.
+#: Functions of `torch.cuda` that our threads call, in addition to `set_device`.
 _CALLS = (
     *("Stream", "Event", "stream", "current_stream", "current_device", "synchronize", "cudart"),
     *("mem_get_info", "empty_cache", "is_current_stream_capturing", "default_stream"),
@@ -31,17 +31,17 @@ _CALLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A CUDA call of another thread than the training thread."""
+    """CUDA call of a thread other than the training thread."""
 
     name: str
     thread: str
     device: int
     is_set: bool
-    """True if the thread had set its device before."""
+    """True if the thread had set its device before the call."""
 
 
 class _Noting(type):
-    """Metaclass of a class that replaces another one and notes each thread that makes an object."""
+    """Metaclass of replacement classes, which record each thread that makes an object."""
 
     real: type
     call: Callable[..., Any]
@@ -54,7 +54,7 @@ class _Noting(type):
 
 
 def run(report: Report) -> None:
-    """Save, restart and save again, with a wrapper around `torch.cuda`."""
+    """Save, restart and save again, with wrappers around `torch.cuda`."""
     from tests.gpu_check.rank import Node, node
 
     device = torch.cuda.current_device()
@@ -88,7 +88,7 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def _save(report: Report, node: Any, rank: Any, iteration: int) -> None:
-    """Save, change the tensors as a step does, and compare what was stored with their values."""
+    """Save, change the tensors as a step does, and compare the stored tensors with old values."""
     expected = [tensor.cpu() for tensor in rank.tensors]
     rank.save(iteration)
     rank.before_step()
@@ -103,7 +103,7 @@ def _save(report: Report, node: Any, rank: Any, iteration: int) -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Call]]:
-    """Note the CUDA calls that threads but this one make inside the context."""
+    """Record the CUDA calls of all other threads inside the context."""
     calls: list[Call] = []
     training, here = threading.get_ident(), threading.local()
     real_device = torch.cuda.current_device
@@ -118,7 +118,7 @@ def noted() -> Iterator[list[Call]]:
             note(name)
             return real(*args, **kwargs)
 
-        # torch asks whether objects are instances of what is a class.
+        # torch uses the classes in `isinstance`, so a class is replaced by a class.
         return _Noting(name, (), {"real": real, "call": call}) if isinstance(real, type) else call
 
     def setting(real: Callable[..., Any]) -> Callable[..., Any]:

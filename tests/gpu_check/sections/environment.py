@@ -1,4 +1,4 @@
-"""Facts about this machine on which saves depend."""
+"""Properties of this machine on which saves depend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RELAXED = 2
 
 
 def run(report: Report) -> None:
-    """Report versions, limits and memory; check that threads of ours can leave captures alone."""
+    """Report versions, limits and memory; check that our threads do not break captures."""
     report.note("kernel", platform.release())
     report.note("Python, torch, CUDA", _versions())
     for name in _PACKAGES:
@@ -62,7 +62,7 @@ def run(report: Report) -> None:
 
 
 def _check_threads(report: Report) -> None:
-    """Check that `enter_thread` has the calling thread leave captures of others alone."""
+    """Check that `enter_thread` puts the calling thread into relaxed capture mode."""
     library = cuda.runtime_library()
     report.must("the CUDA runtime that torch has loaded is found", library is not None)
     if library is None:
@@ -111,14 +111,14 @@ def _contents(path: str) -> str:
 
 
 def _meminfo(field: str) -> int:
-    """Return the bytes of a field of /proc/meminfo."""
+    """Return a field of /proc/meminfo in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024
 
 
 def _movable_pages() -> int:
-    """Return the pages of all zones that the kernel keeps for memory that can move."""
+    """Return the pages of all zones that the kernel reserves for movable memory."""
     pages, is_movable = 0, False
     with contextlib.suppress(OSError):
         for line in Path("/proc/zoneinfo").read_text().splitlines():

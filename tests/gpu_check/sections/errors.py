@@ -1,4 +1,4 @@
-"""A GPU that fails or hangs: the process ends, and its next start is offered no torn save."""
+"""Rules for a GPU that fails or hangs: the process ends, and its next start gets no torn save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PATIENCE_S = 50.0
 
 
 def run(report: Report) -> None:
-    """Let the GPU fail under ranks that are processes with agents of their own."""
+    """Let the GPU fail under ranks in processes with agents of their own."""
     with tempfile.TemporaryDirectory(prefix="x-") as directory, agents_ended(Path(directory)):
         where = Path(directory)
-        # On a GPU a process that hangs would take its share of time from the others. On the
-        # simulated node each process takes seconds of a core, so there is one.
+        # On a GPU a hanging process takes time from the others, so it runs in a round of its own.
+        # On the simulated node a process takes seconds of a core, so there is only one.
         rounds = machine.pick([BREAKING, (BUSY, "control")], [(BREAKING[1],)])
         children: dict[str, Child] = {}
         for scenarios in rounds:
@@ -44,7 +44,7 @@ def run(report: Report) -> None:
 
 
 def place(where: Path, scenario: str) -> Path:
-    """Return the directory of the child of a scenario; short, for the path of its socket."""
+    """Return the directory of a scenario's child; its name is short for the path of a socket."""
     return where / scenario.title().replace(" ", "")
 
 
@@ -56,9 +56,9 @@ def start(where: Path, scenario: str, gib: float = 2.0) -> Child:
 def _report(report: Report, scenario: str, child: Child, control: Child | None) -> None:
     child.pass_on(report)
     seconds = child.seconds_since("the end begins")
-    limit = machine.pick(END_S, 3 * END_S)  # two slow cores share the simulated node
+    limit = machine.pick(END_S, 3 * END_S)  # the simulated node may run on two slow cores
     if scenario == BUSY and control is not None:
-        # The driver may make any process wait for a kernel; ours must not wait longer.
+        # The driver may make any process wait for a kernel; our exit must not wait longer.
         plain = control.seconds_since("the end begins") or 0.0
         report.figure("GPU busy for ever: end of a process without saves", plain, "s")
         limit = max(END_S, plain + 2.0)

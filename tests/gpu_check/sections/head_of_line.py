@@ -1,4 +1,4 @@
-"""Small copies of training wait behind the copies of a save: times for each kind of queueing."""
+"""Waits of training's small copies behind the copies of a save, by the number of connections."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ GPUS = 1
 SIMULATED = False
 MEGATRON = False
 
-#: None: as the driver does without the variable.
+#: Values of the variable; None: the variable is not set.
 _CONNECTIONS = (None, "1", "8", "32")
 _VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-#: What one setting takes at most.
+#: Time limit of one value.
 _CHILD_S = 25.0
 
 
 def run(report: Report) -> None:
-    """Run a process for each setting of CUDA_DEVICE_MAX_CONNECTIONS, one after the other."""
+    """Run a process for each value of CUDA_DEVICE_MAX_CONNECTIONS, one after the other."""
     inherited = os.environ.pop(_VARIABLE, None)
     try:
         with tempfile.TemporaryDirectory(prefix="h-") as directory:

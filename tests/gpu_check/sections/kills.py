@@ -1,7 +1,7 @@
-"""A rank that is killed while the GPU copies into its slot; its next start; how long an end takes.
+"""Kill of a rank while the GPU copies into its slot, and the rank's next start.
 
-A process ends only when the kernel has unlocked its page-locked memory, so the time from the kill
-to the end is measured, too.
+The kernel must unlock page-locked memory before a process ends, so the time from the kill to the
+end is measured, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(report: Report) -> None:
             _run(report, where, ("SIGKILL",))
             _report_slots(report, "SIGKILL", place(where, "SIGKILL"), 1)
             return
-        # Each of them holds 16 GiB of host memory, so two run at a time.
+        # A rank holds 16 GiB of host memory, so two ranks run at a time.
         _run(report, where, ("SIGKILL", "planned"))
         _run(report, where, ("SIGTERM", "resume"))
         _report_slots(report, "SIGTERM", place(where, "SIGTERM"), 1)

@@ -1,6 +1,6 @@
-"""Loads from memory and from storage: rate, what they ask of the GPU, and memory beside the model.
+"""Loads from memory and from storage: rate, CUDA calls, and GPU memory beyond the tensors.
 
-One rank without a process group: reads go straight to the tensors, as `loading` has them.
+One rank loads without a process group, so reads go directly to the tensors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SIMULATED = True
 MEGATRON = True
 
 _TENSORS = 64
-#: Threads that read, as `read_threads` chooses them for one rank of a large node.
+#: Threads that read, the default of `read_threads` for one rank of a large node.
 _THREADS = 4
-#: Most GPU memory that a load may take beside what it fills.
+#: Largest GPU memory that a load may use in addition to the tensors that it fills.
 _MOST_NBYTES = 256 << 20
 _BOUNCE_NBYTES = 4 << 20
-#: What the driver is asked for, by the names of the profiler.
+#: Counted CUDA calls, by their names in the profiler.
 _CALLS = ("cudaMemcpyAsync", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaLaunchKernel")
 
 
@@ -64,8 +64,9 @@ def run(report: Report) -> None:
 
 
 def _held(where: Node, rank: Rank) -> tuple[HeldSlot, Slab]:
-    """Return the slot as a restarted rank would get it from the agent."""
-    # A process that ends unlocks its memory. This one continues, and may map at the same address.
+    """Return the slot as a restarted rank gets it from the agent."""
+    # An ending process unlocks its memory. This process continues and may map at the same address,
+    # so it must unlock the slab itself.
     rank.checkpointer.link.stager.drop_slab()
     rank.close()
     again = where.rank(rank.tensors)
@@ -80,7 +81,7 @@ def _stored(where: Node) -> StoredCheckpoint:
 
 
 def _loader(rank: Rank, name: str, source: HeldSlot | StoredCheckpoint) -> Callable[[], int]:
-    """Return what fills the tensors of `rank`, and returns the bytes read."""
+    """Return a function that fills the tensors of `rank` and returns the number of bytes read."""
     if isinstance(source, HeldSlot):
         sources = [Source(0, source.meta.template, source.meta.placement)]
     else:
@@ -128,7 +129,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _profiled(load: Callable[[], int]) -> dict[str, int]:
-    """Return how often a load makes each call of CUDA."""
+    """Return the number of each CUDA call in a load."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         load()
@@ -138,7 +139,7 @@ def _profiled(load: Callable[[], int]) -> dict[str, int]:
 
 
 def _report_rates(report: Report, held: HeldSlot, slab: Slab) -> None:
-    """Move the same bytes without digests and plans, in several ways, for comparison."""
+    """Copy the same bytes in several ways without digests and plans, for comparison."""
     target = torch.empty(held.data.numel(), dtype=torch.uint8, device="cuda")
 
     def rate(what: str, move: Callable[[], None]) -> None:
@@ -164,7 +165,7 @@ def _report_rates(report: Report, held: HeldSlot, slab: Slab) -> None:
 
 
 def _bounce(held: HeldSlot, target: torch.Tensor, *, pinned: bool) -> None:
-    """Read the slot as a file, by one thread, into four buffers in turn."""
+    """Read the slot as a file with one thread, into four buffers in turn."""
     buffers = [torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
     events = [torch.cuda.Event(blocking=True) for _ in buffers]
     for turn, begin in enumerate(range(0, target.numel(), _BOUNCE_NBYTES)):
@@ -178,7 +179,7 @@ def _bounce(held: HeldSlot, target: torch.Tensor, *, pinned: bool) -> None:
 
 
 def _straight(held: HeldSlot, target: torch.Tensor) -> None:
-    """Copy from the mapping of the slot, in the parts in which a slab is page-locked."""
+    """Copy from the mapping of the slot, in the same parts as page-locking."""
     begin = 0
     first = CHUNK_NBYTES - held._offset % CHUNK_NBYTES
     for border in (*range(first, target.numel(), CHUNK_NBYTES), target.numel()):

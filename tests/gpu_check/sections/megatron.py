@@ -1,9 +1,10 @@
-"""Real Megatron: the price of a save in iteration time, and restarts after a SIGKILL in mid-copy.
+"""Real Megatron: the cost of a save in iteration time, and restarts after a SIGKILL during copies.
 
-Three runs of one rank. The first trains in turns without saves, with one every 5 iterations and
-with one after every iteration; then it saves to storage, trains on, begins another save and is
-killed while that is copied. The second run resumes from memory, the third, after the agent has
-ended, from storage. Both must repeat the losses and all tensors of the first.
+There are three runs of one rank. The first run trains blocks of iterations without saves, with a
+save every 5 iterations, and with a save after every iteration. Then it saves to storage, continues,
+starts another save and is killed during its copies. The second run resumes from memory. The third
+run resumes from storage, after the agent has ended. Both must repeat the losses and all tensors of
+the first run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MODEL = (
     "--attention-backend unfused --deterministic-mode --log-interval 1 --eval-interval 1000 "
     "--eval-iters 0"
 ).split()
-#: 1.3 billion parameters: 18 GB for each checkpoint.
+#: Model of 1.3 billion parameters; a checkpoint has 18 GB.
 _ON_GPU = (
     "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
     "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 "
@@ -64,7 +65,7 @@ _ON_CPU = (
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Iterations in a row that are trained with one frequency of saves; `end` is excluded."""
+    """Consecutive iterations with one frequency of saves; `end` is excluded."""
 
     kind: str
     begin: int
@@ -75,7 +76,8 @@ class Block:
 def blocks(begin: int, rounds: int, length: int) -> list[Block]:
     """Return `rounds` turns of all frequencies, from iteration `begin` on.
 
-    The last iteration of a block is not saved, so the copies of a block's saves end inside it.
+    The last iteration of a block has no save, so the copies of a block's saves end inside the
+    block.
     """
     made = []
     for _ in range(rounds):
@@ -88,7 +90,7 @@ def blocks(begin: int, rounds: int, length: int) -> list[Block]:
 
 
 def run(report: Report) -> None:
-    """Run the three jobs on the GPU; on CPU ranks with a tiny model where there is none."""
+    """Run the three jobs on the GPU, or without a GPU on a CPU rank with a tiny model."""
     if (lack := _lack()) is not None:
         report.skip("all", lack)
         return
@@ -101,7 +103,7 @@ def run(report: Report) -> None:
 
 
 def _lack() -> str | None:
-    """Return what this machine has too little of for the model on the GPU; None: nothing."""
+    """Return which memory or disk is too small for the model on the GPU; None if all suffice."""
     if not torch.cuda.is_available():
         return None
     for what, has, needs in (
@@ -123,7 +125,7 @@ def _run(report: Report, where: Path) -> None:
     saves[kept] = "storage"
     saves[last + 1] = "memory"
     schedule = {"saves": saves, "digests": [kept, last], "wait_until": 4, "kill": last + 2}
-    # Copies of the tiny model on a CPU are over at once: there the process is killed by a fault.
+    # Copies of the tiny model on a CPU end at once, so a fault kills that process.
     fault = (
         {} if torch.cuda.is_available() else {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"}
     )
@@ -147,7 +149,7 @@ def _run(report: Report, where: Path) -> None:
 
 
 def _resume(report: Report, first: Run, again: Run, source: str, kept: int, last: int) -> None:
-    """Run `again` and compare what it trains with what `first` trained."""
+    """Run `again`; compare its losses and tensors with those of `first`."""
     with again.started():
         again.wait_killed(report)
     found = re.search(r"flashckpt: iteration (\d+) was restored from (\w+): (.*)", again.log())
@@ -183,7 +185,7 @@ def _resume(report: Report, first: Run, again: Run, source: str, kept: int, last
 
 
 def _report_prices(report: Report, run: Run, turns: list[Block]) -> None:
-    """Report the time of an iteration for each frequency, and what one save adds to it."""
+    """Report the time of an iteration for each frequency of saves, and the cost of one save."""
     begins = {event["iteration"]: event["time"] for event in run.events("begin")}
     times: dict[str, list[float]] = {}
     saves: dict[str, int] = {}
@@ -213,7 +215,7 @@ def _report_prices(report: Report, run: Run, turns: list[Block]) -> None:
 
 
 class Run:
-    """A process of the job, with the files that it writes."""
+    """Process of the job, with the files that it writes."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class Run:
 
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
-        """Run the process inside the context; end it with the context if it has not ended."""
+        """Run the process inside the context; kill it at the end of the context."""
         save = self._where / "checkpoints"
         command = [
             *(sys.executable, "-m", "megatron_flashckpt.launch", str(_SCRIPT), *_MODEL),
@@ -259,22 +261,22 @@ class Run:
         return {
             **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # Without torchrun, whose start costs seconds: it is one rank.
+            # One rank needs no torchrun, whose start takes seconds.
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_WORLD_SIZE": "1",
-            # A machine without a network may not even resolve its own name.
+            # A machine without a network may not resolve its own name.
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            # What --deterministic-mode asks for.
+            # --deterministic-mode requires these settings.
             "NCCL_ALGO": "Ring",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # Compiling Megatron's small fused functions would take longer than the runs.
+            # The compilation of Megatron's small fused functions would take longer than the runs.
             "TORCHDYNAMO_DISABLE": "1",
             "CPU_CUDA_STUBS": "triton",
             "SCHEDULE": json.dumps(self._schedule),
@@ -287,7 +289,7 @@ class Run:
         }
 
     def wait_killed(self, report: Report) -> None:
-        """Wait until the process has ended; report that it was its own SIGKILL that ended it."""
+        """Wait until the process has ended; report whether its own SIGKILL has ended it."""
         assert self._process is not None
         status = self._process.wait()
         is_killed = status == -signal.SIGKILL
@@ -304,13 +306,13 @@ class Run:
         return self.log()[-1500:]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the traced events of one name, in order."""
+        """Return the traced events with one name, in order."""
         lines = self._trace.read_text().splitlines() if self._trace.exists() else []
         events = [json.loads(line) for line in lines]
         return [event for event in events if event["event"] == name]
 
     def digests(self, iteration: int) -> dict[str, str]:
-        """Return the digests of all tensors after `iteration`; nothing if it was not reached."""
+        """Return the digests of all tensors after `iteration`; empty if it was not reached."""
         for event in self.events("digests"):
             if event["iteration"] == iteration:
                 return dict(event["digests"])

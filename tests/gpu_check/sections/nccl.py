@@ -1,4 +1,4 @@
-"""Our collectives over NCCL with one rank, the memory of groups, and two gloo ranks on one GPU."""
+"""Collectives of the package over NCCL with one rank, and over gloo with two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PATIENCE_S = 30.0
 
 
 def run(report: Report) -> None:
-    """Run the collectives in this process, which is the only rank, and in two others."""
-    # A machine without a network may not even resolve its own name.
+    """Run the collectives over NCCL in this process, and over gloo in two others."""
+    # A machine without a network may not resolve its own name.
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     with tempfile.TemporaryDirectory(prefix="n-") as directory:
         where = Path(directory)
@@ -43,7 +43,7 @@ def run(report: Report) -> None:
 
 
 def _report_nccl(report: Report, where: Path, backend: str) -> None:
-    """Run everything over NCCL; gloo stands for it on the simulated node."""
+    """Run the collectives over NCCL (gloo on the simulated node); report the memory of groups."""
     before = _used_nbytes()
     store = dist.FileStore(str(where / "one"), 1)
     timeout = datetime.timedelta(seconds=30)

@@ -1,4 +1,4 @@
-"""Page-locking: its time, whom it holds up, and what CUDA does that its documents leave open."""
+"""Page-locking: its time, the calls that it delays, and undocumented behaviour of CUDA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = False
 
-#: Size of a slab in GiB, whether of huge pages, whether mapped before; the most telling ones first.
+#: Slabs: size in GiB, huge pages, mapped before; the most important ones first.
 _CASES = (
     (2, True, True),
     (8, True, True),
@@ -42,13 +42,13 @@ _CASES = (
     (8, False, False),
     (24, False, True),
 )
-#: What one GiB of a case takes at most, all steps together; what does not fit is left out.
+#: Largest time of all steps of a case per GiB; cases without enough time left are skipped.
 _S_PER_GIB = 1.0
 _RESERVE_S = 8.0
 
 
 def run(report: Report) -> None:
-    """Ask the questions about single calls first, because the times may take all that is left."""
+    """Check single calls first, because the measurements of times may use all remaining time."""
     _report_borders(report)
     _report_latched_errors(report)
     with tempfile.TemporaryDirectory(prefix="p-") as directory:
@@ -62,7 +62,7 @@ def run(report: Report) -> None:
 
 
 def _report_borders(report: Report) -> None:
-    """Copy across the border of two registrations: does it work, and is it asynchronous?"""
+    """Copy across the border of two registrations; report success and asynchrony."""
     chunk = machine.pick(1 << 30, 1 << 20)
     slab = Slab.create(1, 0, 2 * chunk, "borders")
     slab.populate()
@@ -90,7 +90,7 @@ def _report_borders(report: Report) -> None:
 
 
 def _copy_time(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """Return the seconds until a copy is asked for, and until it is done."""
+    """Return the seconds until a copy is enqueued, and until it is complete."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     target.copy_(source, non_blocking=True)
@@ -100,7 +100,7 @@ def _copy_time(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float
 
 
 def _report_latched_errors(report: Report) -> None:
-    """Lock memory twice, and report in which thread a kernel meets the error."""
+    """Lock memory twice; report the thread in which a kernel raises the error."""
     slab = Slab.create(1, 0, machine.pick(64 << 20, 1 << 20), "latched")
     slab.populate()
     memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
@@ -121,7 +121,7 @@ def _report_latched_errors(report: Report) -> None:
     found["a kernel of another thread"] = _kernel(number)
     for what, text in found.items():
         report.note(f"memory is locked twice: {what}", text)
-    # Ours fails in the same way here, because the memory is locked already.
+    # Our page-locking fails here, too, because the memory is already locked.
     stager = Stager()
     stager.use(slab, device=torch.cuda.current_device())
     stager.pin(None)
@@ -147,10 +147,10 @@ def _kernel(number: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Times at which memory was being locked, on the monotonic clock."""
+    """Time span in which memory was being locked, on the monotonic clock."""
 
     way: str
-    """Bytes of one call."""
+    """Division into calls."""
     begin: float
     end: float
 
@@ -186,7 +186,7 @@ def _report_times(report: Report, where: Path) -> None:
 
 
 def _measure(report: Report, gib: float, *, huge: bool, populated: bool) -> list[Span]:
-    """Report the seconds of every step for one slab; return when it was locked."""
+    """Report the seconds of every step for one slab; return the time spans of locking."""
     name = _name(gib, huge, populated)
     nbytes = int(gib * 2**30)
     with _timed(report, f"{name}: create"):
@@ -197,7 +197,7 @@ def _measure(report: Report, gib: float, *, huge: bool, populated: bool) -> list
     address = torch.frombuffer(slab.memory, dtype=torch.uint8).data_ptr()
     runtime: Any = torch.cuda.cudart()
     spans = []
-    # Pages that were locked once are mapped: the first way finds them as the case says.
+    # Locking maps the pages, so only the first way sees pages that are not mapped.
     for way, chunk in (("in chunks of 1 GiB", CHUNK_NBYTES), ("in one call", nbytes)):
         begins = range(0, nbytes, chunk)
         span = time.monotonic()
@@ -230,7 +230,7 @@ def _timed(report: Report, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[list[tuple[float, float]]]:
-    """Run short kernels in another thread; yield the list of when each began and its seconds."""
+    """Run short kernels in another thread; yield a growing list of their begins and seconds."""
     waits: list[tuple[float, float]] = []
     over = threading.Event()
     device = torch.cuda.current_device()
@@ -257,7 +257,7 @@ def _kernels() -> Iterator[list[tuple[float, float]]]:
 
 
 def _calls(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return begin and seconds of the calls that the bystander has made, by name."""
+    """Return the begin and the seconds of the bystander's calls, by name."""
     calls: dict[str, list[tuple[float, float]]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         name, begin, seconds = line.split()

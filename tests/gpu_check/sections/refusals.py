@@ -1,4 +1,4 @@
-"""Weights that cannot be saved are refused; tensors that a graph reads stay in place in a load."""
+"""Rules: weights of unsupported classes are refused; a load keeps tensors that a graph reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEGATRON = True
 
 
 class Wrapper(torch.Tensor):
-    """Runs every operator on a dequantized copy, as TransformerEngine's FP8 weights do."""
+    """Tensor whose operators run on a dequantized copy, like TransformerEngine's FP8 weights."""
 
     raw: torch.Tensor
 
@@ -50,7 +50,7 @@ def run(report: Report) -> None:
 
 
 def _check_weights(report: Report) -> None:
-    # A tensor of the simulated node is a wrapper itself.
+    # A tensor of the simulated node is itself a wrapper, so it is not used here.
     values = torch.randn(16, 32, device=machine.pick("cuda", "cpu")).bfloat16()
     refused = _refusal(values)
     report.must("a job with plain weights is accepted", refused == "", refused)
@@ -61,7 +61,7 @@ def _check_weights(report: Report) -> None:
 
 
 def _refusal(values: torch.Tensor) -> str:
-    """Return the error of the self-check for a job with this weight; empty if there is none."""
+    """Return the error of the self-check for a job with this weight; empty if it passes."""
     from megatron_flashckpt.config import Replicated
     from megatron_flashckpt.errors import UnsupportedError
     from megatron_flashckpt.megatron_lm import parallel, self_check
@@ -152,7 +152,7 @@ def _optimizer(how: str, rate: float, steps: int) -> Any:
 
 
 def _pretend(inner: torch.optim.Optimizer, how: str, steps: int) -> None:
-    """Give an optimizer the state that these steps leave; its kernels want a real device."""
+    """Give an optimizer the state after `steps` steps; its kernels need a real device."""
     (group,) = inner.param_groups
     group[how] = True
     (parameter,) = group["params"]
@@ -162,7 +162,7 @@ def _pretend(inner: torch.optim.Optimizer, how: str, steps: int) -> None:
 
 
 def _read_by_a_graph(optimizer: Any) -> dict[str, torch.Tensor]:
-    """Return what a captured step reads beside parameters and their states."""
+    """Return the tensors that a captured step reads besides parameters and their states."""
     (group,) = optimizer.optimizer.param_groups
     (parameter,) = group["params"]
     return {

@@ -1,4 +1,4 @@
-"""Random numbers continue after a load as without one, in captured steps, too."""
+"""Rule: random numbers after a load equal those without a load, in captured steps, too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(report: Report) -> None:
 
 @contextlib.contextmanager
 def _generators() -> Iterator[None]:
-    """Let Megatron use the GPU's generator; on the simulated node one of the CPU stands for it."""
+    """Let Megatron use the GPU's generator; on the simulated node a CPU generator replaces it."""
     if machine.simulated_node is None:
         yield
         return
@@ -76,7 +76,7 @@ def _check(report: Report, what: str, draw: Callable[[], torch.Tensor]) -> None:
 
 
 def _drawn(tracker: Any) -> torch.Tensor:
-    """Return the next numbers of the default generator, and of each that the tracker has."""
+    """Return the next numbers of the default generator and of the tracker's generators."""
     device = machine.pick("cuda", "cpu")
     numbers = [torch.rand(_NUMEL, device=device)]
     for name in _NAMES:

@@ -1,4 +1,4 @@
-"""Megatron's own timers synchronize the device after a save, and wait for little of its copies."""
+"""Rule: Megatron's own timers, which synchronize the device, wait for few copies of a save."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ SIMULATED = True
 MEGATRON = True
 
 _ROUNDS = 8
-#: A print and a barrier lie between a save and the timers: by then the first copies are asked for.
+#: Seconds between a save and the timers, for a print and a barrier; the first copies are enqueued
+#: then.
 _BETWEEN_S = 0.005
-#: Two parts of a save in each of two timers: 5 ms of 120 ms.
+#: Largest share of the copies that two timers wait for: two parts each, 5 ms of 120 ms.
 _LARGEST_SHARE = 0.1
 
 
@@ -117,7 +118,7 @@ def _tell(report: Report, saving: list[Round], empty: list[Round]) -> None:
         )
         beside = f"largest {max(values):.2f}; without a save {statistics.median(without):.2f}"
         report.figure(_WHAT[name], statistics.median(values), "ms", beside)
-    # The quietest round: other load on this machine may hold up any one.
+    # The fastest round counts, because other load on this machine may delay any round.
     share = min(it.timers_s / it.copied_s for it in saving)
     what = f"timers behind a save wait for less than {_LARGEST_SHARE:.0%} of its copies"
     report.must(what, share < _LARGEST_SHARE, f"{share:.1%}")

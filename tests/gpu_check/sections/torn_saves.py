@@ -1,7 +1,7 @@
-"""Every slot holds the tensors of one step, whatever training does while they are copied.
+"""Rule: every slot holds the tensors of one step, while training continues during the copies.
 
-All elements of a tensor are equal and change in every step, so a torn copy shows in its smallest
-and largest element.
+All elements of a tensor are equal and change in every step, so the smallest and the largest element
+of a torn copy differ.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = False
 
-#: Stop before the driver would kill this section.
+#: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 5.0
 
 
 class Training:
-    """A model whose optimizer steps eagerly."""
+    """Model whose optimizer steps eagerly."""
 
     def __init__(self, make_optimizer: Callable[[list[torch.Tensor]], Any]) -> None:
         # 40 tensors of an optimizer with two states: 2 GiB on a GPU.
@@ -44,7 +44,7 @@ class Training:
         self.parameters = [torch.ones(numel, device="cuda") for numel in numels]
         side = machine.pick(2048, 32)
         self.buffer = torch.zeros(side, side, device="cuda")
-        """Changed by every forward, so its copies are early."""
+        """Tensor that every forward changes, so its copies are early."""
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer = make_optimizer(self.parameters)
@@ -58,8 +58,9 @@ class Training:
         return [*self.parameters, *(state[kind] for kind in kinds for state in states)]
 
     def copies(self, offset: int) -> list[Copy]:
-        """Return what a save copies, to `offset` of the slab and behind."""
-        # The last but one is a temporary of the save, whose memory lives until it is copied.
+        """Return the copies of a save, to the slab from `offset` on."""
+        # The second-last source is a temporary tensor of the save, which is kept until it is
+        # copied.
         sources = [*self.tensors, self.buffer.t().reshape(-1), self.buffer.reshape(-1)]
         copies = []
         for number, source in enumerate(sources, start=1):
@@ -71,11 +72,11 @@ class Training:
         return sum(copy.source.nbytes for copy in self.copies(0))
 
     def values(self) -> list[torch.Tensor]:
-        """Return the first element of every source as it is now, in stream order."""
+        """Return the first element of every source at this point of the stream."""
         return [copy.source[:1].clone() for copy in self.copies(0)]
 
     def is_uniform(self) -> bool:
-        """Return whether the elements of every tensor are equal on the GPU itself."""
+        """Return whether all elements of every tensor are equal on the GPU."""
         bounds = [tensor.aminmax() for tensor in self.tensors]
         return all(float(low.item()) == float(high.item()) for low, high in bounds)
 
@@ -97,7 +98,7 @@ class Training:
 
 
 class Captured(Training):
-    """The same, with the step in a graph; the wait for copies is outside of it, as Megatron's."""
+    """Model whose step is a graph; the wait for copies is outside the graph, as in Megatron."""
 
     def __init__(self, make_optimizer: Callable[[list[torch.Tensor]], Any]) -> None:
         super().__init__(make_optimizer)
@@ -105,7 +106,7 @@ class Captured(Training):
         self._graph: Any = None
 
     def capture(self) -> None:
-        """Capture a step, whose pre-hook may meet copies that are under way."""
+        """Capture a step, possibly during copies."""
         with machine.captured(self._stream) as graph:
             self.optimizer.step()
         self._graph = graph
@@ -120,7 +121,7 @@ class Captured(Training):
 
 
 class Saves:
-    """Saves at random moments into two slots, and compares what is in a slot."""
+    """Saves into two slots at random times, with a check of the slots."""
 
     def __init__(self, nbytes: int) -> None:
         self.slab = Slab.create(2, 4096, nbytes, "torn")
@@ -135,10 +136,10 @@ class Saves:
         self._number = 0
 
     def save(self, training: Training, meanwhile: Callable[[], None] | None = None) -> str:
-        """Train, save, train on; return what is wrong with the slot, or an empty text.
+        """Train, save and continue; return the difference in the slot, or an empty text.
 
         Args:
-            meanwhile: called behind the save, in place of the next step.
+            meanwhile: function to call after the save, in place of the next step.
         """
         for _ in range(self._random.randint(0, 1)):
             self._iteration(training)
@@ -179,7 +180,7 @@ class Saves:
 
 
 def run(report: Report) -> None:
-    """Train with every optimizer, save at random moments, and compare all slots."""
+    """Train with every optimizer, save at random times, and check all slots."""
     part = machine.pick(stager_module.PART_NBYTES, 1 << 16)
     with mock.patch.object(stager_module, "PART_NBYTES", part):
         saves: Saves | None = None
@@ -196,7 +197,7 @@ def run(report: Report) -> None:
 
 def _optimizers() -> Iterable[tuple[str, Callable[[list[torch.Tensor]], Any]]]:
     yield "AdamW, foreach", lambda tensors: torch.optim.AdamW(tensors, foreach=True)
-    if machine.simulated_node is None:  # torch asks for a real device
+    if machine.simulated_node is None:  # these optimizers need a real device
         yield "AdamW, fused", lambda tensors: torch.optim.AdamW(tensors, fused=True)
         yield "AdamW, capturable", _capturable
     yield "a stand-in for Apex's FusedAdam", FusedAdam
@@ -247,7 +248,7 @@ def _tell(report: Report, what: str, training: Training, wrong: list[str]) -> No
 
 
 class InPlace(torch.optim.Optimizer):
-    """Has the states of Adam and changes them in place, for the simulated node's graphs."""
+    """Optimizer that changes states like Adam's in place, for the simulated node's graphs."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(tensors, {})
