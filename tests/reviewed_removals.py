@@ -525,13 +525,13 @@ REVIEWED: dict[Call, Reason] = {
             "PosixStorage.delete_directory",
             "path.rmdir()",
             EMPTY,
-            "storage/test_contract.py::test_a_directory_is_gone_once_it_is_deleted_empty",
+            "storage/test_contract.py::test_delete_directory_removes_only_an_empty_directory",
         ),
         (
             "PosixStorage.move",
             "os.rename(path, target)",
             CALLER,
-            "storage/test_contract.py::test_a_moved_file_is_under_its_new_name_only",
+            "storage/test_contract.py::test_a_moved_file_has_only_its_new_name",
         ),
         (
             "PosixStorage.put",
@@ -543,7 +543,7 @@ REVIEWED: dict[Call, Reason] = {
             "PosixStorage.put",
             "temporary.unlink(missing_ok=True)",
             "opened with O_EXCL by this call",
-            "storage/test_posix.py::test_a_put_does_not_remove_what_has_the_name_of_its_temporary",
+            "storage/test_posix.py::test_a_put_does_not_remove_a_file_with_its_temporary_name",
         ),
         (
             "PosixWriter.__init__",
