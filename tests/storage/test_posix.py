@@ -408,7 +408,7 @@ def test_a_write_beyond_the_reserved_space_reports_a_full_disk(tmpfs):
     assert os.listdir(root) == []
 
 
-def test_a_put_on_a_full_disk_keeps_the_old_contents_and_leaves_no_temporary(tmpfs):
+def test_a_put_on_a_full_disk_keeps_the_old_contents(tmpfs):
     root = tmpfs("size=1m")
     storage = PosixStorage(root)
     storage.put("tracker", b"old")
