@@ -38,7 +38,7 @@ from tests.support.checkpoints import (
 
 A = 3 * CHUNK_NBYTES // 8 - 5
 B = CHUNK_NBYTES // 12 + 1000
-#: Two tensors of a little more than two chunks. The first ends in the middle of the second chunk.
+#: Two tensors that fill a little more than two chunks; the first ends in the second chunk.
 LARGE = [
     Piece("large.a", "master", "F32", (A,), (0,), (A,), 0, A),
     Piece("large.b", "weight", "BF16", (3, B), (0, 0), (3, B), 0, 3 * B),

@@ -46,8 +46,8 @@ def test_equal_shares_cover_every_element_once(tensors, count):
 
 @given(sizes, counts)
 def test_replicas_compute_the_same_shares_without_communication(tensors, count):
-    for mine, next_one in pairwise(shares(tensors, count)):
-        assert [end for _, end in mine] == [start for start, _ in next_one]
+    for share, next_share in pairwise(shares(tensors, count)):
+        assert [end for _, end in share] == [start for start, _ in next_share]
 
 
 @given(sizes, counts)

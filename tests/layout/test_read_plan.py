@@ -59,8 +59,8 @@ def assert_filled(
 ) -> ReadPlan:
     """Assert that the plan for `wanted` reads exactly the right bytes, each element once."""
     plan = read_plan(wanted, sources_of(ranks), PLACE, resizable=resizable)
-    found, times = carry_out(plan, wanted, files_of(tensors, ranks))
-    assert found == [content(tensors, piece) for piece in wanted]
+    filled, times = carry_out(plan, wanted, files_of(tensors, ranks))
+    assert filled == [content(tensors, piece) for piece in wanted]
     for index, (piece, count) in enumerate(zip(wanted, times, strict=True)):
         assert count.max(initial=0) <= 1
         # The plan lists the pieces that stay zero.
@@ -414,8 +414,8 @@ def test_ranks_with_contradictory_shapes_or_types_are_not_mixed(other, start):
         place = "elements 0 to 8 of the box at (0,)"
         assert line == f"weight/w: {place} are {types} in the checkpoint, F32 in the model"
         return
-    said = sorted([((8,), "F32"), (other.global_shape, other.dtype)])
-    known = ", ".join(f"{shape} {dtype}" for shape, dtype in said)
+    stored_as = sorted([((8,), "F32"), (other.global_shape, other.dtype)])
+    known = ", ".join(f"{shape} {dtype}" for shape, dtype in stored_as)
     assert line == f"weight/w: {known} in the checkpoint, (8,) F32 in the model"
 
 
@@ -468,8 +468,8 @@ def test_each_box_is_read_in_its_own_type_under_any_cut(data, regions, saved_by,
     sources = sources_of(stored)
     for wanted in [*stored, *data.draw(typed_cuts(regions, loaded_by))]:
         plan = read_plan(wanted, sources, PLACE)
-        found, times = carry_out(plan, wanted, files)
-        assert found == [content(tensors, by_type(piece)) for piece in wanted]
+        filled, times = carry_out(plan, wanted, files)
+        assert filled == [content(tensors, by_type(piece)) for piece in wanted]
         assert all(count.max(initial=0) <= 1 for count in times)
         for rank in range(saved_by):
             held = held_once(sources[rank], stored_tensors(sources))

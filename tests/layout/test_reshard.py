@@ -72,10 +72,10 @@ pairs = global_shapes.flatmap(lambda shape: st.tuples(st.just(shape), runs(shape
 @given(global_shapes.flatmap(runs))
 def test_a_range_of_n_axes_is_at_most_2n_minus_1_disjoint_boxes(run):
     tensor = numbered(run.shape)
-    found = list(blocks(run.shape, run.start, run.end))
-    assert len(found) <= max(2 * len(run.shape) - 1, 1)
-    assert all(math.prod(shape) for _, shape in found)
-    inside = [elements(Run(*block, 0, math.prod(block[1])), tensor) for block in found]
+    parts = list(blocks(run.shape, run.start, run.end))
+    assert len(parts) <= max(2 * len(run.shape) - 1, 1)
+    assert all(math.prod(shape) for _, shape in parts)
+    inside = [elements(Run(*block, 0, math.prod(block[1])), tensor) for block in parts]
     # The elements are in order without repetition: disjoint boxes, and the whole range.
     assert [n for part in inside for n in part.tolist()] == list(range(run.start, run.end))
 
@@ -88,11 +88,11 @@ def test_the_worst_range_reaches_this_bound():
 def test_the_intersection_of_boxes_holds_their_common_elements(data, global_shape):
     one, other = data.draw(boxes(global_shape)), data.draw(boxes(global_shape))
     tensor = numbered(global_shape)
-    found = intersection(one, other)
+    common = intersection(one, other)
     both = np.intersect1d(*(elements(Run(*b, 0, math.prod(b[1])), tensor) for b in (one, other)))
-    assert (found is None) == (both.size == 0)
-    if found is not None:
-        np.testing.assert_array_equal(elements(Run(*found, 0, math.prod(found[1])), tensor), both)
+    assert (common is None) == (both.size == 0)
+    if common is not None:
+        np.testing.assert_array_equal(elements(Run(*common, 0, math.prod(common[1])), tensor), both)
 
 
 # ---------------------------------------------------------------------- two runs
@@ -130,11 +130,11 @@ def test_an_overlap_counts_and_bounds_the_common_elements(pair):
     global_shape, stored, wanted = pair
     tensor = numbered(global_shape)
     is_wanted = np.isin(elements(stored, tensor), elements(wanted, tensor))
-    found = overlap(stored, wanted)
-    assert found.numel == is_wanted.sum()
-    if found.numel:
+    result = overlap(stored, wanted)
+    assert result.numel == is_wanted.sum()
+    if result.numel:
         (places,) = np.nonzero(is_wanted)
-        assert (found.low, found.high) == (
+        assert (result.low, result.high) == (
             stored.start + places[0],
             stored.start + places[-1] + 1,
         )
@@ -154,7 +154,7 @@ def test_elements_without_a_gap_on_both_sides_are_one_region(pair):
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "found"),
+    ("stored", "wanted", "region"),
     [
         pytest.param(
             Run((0, 0), (4, 6), 3, 20),
@@ -203,8 +203,8 @@ def test_elements_without_a_gap_on_both_sides_are_one_region(pair):
         ),
     ],
 )
-def test_a_region_has_no_more_axes_than_it_needs(stored, wanted, found):
-    assert regions(stored, wanted) == [found]
+def test_a_region_has_no_more_axes_than_it_needs(stored, wanted, region):
+    assert regions(stored, wanted) == [region]
 
 
 def test_rows_are_one_region_only_if_adjacent_on_both_sides():

@@ -189,13 +189,15 @@ def test_equal_stages_share_the_template_but_not_the_layout(stage, rows):
     next_stage = [moved(piece, rows) for piece in stage]
     store = Store()
     here, there = store.cache(), store.cache()
-    mine, theirs = here.layout(stage), there.layout(next_stage)
-    assert mine.template_fingerprint == theirs.template_fingerprint
-    assert mine.template == theirs.template == build_template(next_stage, placed(next_stage)[0])
-    assert (mine == theirs) == (not stage)
+    layout, next_layout = here.layout(stage), there.layout(next_stage)
+    assert layout.template_fingerprint == next_layout.template_fingerprint
+    assert (
+        layout.template == next_layout.template == build_template(next_stage, placed(next_stage)[0])
+    )
+    assert (layout == next_layout) == (not stage)
     assert here.counters == PlanCounters(misses=1)
     assert there.counters == PlanCounters(shared_hits=1)
-    assert pieces_of(theirs.template, theirs.placement) == next_stage
+    assert pieces_of(next_layout.template, next_layout.placement) == next_stage
 
 
 def test_ranges_of_equal_length_share_the_template_and_differ_in_their_start():

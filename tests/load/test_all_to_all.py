@@ -105,8 +105,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_all_ranks_raise_soon_and_name_the_rank_that_failed(
     outcomes: list[dict[str, Any]], name: str
 ) -> None:
-    said = "rank 1: OutOfMemoryError: CUDA out of memory"
-    assert [outcome[name][:2] for outcome in outcomes] == [["FlashCkptError", said]] * RANKS
+    message = "rank 1: OutOfMemoryError: CUDA out of memory"
+    assert [outcome[name][:2] for outcome in outcomes] == [["FlashCkptError", message]] * RANKS
     assert all(outcome[name][2] < DEADLINE_S for outcome in outcomes)
 
 

@@ -128,7 +128,7 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """Return, by scenario and rank, the collective calls and the checkpoints results in memory.
+    """Return, by scenario and rank, the collective calls and the checkpoints found in memory.
 
     A checkpoint is a list `[iteration, is_right, committed]`.
     """

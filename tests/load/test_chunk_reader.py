@@ -110,8 +110,8 @@ def test_ranks_of_another_job_are_filled_from_real_files(tmp_path: Path, threads
     stored = make(tmp_path / "save", ranks=[held for held in stored_by(saved) if held]).stored()
     for tp, ep, dp in itertools.product(range(loaded.tp), range(loaded.ep), range(loaded.dp)):
         wanted = wanted_by(loaded, tp, 0, ep, dp)
-        for found, meant in zip(read(stored, wanted, threads), expected(wanted), strict=True):
-            assert torch.equal(found, meant)
+        for filled, original in zip(read(stored, wanted, threads), expected(wanted), strict=True):
+            assert torch.equal(filled, original)
 
 
 # ---------------------------------------------------------------------- large tensors
@@ -126,8 +126,8 @@ def test_columns_of_large_tensors_are_read_bit_for_bit(
     third = columns // 3
     cuts = [(0, third), (third, columns - 7), (columns - 7, columns)]
     wanted = [part(number, (0, rows), cut) for cut in cuts]
-    for found, (low, high) in zip(read(large.stored(), wanted, threads), cuts, strict=True):
-        assert torch.equal(found, as_bytes(matrices[number][:, low:high]))
+    for filled, (low, high) in zip(read(large.stored(), wanted, threads), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(matrices[number][:, low:high]))
 
 
 @pytest.mark.parametrize("number", range(len(MATRICES)))
@@ -149,19 +149,19 @@ def test_ranges_of_columns_across_a_border_of_chunks_are_read_bit_for_bit(
     ]
     wanted = [run(block, *cut) for cut in cuts]
     meant = matrices[number][:, low:high].reshape(-1)
-    for found, (start, end) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(found, as_bytes(meant[start:end]))
+    for filled, (start, end) in zip(read(large.stored(), wanted), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(meant[start:end]))
 
 
 def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) -> set[int]:
     """Return the chunks that hold a byte of this part of a matrix; computed row by row."""
     extent, width = MATRICES[number].shape[1], itemsize(MATRICES[number].dtype)
-    found: set[int] = set()
+    chunks: set[int] = set()
     for row in range(*rows):
         first = STARTS[number] + (row * extent + columns[0]) * width
         last = STARTS[number] + (row * extent + columns[1]) * width - 1
-        found |= set(range(first // CHUNK_NBYTES, last // CHUNK_NBYTES + 1))
-    return found
+        chunks |= set(range(first // CHUNK_NBYTES, last // CHUNK_NBYTES + 1))
+    return chunks
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_whole_tensors_are_read_into_their_target_without_a_copy(
         raise AssertionError("a tensor in one stretch went through a buffer")
 
     monkeypatch.setattr(Targets, "put", refuse)
-    for found, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
-        assert torch.equal(found, as_bytes(matrix))
+    for filled, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
+        assert torch.equal(filled, as_bytes(matrix))
 
 
 def test_overlapping_wanted_pieces_each_receive_their_bytes(
@@ -219,8 +219,8 @@ def test_overlapping_wanted_pieces_each_receive_their_bytes(
     cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, MATRICES[0].numel)]
     wanted = [run(MATRICES[0], *cut) for cut in cuts]
     meant = matrices[0].reshape(-1)
-    for found, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(found, as_bytes(meant[low:high]))
+    for filled, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(meant[low:high]))
 
 
 # ---------------------------------------------------------------------- memory and failures

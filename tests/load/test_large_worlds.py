@@ -135,10 +135,10 @@ def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
 
 
 def test_a_shortened_error_names_the_missing_characters() -> None:
-    said = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
-    assert said is not None
-    assert said.message.endswith(" more characters)")
-    assert len(said.message) < 2100
+    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
+    assert failure is not None
+    assert failure.message.endswith(" more characters)")
+    assert len(failure.message) < 2100
 
 
 def test_a_shortened_list_names_the_number_of_missing_entries() -> None:
@@ -204,5 +204,5 @@ def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:
     streams = {peer: Stream([(0, int(nbytes))]) for peer, nbytes in enumerate(sizes)}
     pace = Pace.of(streams, room)
     assert pace.rounds(streams) <= 1.4 * sizes.sum() / room
-    # An equal share of the room for each peer would take this many rounds.
+    # With equal shares of the room for all peers, the exchange would take this many rounds.
     assert heavy // (room // len(streams)) > 1900

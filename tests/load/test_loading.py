@@ -49,10 +49,10 @@ SIDE = whole("rank_state", "rank_state", "U8", (2, 5), (1, 0), (1, 5))
 
 def test_the_byte_offset_of_a_side_state_is_found() -> None:
     sources = [source(0, []), source(1, [whole("w", "weight", "F32", (3,), (0,), (3,)), SIDE])]
-    found = SavedJob("the checkpoint", sources, [])
-    assert found.rank_state(0) is None
-    assert found.rank_state(1) == (SIDE, 12)
-    assert not found.has_all_side_state
+    job = SavedJob("the checkpoint", sources, [])
+    assert job.rank_state(0) is None
+    assert job.rank_state(1) == (SIDE, 12)
+    assert not job.has_all_side_state
 
 
 @pytest.mark.parametrize(

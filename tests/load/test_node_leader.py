@@ -53,9 +53,9 @@ class Node:
     def start(self, local_rank: int, *options: str, ranks: int = 4, **changes: str) -> Future[str]:
         """Start a rank; return a future of its first output line."""
         environment = {**os.environ, **variables(local_rank, ranks, **changes)}
-        told = ["--reads", str(self.where / "reads"), *options]
+        arguments = ["--reads", str(self.where / "reads"), *options]
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *told],
+            [sys.executable, str(PROGRAM), *arguments],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -199,7 +199,7 @@ def test_the_others_read_after_a_timeout_if_the_reader_never_starts(node: Node) 
 
 
 def test_waiting_ranks_get_their_answer_if_the_reader_then_exits(node: Node) -> None:
-    """A reader that refuses the checkpoint ends so."""
+    """The reader ends in this way if it refuses the checkpoint."""
     first = node.start(0, "--content", "of 0", "--in-read", "await")
     lines = [node.start(rank, "--content", f"of {rank}") for rank in (1, 2, 3)]
     eventually("all ranks wait", lambda: connections() == 3, SOON_S)

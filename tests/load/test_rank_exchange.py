@@ -204,7 +204,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
         allocator = node.devices[rank].allocator
         room = LEAST_ROOM if rank == 1 else None
         _, filled = exchanged(case, "little room", rank, device="cuda", room=room)
-        # The stream that reads the tensors has waited for nothing.
+        # The stream that reads the tensors has not waited for any other stream.
         with torch.cuda.stream(torch.cuda.Stream()):
             digests = [digest(bytes(t.cpu().view(torch.uint8).numpy())) for t in filled]
         rounds = list(nccl.round_nbytes)

@@ -82,12 +82,12 @@ def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[s
         assert job.wait(240) == 0, (tmp_path / "log").read_text()[-4000:]
     finally:
         end(job)
-    found: dict[str, list[dict]] = {case["name"]: [] for case in cases}
+    events: dict[str, list[dict]] = {case["name"]: [] for case in cases}
     for rank in range(RANKS):
         for line in (tmp_path / f"rank_{rank}.jsonl").read_text().splitlines():
             event = json.loads(line)
-            found[event["event"]].append(event)
-    return found
+            events[event["event"]].append(event)
+    return events
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +168,9 @@ def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
     cases = [{"name": mode, "mode": mode} for mode in ("always", "auto")]
     for events in run_cases(tmp_path, damaged, cases).values():
         last = (FLAT[0].nbytes + FLAT[1].nbytes) // CHUNK_NBYTES
-        said = [event["error"] for event in events]
-        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in said)
-        assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
+        errors = [event["error"] for event in events]
+        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in errors)
+        assert sum(error.startswith("CorruptCheckpointError: ") for error in errors) >= 1
 
 
 def test_gpu_time_counts_for_the_read_or_send_that_caused_it(

@@ -157,7 +157,7 @@ def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Sl
     soon("the second chunk is being locked", lambda: pinned.nbytes == CHUNK and gate.waiting == 1)
     unpinning = threading.Thread(target=pinned.unpin)
     unpinning.start()
-    soon("the thread is told", pinned._ended.is_set)
+    soon("the thread is asked to end", pinned._ended.is_set)
     gate.open(1)
     unpinning.join(PATIENCE_S)
     await_end(pinned)

@@ -1,4 +1,4 @@
-"""Staging on a GPU: the time at which copies are enqueued, the streams and threads that wait.
+"""Staging on a GPU: when copies are enqueued, and the streams and threads that wait for them.
 
 The GPU is `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
 """

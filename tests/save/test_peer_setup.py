@@ -62,7 +62,9 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
 def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
     """Rank 1 lacks the newest save, rank 2 is new, and rank 3 holds only an old save."""
     held = [[30, 20], [20, 10], [], [5]]
-    everyone = [[{"iteration": it, "save_id": f"s{it}"} for it in theirs] for theirs in held]
+    everyone = [
+        [{"iteration": it, "save_id": f"s{it}"} for it in iterations] for iterations in held
+    ]
     newest = newest_saves(everyone, 2)
     assert newest == ("s30", "s20")
     assert lacking_ranks(everyone, newest) == [2, 3]

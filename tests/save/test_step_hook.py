@@ -37,7 +37,7 @@ class Top:
 
 
 class Waits:
-    """A wait that records its calls and the tensor's value at each call."""
+    """A wait function that records its calls and the watched tensor at each call."""
 
     def __init__(self, watched: torch.Tensor) -> None:
         self.watched = watched

@@ -380,14 +380,12 @@ def test_writers_of_two_names_are_independent(backend):
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.kind(name),
-        lambda storage, name: storage.present(
-            name or "..", ["b"]
-        ),  # the directory may be the root itself
+        lambda storage, name: storage.present(name or "..", ["b"]),  # "" would be the root
         lambda storage, name: storage.present("a", [name]),
         lambda storage, name: storage.move("a/b", name),
         lambda storage, name: storage.move(name, "x"),
         lambda storage, name: storage.delete_directory(name),
-        lambda storage, name: storage.list(name or ".."),  # the directory may be the root here too
+        lambda storage, name: storage.list(name or ".."),  # "" would be the root
         lambda storage, name: storage.rewrite(name, b"stays", b"other"),
     ],
     ids=(
