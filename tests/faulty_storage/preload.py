@@ -117,7 +117,7 @@ class FaultyStorage:
     """Faults for the processes that use the files below `root`."""
 
     def __init__(self, root: Path, home: Path) -> None:
-        """Args: `home`: an existing directory for the rules, not below `root`."""
+        """Write the rules into `home`, an existing directory that is not below `root`."""
         self._root = root
         self._rules = home / "faults"
         #: Rules that stood in the file before; they stay in force.

@@ -257,7 +257,7 @@ def test_reads_follow_the_order_of_the_file():
     assert [read.wanted for read in plan.reads[0]] == [1, 2, 0]
 
 
-def test_nothing_wanted_reads_nothing():
+def test_a_plan_without_wanted_pieces_reads_nothing():
     assert read_plan([], [source(0, [box("w")])], PLACE) == ReadPlan({}, ())
 
 
@@ -376,7 +376,7 @@ def test_an_element_stored_twice_does_not_hide_a_gap(element):
         [],
     ],
 )
-def test_gaps_and_overlaps_name_the_elements_that_were_wanted(stored):
+def test_gaps_and_overlaps_name_the_wanted_elements(stored):
     weight = box("w")
     (line,) = problems([weight], [[run(weight, 0, 0)], *([run(weight, *r)] for r in stored)])
     assert line == "weight/w: elements 0 to 8 of the box at (0,) are not stored exactly once"
@@ -389,12 +389,12 @@ def test_a_gap_or_overlap_outside_the_wanted_range_does_not_matter():
     assert plan.reads == {2: [Read(4, 16, 0, Run((0,), (8,), 4, 8))]}
 
 
-def test_another_shape_names_both_shapes_and_types():
+def test_a_shape_mismatch_names_both_shapes_and_types():
     (line,) = problems([box("w", 8)], [[box("w", 9)]])
     assert line == "weight/w: (9,) F32 in the checkpoint, (8,) F32 in the model"
 
 
-def test_another_element_type_names_both():
+def test_a_type_mismatch_names_both_types():
     (line,) = problems([box("w", dtype="BF16")], [[box("w", dtype="F32")]])
     assert line == "weight/w: (8,) F32 in the checkpoint, (8,) BF16 in the model"
 
@@ -458,7 +458,7 @@ def by_type(piece: Piece) -> Piece:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), typed_regions(), st.integers(1, 3), st.integers(1, 3))
-def test_each_box_is_read_in_its_own_type_under_any_cut(data, regions, saved_by, loaded_by):
+def test_each_box_is_read_in_its_own_type_from_any_shards(data, regions, saved_by, loaded_by):
     shape = regions[0].global_shape
     tensors = {
         ("weight", f"w {dtype}"): random_tensor(shape, dtype, 0) for dtype in ("F32", "BF16", "U8")
@@ -574,7 +574,7 @@ def assert_refused(sources: list[Source], wanted: list[Piece]) -> None:
 
 @pytest.mark.parametrize("number", [*HUGE, 5])
 @pytest.mark.parametrize("position", range(3))
-def test_a_placement_outside_of_the_tensor_is_refused(number, position):
+def test_a_placement_outside_the_tensor_is_refused(number, position):
     sound = source(1, [run(matrix((2, 0), (2, 6)), 0, 12)])
     placement = list(sound.placement)
     placement[position] = number

@@ -26,7 +26,9 @@ def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["none", "same", "equal arguments", "same save"],
 )
-def test_ranks_agree(own: ArgumentSource | None, first: ArgumentSource | None) -> None:
+def test_ranks_with_the_same_save_or_arguments_agree(
+    own: ArgumentSource | None, first: ArgumentSource | None
+) -> None:
     note("load", own)
     assert disagreement({} if first is None else {"load": first}) is None
 
@@ -42,7 +44,7 @@ def test_ranks_agree(own: ArgumentSource | None, first: ArgumentSource | None) -
     ],
     ids=["nothing", "something", "another iteration", "another save"],
 )
-def test_ranks_disagree(
+def test_ranks_with_other_checkpoints_disagree(
     own: ArgumentSource | None, first: ArgumentSource | None, message: str
 ) -> None:
     note("load", own)

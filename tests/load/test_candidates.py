@@ -177,7 +177,7 @@ def test_an_error_other_than_damage_never_falls_back(
 def test_training_never_starts_anew_because_memory_failed_to_load(
     tmp_path: Path,
 ) -> None:
-    """Only damage lets a load skip a checkpoint; here storage is empty, so it would lose all."""
+    """Only damage may cost iterations. Storage is empty here, so all iterations would be lost."""
     error = FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory")
     with pytest.raises(FlashCkptError) as caught:
         tried(PosixStorage(tmp_path), [held(6, committed=-1)], {"memory 6": error})

@@ -69,7 +69,7 @@ def test_an_impossible_side_state_is_refused(forged: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("placement", [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
-def test_a_side_state_that_lies_outside_of_its_tensor_is_refused(
+def test_a_side_state_outside_its_tensor_is_refused(
     placement: tuple[int, ...],
 ) -> None:
     held = source(0, [SIDE])._replace(placement=placement)

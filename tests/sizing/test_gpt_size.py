@@ -106,7 +106,7 @@ def test_defaults_are_megatron_s() -> None:
         ),
     ],
 )
-def test_bytes_per_parameter(words: str, nbytes: int) -> None:
+def test_bytes_per_parameter_follow_from_the_arguments(words: str, nbytes: int) -> None:
     args = gpt_size.parse(words.split(), model_known=True)
     assert gpt_size.parameter_nbytes(args) == nbytes
 
@@ -115,7 +115,7 @@ def test_bytes_per_parameter(words: str, nbytes: int) -> None:
     ("words", "nbytes"),
     [("--bf16 --use-distributed-optimizer", 2), ("", 0), ("--bf16 --no-save-optim", 0)],
 )
-def test_bytes_of_derived_weights(words: str, nbytes: int) -> None:
+def test_bytes_of_derived_weights_follow_from_the_arguments(words: str, nbytes: int) -> None:
     assert gpt_size.derived_nbytes(gpt_size.parse(words.split(), model_known=True)) == nbytes
 
 

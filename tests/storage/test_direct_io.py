@@ -227,7 +227,9 @@ def test_the_first_chunks_decide_for_the_faster_way(
         assert (tmp_path / name).read_bytes() == memory[:MIB] * count
 
 
-def test_small_chunks_decide_nothing(tmp_path: Path, memory: mmap.mmap, calls: Calls) -> None:
+def test_small_chunks_are_written_directly_without_a_comparison(
+    tmp_path: Path, memory: mmap.mmap, calls: Calls
+) -> None:
     view = memoryview(memory)[: 8 * ALIGNMENT]
     write(storage(tmp_path, "auto"), "f", {i * len(view): view for i in range(20)})
     assert calls.direct == [True] * 20
