@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint: exactly the bytes that were staged, or an error."""
+"""Reads of a committed checkpoint: exactly the staged bytes, or an error."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tests.support.checkpoints import (
 
 A = 3 * CHUNK_NBYTES // 8 - 5
 B = CHUNK_NBYTES // 12 + 1000
-#: Two chunks and a bit, of two tensors: the first ends in the middle of the second chunk.
+#: Two tensors that fill a little more than two chunks; the first ends in the second chunk.
 LARGE = [
     Piece("large.a", "master", "F32", (A,), (0,), (A,), 0, A),
     Piece("large.b", "weight", "BF16", (3, B), (0, 0), (3, B), 0, 3 * B),
 ]
-#: The first element of the second tensor in the third chunk.
+#: Index of the second tensor's first element in the third chunk.
 BORDER = (2 * CHUNK_NBYTES - LARGE[0].nbytes) // 2
 
 
-def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+def equal(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(tensors) == len(wanted) and all(map(torch.equal, tensors, wanted))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def large_bytes() -> list[torch.Tensor]:
     return expected(LARGE)
 
 
-# ---------------------------------------------------------------------- what is read
+# ---------------------------------------------------------------------- reads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -77,10 +77,10 @@ def test_every_piece_is_read_back_bit_for_bit(made: Made, threads: int) -> None:
 
 
 @pytest.mark.parametrize("tp", range(TP))
-def test_a_rank_that_replicas_saved_for_gets_its_boxes_whole(made: Made, tp: int) -> None:
+def test_a_rank_reads_whole_boxes_that_several_replicas_saved(made: Made, tp: int) -> None:
     boxes = whole_boxes(tp)
     plan = read_plan(boxes, made.stored().sources(), "it")
-    assert len(plan.reads) > 1, "the replicas shared it out"
+    assert len(plan.reads) > 1, "several replicas have saved the boxes"
     assert equal(read(made.stored(), boxes), expected(boxes))
 
 
@@ -118,7 +118,7 @@ def test_tensors_of_several_chunks_are_read_bit_for_bit(
         (1, 3 * B - 1, 3 * B, [2]),
     ],
 )
-def test_a_range_reads_just_the_chunks_that_it_touches(
+def test_a_range_reads_only_its_chunks(
     large: Made,
     large_bytes: list[torch.Tensor],
     tensor: int,
@@ -138,7 +138,7 @@ def test_a_range_reads_just_the_chunks_that_it_touches(
 
 
 class Collected:
-    """A sink without torch: what arrived, by offset."""
+    """A sink without torch that keeps the arrived parts by offset."""
 
     def __init__(self) -> None:
         self.parts: dict[int, bytes] = {}
@@ -155,7 +155,7 @@ class Collected:
     def joined(self) -> bytes:
         position = 0
         for offset, part in sorted(self.parts.items()):
-            assert offset == position, "every byte exactly once"
+            assert offset == position, "every byte arrives exactly once"
             position += len(part)
         return b"".join(part for _, part in sorted(self.parts.items()))
 
@@ -167,15 +167,15 @@ def test_reading_changes_nothing(made: Made) -> None:
     assert snapshot(made.root) == before
 
 
-def test_what_is_not_there_is_refused_before_anything_is_read(made: Made) -> None:
+def test_a_missing_tensor_is_refused_before_any_read(made: Made) -> None:
     absent = Piece("layers.other", "weight", "BF16", (3,), (0,), (3,), 0, 3)
     with pytest.raises(MissingStateError, match=r"weight/layers\.other: not in the checkpoint"):
         read(made.stored(), [*made.pieces[0], absent])
 
 
 def test_an_iteration_without_manifest_does_not_exist(made: Made) -> None:
-    said = "iteration 11 was not committed, or was removed since; choose another"
-    with pytest.raises(NotCommittedError, match=said):
+    message = "iteration 11 was not committed, or was removed since; choose another"
+    with pytest.raises(NotCommittedError, match=message):
         read_manifest(PosixStorage(made.root), 11)
 
 
@@ -217,9 +217,7 @@ def regions(file: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("region", ["length", "header", "padding", "data"])
-def test_one_flipped_bit_anywhere_is_found_by_verify_and_by_a_full_read(
-    flippable: Made, region: str
-) -> None:
+def test_verify_and_a_full_read_find_any_flipped_bit(flippable: Made, region: str) -> None:
     chosen = random.Random(region)
     for _ in range(60):
         rank = chosen.randrange(WORLD)
@@ -250,7 +248,7 @@ def test_one_flipped_bit_anywhere_is_found_by_verify_and_by_a_full_read(
 
 @pytest.fixture
 def damaged_large(large: Made, tmp_path: Path) -> Iterator[Made]:
-    """A copy with one bit flipped in the last chunk."""
+    """A copy of the large checkpoint with one bit flipped in the last chunk."""
     root = tmp_path / "save"
     shutil.copytree(large.root, root)
     made = Made(root, large.iteration, large.save_id, large.pieces, large.seed)
@@ -263,7 +261,7 @@ def damaged_large(large: Made, tmp_path: Path) -> Iterator[Made]:
     shutil.rmtree(root)
 
 
-def test_a_damaged_chunk_is_named_and_the_others_stay_readable(
+def test_a_damaged_chunk_is_named_and_other_chunks_stay_readable(
     damaged_large: Made, large_bytes: list[torch.Tensor]
 ) -> None:
     stored = damaged_large.stored()
@@ -284,7 +282,7 @@ def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: Made) -> None:
     assert [(offset, len(part)) for offset, part in sink.parts.items()] == [(0, in_chunk_1)]
 
 
-def test_a_shard_that_vanishes_while_it_is_read_is_reported_as_missing(tmp_path: Path) -> None:
+def test_a_shard_removed_during_a_read_is_reported_as_missing(tmp_path: Path) -> None:
     made = make(tmp_path / "save")
     stored = made.stored()
     shard = stored.shard(1)

@@ -1,4 +1,4 @@
-"""The tracker names an iteration, `release`, nothing, or is not a file."""
+"""Contents of the tracker: an iteration, `release`, no name, or a tracker that is no file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize(("contents", "iteration"), NAMED.items(), ids=range(len(NAMED)))
-def test_it_names_the_iteration_that_it_holds(
+def test_a_tracker_names_the_iteration_in_its_text(
     tmp_path: Path, contents: bytes, iteration: int | None
 ) -> None:
     (tmp_path / TRACKER).write_bytes(contents)
@@ -46,9 +46,7 @@ def test_without_a_tracker_there_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_where_it_is_not_a_file_only_a_commit_which_replaces_it_goes_on(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_tracker_that_is_no_file_stops_loads_but_not_commits(tmp_path: Path, kind: str) -> None:
     if kind == "directory":
         (tmp_path / TRACKER).mkdir()
     else:
@@ -61,7 +59,7 @@ def test_where_it_is_not_a_file_only_a_commit_which_replaces_it_goes_on(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_one_that_may_be_readable_later_is_an_error_to_a_commit_too(
+def test_a_tracker_that_cannot_be_read_now_stops_commits_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: object) -> bytes:

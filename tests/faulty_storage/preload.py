@@ -1,6 +1,6 @@
-"""Storage with faults for real processes: `faulty.c`, compiled once, in front of their file calls.
+"""Storage with faults for real processes: a preloaded library that intercepts their file calls.
 
-Its rules are described there; `test_preload.py` pins them.
+The library `faulty.c` is compiled once. It describes its rules, and `test_preload.py` tests them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from unittest import mock
 import pytest
 
 SOURCE = Path(__file__).parent / "faulty.c"
-#: All calls that rules can name, but those that no agent uses.
+#: All calls that rules can name, except calls that no agent uses.
 CALLS = ("open", "read", "write", "fsync", "close", "rename", "link", "unlink", "mkdir", "rmdir")
 CALLS += ("list", "stat", "fallocate", "truncate")
 FOREVER = -1
 
 
 class Hit(NamedTuple):
-    """A call that was refused."""
+    """A call that a rule made fail."""
 
     pid: int
     call: str
@@ -36,7 +36,7 @@ class Hit(NamedTuple):
 
 @functools.cache
 def library() -> Path:
-    """Return the compiled library, which goes when this process ends."""
+    """Return the compiled library, which is removed when this process ends."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("there is no C compiler for the library in front of the file calls")
@@ -65,18 +65,18 @@ def fail(
     times: int = FOREVER,
     done: bool = False,
 ) -> str:
-    """Return the rule that refuses a call; with `done` it is carried out all the same."""
+    """Return the rule that makes a call fail; with `done` the call takes effect before it fails."""
     assert call in CALLS
     return f"{'after' if done else 'fail'} {call} {number} {skip} {times} {part}"
 
 
 def late(milliseconds: int, part: str = "*") -> str:
-    """Return the rule that hides new names from other processes for so long."""
+    """Return the rule that hides new names from other processes for `milliseconds`."""
     return f"late {milliseconds} {part}"
 
 
 def append_only(part: str = "*") -> str:
-    """Return the rule that refuses writes at any position but the end."""
+    """Return the rule that only allows writes at the end of a file."""
     return f"append {part}"
 
 
@@ -89,9 +89,9 @@ def sometimes(
     *,
     done: bool = False,
 ) -> str:
-    """Return the rule that refuses `rate` of 10,000 calls, each with one of the error `numbers`.
+    """Return the rule that makes `rate` of 10,000 calls fail, each with one of the error `numbers`.
 
-    With `done` they are carried out all the same. `seed` decides which calls are refused.
+    With `done` these calls take effect before they fail. `seed` chooses the calls that fail.
     """
     assert call in CALLS
     listed = ",".join(map(str, numbers))
@@ -99,12 +99,12 @@ def sometimes(
 
 
 def sometimes_late(milliseconds: int, seed: int, part: str = "*") -> str:
-    """Return the rule that hides new names from other processes for so long at most."""
+    """Return the rule that hides new names from other processes for up to `milliseconds`."""
     return f"sometimes-late {milliseconds} {seed} {part}"
 
 
 def calm(most: int, milliseconds: int) -> str:
-    """Return the rule that lets a process meet at most so many errors of `sometimes` in a time."""
+    """Return the rule that limits errors of `sometimes` per process: `most` in `milliseconds`."""
     return f"calm {most} {milliseconds}"
 
 
@@ -114,13 +114,13 @@ def no_fallocate() -> str:
 
 
 class FaultyStorage:
-    """What stands between some processes and the files below `root`."""
+    """Faults for the processes that use the files below `root`."""
 
     def __init__(self, root: Path, home: Path) -> None:
-        """Args: `home`: an existing directory for the rules, not below `root`."""
+        """Write the rules into `home`, an existing directory that is not below `root`."""
         self._root = root
         self._rules = home / "faults"
-        #: What was ruled there before goes on.
+        #: Rules that stood in the file before; they stay in force.
         self._always = []
         if self._rules.exists():
             lines = self._rules.read_text().splitlines()
@@ -130,11 +130,11 @@ class FaultyStorage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process must be started with."""
+        """Environment variables for a process that shall meet the faults."""
         return {"LD_PRELOAD": str(library()), "FAULTY_STORAGE": str(self._rules)}
 
     def rule(self, *rules: str) -> None:
-        """Let `rules` count from now on, and no others; all counts start anew."""
+        """Replace all rules by `rules`, and restart all counts."""
         draft = self._rules.with_suffix(".new")
         draft.write_text("\n".join([f"root {self._root}", *self._always, *rules, ""]))
         draft.replace(self._rules)
@@ -143,7 +143,7 @@ class FaultyStorage:
         self.rule()
 
     def hits(self) -> list[Hit]:
-        """Return all calls that were refused so far."""
+        """Return all calls that have failed so far."""
         try:
             lines = self._rules.with_suffix(".hits").read_text().splitlines()
         except FileNotFoundError:
@@ -153,7 +153,7 @@ class FaultyStorage:
 
     @contextlib.contextmanager
     def under_agents(self) -> Iterator[None]:
-        """Have the agents that this process starts meanwhile see the faults."""
+        """Let the agents that this process starts in the context meet the faults."""
         run = subprocess.run
 
         def start(command: list[str], **named: Any) -> subprocess.CompletedProcess[Any]:

@@ -1,4 +1,4 @@
-"""A process that loads, and one that probes, on storage with faults at each of their calls."""
+"""Loads and probes in processes whose storage has faults at each of their calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fa
 from tests.support.persisting import persisted
 from tests.support.trainer import eventually
 
-#: Loads what the tracker names, whole, for each line of its input; says what came of it.
+#: Program that loads the tracker's whole checkpoint per input line, and prints the result.
 LOAD = """
 import json, logging, os, sys
 from megatron_flashckpt.catalog import listing
@@ -63,7 +63,7 @@ for line in sys.stdin:
         print(json.dumps([str(error)]), flush=True)
 """
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN)
-#: The calls of a load, each with a part of the path of the file.
+#: The calls of a load, each with a part of the file's path.
 STEPS = [
     ("open", file_names.TRACKER),
     ("read", file_names.TRACKER),
@@ -103,7 +103,7 @@ def start(faulty: FaultyStorage, script: str, root: Path) -> subprocess.Popen[st
 
 
 def again(process: subprocess.Popen[str]) -> list[Any]:
-    """Have the process do its work once more; return what it says of it."""
+    """Let the process do its work once more; return the result that it prints."""
     assert process.stdin is not None
     assert process.stdout is not None
     print(file=process.stdin, flush=True)
@@ -112,7 +112,7 @@ def again(process: subprocess.Popen[str]) -> list[Any]:
     return list(json.loads(line))
 
 
-def test_errors_that_pass_cost_a_load_nothing_and_those_that_last_say_what_they_are(
+def test_a_load_survives_transient_errors_and_names_lasting_ones(
     tmp_path: Path, root: Path
 ) -> None:
     faulty = FaultyStorage(root, tmp_path)
@@ -143,7 +143,7 @@ def test_errors_that_pass_cost_a_load_nothing_and_those_that_last_say_what_they_
     assert len([line for line in log.splitlines() if "; retry " in line]) == retries
 
 
-#: Rules, and what the probe cannot do under them.
+#: Rules, and the operation that the probe then cannot do.
 PROBED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "append only": ((append_only(), no_fallocate()), "write at any position of a file"),
     "EPERM of rename": ((fail("rename", errno.EPERM),), "rename a file"),
@@ -158,7 +158,7 @@ PROBED: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-def test_a_probe_tries_what_saves_need(tmp_path: Path) -> None:
+def test_a_probe_tries_the_operations_of_saves(tmp_path: Path) -> None:
     root = tmp_path / "save"
     root.mkdir()
     faulty = FaultyStorage(root, tmp_path)
@@ -166,18 +166,18 @@ def test_a_probe_tries_what_saves_need(tmp_path: Path) -> None:
     for name, (rules, refused) in PROBED.items():
         before = len(faulty.hits())
         faulty.rule(*rules)
-        (said,) = again(probing)
-        assert len(faulty.hits()) > before, f"{name}: the fault was not come to"
+        (message,) = again(probing)
+        assert len(faulty.hits()) > before, f"{name}: the probe did not meet the fault"
         if refused is None:
-            assert said is None, name
+            assert message is None, name
         else:
             cannot = f"{root}: this node cannot {refused} in the save directory"
-            assert cannot in said, f"{name}: {said}"
+            assert cannot in message, f"{name}: {message}"
     probing.communicate(timeout=60.0)
     assert probing.returncode == 0
 
 
-#: The calls of a probe, each with a part of the path.
+#: The calls of a probe, each with a part of the file's path.
 PROBE_STEPS = [
     ("open", "probe"),
     ("write", "probe"),
@@ -192,7 +192,7 @@ PROBE_STEPS = [
 ]
 
 
-def test_errors_that_pass_cost_a_probe_nothing_and_one_that_lasts_is_named(tmp_path: Path) -> None:
+def test_a_probe_survives_transient_errors_and_names_a_lasting_one(tmp_path: Path) -> None:
     root = tmp_path / "save"
     root.mkdir()
     faulty = FaultyStorage(root, tmp_path)
@@ -201,10 +201,10 @@ def test_errors_that_pass_cost_a_probe_nothing_and_one_that_lasts_is_named(tmp_p
         number = PASSING[n % len(PASSING)]
         before = len(faulty.hits())
         faulty.rule(fail(call, number, part, times=2))
-        said = f"{errno.errorcode[number]} at {call} of {part}"
-        assert again(probing) == [None], said
-        # The last call is made in the background.
-        eventually(f"{said} is met", lambda: len(faulty.hits()) == before + 2)  # noqa: B023
+        fault = f"{errno.errorcode[number]} at {call} of {part}"
+        assert again(probing) == [None], fault
+        # The probe makes its last call in the background.
+        eventually(f"{fault} is met", lambda: len(faulty.hits()) == before + 2)  # noqa: B023
         eventually("nothing is left", lambda: not list(root.iterdir()))
     faulty.rule(fail("rename", errno.ESTALE, "probe"))
     (error,) = again(probing)

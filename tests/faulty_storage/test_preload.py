@@ -1,4 +1,4 @@
-"""The library does what its rules say, and Python's file calls go through it."""
+"""Rules of the preloaded library, which intercepts all file calls of Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faulty_storage.preload import (
 )
 from tests.support.trainer import eventually
 
-#: Each does with files what the package does, and says how it went; run in one process.
+#: Beginning of a program whose lines make the package's file calls and record their results.
 PRELUDE = """
 import errno, json, os, sys
 from megatron_flashckpt.storage.fallocate import fallocate
@@ -43,7 +43,7 @@ def closing(file, work):
         try: os.close(file)
         except OSError: pass
 """
-#: By call: what Python does that must go through it. `file` holds 8192 bytes, `dir` is empty.
+#: Python's ways to make each call. `file` holds 8192 bytes, `dir` is empty.
 WAYS = {
     "open": ["os.open(at('file'), os.O_RDONLY)", "open(at('file'), 'rb').close()",
              "os.open('file', os.O_RDONLY, dir_fd=os.open('/proc/self/cwd', os.O_RDONLY))"],
@@ -80,8 +80,8 @@ def faulty(tmp_path: Path) -> FaultyStorage:
     return FaultyStorage(root, tmp_path)
 
 
-def tell(faulty: FaultyStorage, root: Path, *lines: str) -> dict[str, object]:
-    """Run the lines under the library; return what became of each, by its text."""
+def run_lines(faulty: FaultyStorage, root: Path, *lines: str) -> dict[str, object]:
+    """Run the lines under the library; return the result of each attempt by its name."""
     script = "\n".join([PRELUDE, *lines, "sys.stdout.write(json.dumps(results))"])
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, str(root)],
@@ -95,33 +95,33 @@ def tell(faulty: FaultyStorage, root: Path, *lines: str) -> dict[str, object]:
     return dict(json.loads(done.stdout))
 
 
-def test_every_way_in_which_python_does_it_is_refused(
+def test_a_rule_meets_every_way_in_which_python_makes_a_call(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     root, rules = tmp_path / "save", tmp_path / "faults"
     lines = []
     for call, ways in WAYS.items():
-        # As `FaultyStorage.rule` does it, in the process that is concerned.
+        # The process itself replaces the rules, as `FaultyStorage.rule` does.
         lines.append(f"open({f'{rules}.{call}'!r}, 'w').write({f'root {root}' + chr(10)!r} +")
         lines.append(f"    {fail(call, errno.EUCLEAN)!r})")
         lines.append(f"os.replace({f'{rules}.{call}'!r}, {str(rules)!r})")
         lines += [f"attempt({way!r}, lambda: {way})" for way in ways]
-    told = tell(faulty, root, *lines)
-    assert told == {way: "EUCLEAN" for ways in WAYS.values() for way in ways}
+    results = run_lines(faulty, root, *lines)
+    assert results == {way: "EUCLEAN" for ways in WAYS.values() for way in ways}
     assert {(hit.call, hit.number) for hit in faulty.hits()} == {
         (call, errno.EUCLEAN) for call in WAYS
     }
-    assert (root / "file").read_bytes() == bytes(8192), "nothing was done"
+    assert (root / "file").read_bytes() == bytes(8192), "no call took effect"
     assert sorted(path.name for path in root.iterdir()) == ["dir", "file"]
 
 
-def test_only_paths_below_the_root_that_contain_the_part_are_concerned(
+def test_a_rule_meets_only_paths_below_the_root_with_its_part(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     (tmp_path / "save" / "other").touch()
     (tmp_path / "save2").touch()
     faulty.rule(fail("stat", errno.EIO, "/file"))
-    told = tell(
+    results = run_lines(
         faulty,
         tmp_path / "save",
         *(
@@ -129,25 +129,23 @@ def test_only_paths_below_the_root_that_contain_the_part_are_concerned(
             for n in ("file", "other", "../save2")
         ),
     )
-    assert told == {"file": "EIO", "other": 1, "../save2": 1}
+    assert results == {"file": "EIO", "other": 1, "../save2": 1}
 
 
-def test_a_rule_begins_after_some_calls_and_ends_after_some(
+def test_a_rule_starts_and_ends_after_given_numbers_of_calls(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     faulty.rule(fail("stat", errno.ESTALE, "file", skip=2, times=3))
     stats = [f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in range(7)]
-    told = tell(faulty, tmp_path / "save", *stats)
-    assert list(told.values()) == [1, 1, "ESTALE", "ESTALE", "ESTALE", 1, 1]
+    results = run_lines(faulty, tmp_path / "save", *stats)
+    assert list(results.values()) == [1, 1, "ESTALE", "ESTALE", "ESTALE", 1, 1]
 
 
-def test_rules_that_change_count_at_once_and_from_the_start(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
+def test_changed_rules_apply_at_once_with_new_counts(faulty: FaultyStorage, tmp_path: Path) -> None:
     root = tmp_path / "save"
     faulty.rule(fail("stat", errno.EIO, "file", times=1))
     again = f"open({str(tmp_path / 'faults')!r}).read().replace(' 5 ', ' 13 ')"
-    told = tell(
+    results = run_lines(
         faulty,
         root,
         *(f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in "ab"),
@@ -156,44 +154,46 @@ def test_rules_that_change_count_at_once_and_from_the_start(
         f"os.replace({str(tmp_path / 'next')!r}, {str(tmp_path / 'faults')!r})",
         *(f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in "cd"),
     )
-    assert told == {"a": "EIO", "b": 1, "c": "EACCES", "d": 1}
+    assert results == {"a": "EIO", "b": 1, "c": "EACCES", "d": 1}
 
 
-def test_what_is_done_can_be_reported_as_an_error(faulty: FaultyStorage, tmp_path: Path) -> None:
+def test_a_call_can_take_effect_and_fail(faulty: FaultyStorage, tmp_path: Path) -> None:
     faulty.rule(fail("rename", errno.ETIMEDOUT, done=True))
-    told = tell(faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))")
-    assert told == {"it": "ETIMEDOUT"}
+    results = run_lines(
+        faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))"
+    )
+    assert results == {"it": "ETIMEDOUT"}
     assert (tmp_path / "save" / "to").exists()
 
 
-def test_a_close_that_fails_has_closed(faulty: FaultyStorage, tmp_path: Path) -> None:
+def test_a_failed_close_has_closed_the_file(faulty: FaultyStorage, tmp_path: Path) -> None:
     faulty.rule(fail("close", errno.EDQUOT))
-    told = tell(
+    results = run_lines(
         faulty,
         tmp_path / "save",
         "file = fd('file')",
         "attempt('close', lambda: os.close(file))",
         "attempt('after', lambda: os.fstat(file))",
     )
-    assert told == {"close": "EDQUOT", "after": "EBADF"}
+    assert results == {"close": "EDQUOT", "after": "EBADF"}
 
 
-def test_writes_at_the_end_only(faulty: FaultyStorage, tmp_path: Path) -> None:
+def test_append_only_allows_writes_at_the_end_only(faulty: FaultyStorage, tmp_path: Path) -> None:
     faulty.rule(append_only(), no_fallocate())
-    told = tell(
+    results = run_lines(
         faulty,
         tmp_path / "save",
         "attempt('end', lambda: closing(fd('file'), lambda f: os.pwrite(f, b'x', 8192)))",
         "attempt('start', lambda: closing(fd('file'), lambda f: os.pwrite(f, b'x', 0)))",
         "attempt('reserve', lambda: closing(fd('file'), lambda f: fallocate(f, 9000)))",
     )
-    assert told == {"end": 1, "start": "EINVAL", "reserve": errno.errorcode[errno.EOPNOTSUPP]}
+    assert results == {"end": 1, "start": "EINVAL", "reserve": errno.errorcode[errno.EOPNOTSUPP]}
 
 
 @pytest.mark.parametrize(
     "made", ["open(at('new'), 'w').close()", "os.rename(at('file'), at('new'))"]
 )
-def test_other_processes_see_new_names_late_and_their_maker_at_once(
+def test_only_other_processes_see_a_new_name_late(
     faulty: FaultyStorage, tmp_path: Path, made: str
 ) -> None:
     root = tmp_path / "save"
@@ -203,43 +203,43 @@ def test_other_processes_see_new_names_late_and_their_maker_at_once(
         "attempt('open', lambda: open(at('new'), 'rb').read() is not None)",
         "attempt('list', lambda: 'new' in os.listdir(root))",
     )
-    assert tell(faulty, root, made, *looks) == {"stat": 1, "open": True, "list": True}
-    assert tell(faulty, root, *looks) == {"stat": "ENOENT", "open": "ENOENT", "list": False}
-    assert (root / "new").exists(), "it is there for whoever is not under the library"
+    assert run_lines(faulty, root, made, *looks) == {"stat": 1, "open": True, "list": True}
+    assert run_lines(faulty, root, *looks) == {"stat": "ENOENT", "open": "ENOENT", "list": False}
+    assert (root / "new").exists(), "processes without the library see the name"
     faulty.rule(late(200, "new"))
 
     def seen() -> bool:
-        return tell(faulty, root, *looks) == {"stat": 1, "open": True, "list": True}
+        return run_lines(faulty, root, *looks) == {"stat": 1, "open": True, "list": True}
 
     eventually("other processes see it", seen, within_s=60.0)
 
 
-def test_a_name_that_replaces_another_is_seen_at_once(
+def test_a_replaced_name_is_visible_at_once(faulty: FaultyStorage, tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    faulty.rule(late(3_600_000))
+    run_lines(faulty, root, "open(at('new'), 'w').write('2')", "os.replace(at('new'), at('file'))")
+    assert run_lines(faulty, root, "attempt('it', lambda: open(at('file')).read())") == {"it": "2"}
+
+
+def test_a_process_sees_a_hidden_name_after_a_call_reveals_it(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     root = tmp_path / "save"
     faulty.rule(late(3_600_000))
-    tell(faulty, root, "open(at('new'), 'w').write('2')", "os.replace(at('new'), at('file'))")
-    assert tell(faulty, root, "attempt('it', lambda: open(at('file')).read())") == {"it": "2"}
-
-
-def test_a_process_that_was_told_of_a_name_sees_it(faulty: FaultyStorage, tmp_path: Path) -> None:
-    root = tmp_path / "save"
-    faulty.rule(late(3_600_000))
-    tell(faulty, root, "os.mkdir(at('one'))", "os.mkdir(at('other'))", "os.mkdir(at('third'))")
-    told = tell(
+    run_lines(faulty, root, "os.mkdir(at('one'))", "os.mkdir(at('other'))", "os.mkdir(at('third'))")
+    results = run_lines(
         faulty,
         root,
         "attempt('mkdir', lambda: os.mkdir(at('one')))",
         "open(at('other/file'), 'w').close()",
         *(f"attempt({n!r}, lambda: os.stat(at({n!r})) and 1)" for n in ("one", "other", "third")),
     )
-    assert told == {"mkdir": "EEXIST", "one": 1, "other": 1, "third": "ENOENT"}
+    assert results == {"mkdir": "EEXIST", "one": 1, "other": 1, "third": "ENOENT"}
 
 
 # ---------------------------------------------------------------------- faults by a seed
 
-#: Looks at six files 50 times each; results are the numbers of the looks that were refused.
+#: Lines that stat six files 50 times each, and record the numbers of the failed calls.
 LOOKS = """
 results.append(["refused", []])
 for look in range(300):
@@ -250,12 +250,12 @@ for look in range(300):
 
 
 def refused_looks(faulty: FaultyStorage, root: Path, looks: str = LOOKS) -> list[list[int]]:
-    found = tell(faulty, root, looks)["refused"]
-    assert isinstance(found, list)
-    return found
+    refused = run_lines(faulty, root, looks)["refused"]
+    assert isinstance(refused, list)
+    return refused
 
 
-def test_a_seed_refuses_the_same_calls_again_and_another_seed_others(
+def test_a_seed_repeats_its_failures_and_another_seed_has_others(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     root = tmp_path / "save"
@@ -265,14 +265,14 @@ def test_a_seed_refuses_the_same_calls_again_and_another_seed_others(
         return refused_looks(faulty, root, looks)
 
     first = refused(1)
-    assert 15 < len(first) < 50, "about one in ten"
+    assert 15 < len(first) < 50, "about one call in ten fails"
     assert {number for _, number in first} == {errno.EIO, errno.ESTALE}
-    # Names of other saves differ in their ids only.
+    # File names of other saves differ only in their ids.
     assert refused(1, LOOKS.replace("0123456789ab", "ba9876543210")) == first
     assert refused(2) != first
 
 
-def test_a_process_meets_no_more_errors_than_it_is_to_within_a_time(
+def test_a_process_meets_at_most_the_allowed_errors_per_time(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     always = sometimes("stat", 10_000, 1, [errno.EIO])
@@ -282,33 +282,35 @@ def test_a_process_meets_no_more_errors_than_it_is_to_within_a_time(
     assert len(refused_looks(faulty, tmp_path / "save")) == 300
 
 
-def test_what_a_seed_refuses_may_be_done_all_the_same(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
+def test_a_call_that_a_seed_fails_can_take_effect(faulty: FaultyStorage, tmp_path: Path) -> None:
     faulty.rule(sometimes("rename", 10_000, 1, [errno.ETIMEDOUT], done=True))
-    told = tell(faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))")
-    assert told == {"it": "ETIMEDOUT"}
+    results = run_lines(
+        faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))"
+    )
+    assert results == {"it": "ETIMEDOUT"}
     assert (tmp_path / "save" / "to").exists()
 
 
-def test_a_seed_refuses_the_close_of_what_may_have_been_written_only(
+def test_a_seed_fails_the_close_of_writable_files_only(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     faulty.rule(sometimes("close", 10_000, 1, [errno.EIO]))
-    told = tell(
+    results = run_lines(
         faulty,
         tmp_path / "save",
         "attempt('read', lambda: os.close(fd('file', os.O_RDONLY)))",
         "attempt('written', lambda: os.close(fd('file', os.O_WRONLY)))",
     )
-    assert told == {"read": None, "written": "EIO"}
+    assert results == {"read": None, "written": "EIO"}
 
 
-def test_names_come_late_by_as_much_as_a_seed_says(faulty: FaultyStorage, tmp_path: Path) -> None:
+def test_a_seed_delays_names_up_to_the_limit(faulty: FaultyStorage, tmp_path: Path) -> None:
     root = tmp_path / "save"
     faulty.rule(sometimes_late(3_600_000, 1, "new"))
-    tell(faulty, root, *(f"open(at('new{n}'), 'w').close()" for n in range(20)))
+    run_lines(faulty, root, *(f"open(at('new{n}'), 'w').close()" for n in range(20)))
     shown = "results.append(['seen', len([n for n in os.listdir(root) if 'new' in n])])"
-    assert tell(faulty, root, shown) == {"seen": 0}
+    assert run_lines(faulty, root, shown) == {"seen": 0}
     faulty.rule(sometimes_late(1000, 1, "new"))
-    eventually("all are seen", lambda: tell(faulty, root, shown) == {"seen": 20}, within_s=60.0)
+    eventually(
+        "all are seen", lambda: run_lines(faulty, root, shown) == {"seen": 20}, within_s=60.0
+    )

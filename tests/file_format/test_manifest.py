@@ -1,4 +1,4 @@
-"""The manifest merges one record per rank, and one that lies or is broken is refused."""
+"""The manifest: it merges one record per rank, and forged or damaged manifests are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def two_stages() -> Manifest:
 
 
 class Forged:
-    """A valid manifest as JSON, to be sent back with one lie in it."""
+    """A valid manifest as JSON, in which a test forges a field."""
 
     def __init__(self) -> None:
         self.tree = json.loads(encode_manifest(two_stages()))
@@ -85,13 +85,13 @@ class Forged:
         return items
 
     def encode(self) -> bytes:
-        """Return the forgery, sealed anew: its digest must not be what gives it away."""
+        """Return the forged manifest with a valid digest, so that only its content is wrong."""
         return seal(json.dumps({k: v for k, v in self.tree.items() if k != "digest"}).encode())
 
 
 @settings(max_examples=50)
 @given(st.lists(piece_lists, min_size=1, max_size=4), st.randoms())
-def test_a_manifest_gives_back_every_rank_with_its_pieces(ranks, random):
+def test_a_decoded_manifest_holds_every_rank_with_its_pieces(ranks, random):
     records = [record(rank, pieces) for rank, pieces in enumerate(ranks)]
     random.shuffle(records)
     manifest = decode_manifest(encode_manifest(merged(records)), PLACE)
@@ -106,14 +106,14 @@ def test_a_manifest_gives_back_every_rank_with_its_pieces(ranks, random):
         assert shard.file == shard_name(shard.rank, SAVE_ID)
 
 
-def test_like_stages_store_their_template_and_each_key_once():
+def test_equal_stages_store_their_template_and_keys_once():
     manifest = two_stages()
     assert len(manifest.templates) == 1
     assert manifest.keys == ("layer.w",)
     assert manifest.shards[0].placement != manifest.shards[1].placement
 
 
-def test_a_manifest_says_which_save_it_is():
+def test_a_manifest_names_its_save():
     manifest = two_stages()
     assert (manifest.version, manifest.iteration) == (FORMAT_VERSION, 7)
     assert (manifest.save_id, manifest.world_size) == (SAVE_ID, 2)
@@ -158,7 +158,7 @@ def test_merge_refuses_records_of_two_saves(changes):
         encode_manifest(two_stages()) + b"}",
     ],
 )
-def test_what_is_not_a_manifest_is_corrupt(encoded):
+def test_a_file_that_is_no_manifest_is_corrupt(encoded):
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: is not a manifest .*--ckpt-step"):
         decode_manifest(encoded, PLACE)
 
@@ -173,11 +173,11 @@ def test_deep_nesting_is_corrupt_not_a_crash(field, depth):
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
-def test_a_newer_manifest_is_told_apart_from_a_broken_one(version):
+def test_a_newer_manifest_is_not_reported_as_damaged(version):
     body = json.dumps({"version": version, "shards": "of another type"}).encode()
     with pytest.raises(FormatVersionError, match=f"{PLACE}: format version {version}; .* upgrade"):
         decode_manifest(seal(body), PLACE)
-    # Whatever wrote it sealed it: a flipped bit must not pass for a release of the future.
+    # A newer release also seals its manifest: a flipped bit must not look like a newer version.
     with pytest.raises(CorruptCheckpointError, match="the file was changed"):
         decode_manifest(seal(body).replace(b"another", b"Another"), PLACE)
 
@@ -202,7 +202,7 @@ def test_a_newer_manifest_is_told_apart_from_a_broken_one(version):
         record_name(1, SAVE_ID),
     ],
 )
-def test_a_shard_name_cannot_point_anywhere_else(name):
+def test_a_shard_name_cannot_leave_its_directory(name):
     forged = Forged()
     forged.shard["file"] = name
     with pytest.raises(CorruptCheckpointError, match="is not a shard's name") as caught:
@@ -210,7 +210,7 @@ def test_a_shard_name_cannot_point_anywhere_else(name):
     assert repr(name) in str(caught.value)
 
 
-def test_a_template_that_is_not_there_is_corrupt():
+def test_a_missing_template_is_corrupt():
     forged = Forged()
     forged.shard["template"] = "feed"
     with pytest.raises(CorruptCheckpointError, match="unknown template 'feed'"):
@@ -221,16 +221,18 @@ def test_a_template_that_is_not_there_is_corrupt():
 def test_a_placement_that_does_not_fit_its_template_is_corrupt(length):
     forged = Forged()
     forged.shard["placement"] = [0] * length
-    said = f"a placement of {length} numbers for a template that takes 6"
-    with pytest.raises(CorruptCheckpointError, match=said):
+    message = f"a placement of {length} numbers for a template that takes 6"
+    with pytest.raises(CorruptCheckpointError, match=message):
         decode_manifest(forged.encode(), PLACE)
 
 
-@pytest.mark.parametrize(("position", "said"), [(-1, "begin before"), (2**40, "a placement of 6")])
-def test_a_place_outside_of_the_placement_is_corrupt(position, said):
+@pytest.mark.parametrize(
+    ("position", "message"), [(-1, "begin before"), (2**40, "a placement of 6")]
+)
+def test_a_place_outside_the_placement_is_corrupt(position, message):
     forged = Forged()
     forged.items[1][6] = position
-    with pytest.raises(CorruptCheckpointError, match=said):
+    with pytest.raises(CorruptCheckpointError, match=message):
         decode_manifest(forged.encode(), PLACE)
 
 
@@ -242,7 +244,7 @@ def test_a_key_index_out_of_range_is_corrupt(index):
         decode_manifest(forged.encode(), PLACE)
 
 
-def test_a_template_whose_elements_would_not_be_aligned_is_corrupt():
+def test_a_template_with_unaligned_elements_is_corrupt():
     forged = Forged()
     forged.items.reverse()
     with pytest.raises(CorruptCheckpointError, match="has tensors that are not aligned to"):
@@ -250,7 +252,7 @@ def test_a_template_whose_elements_would_not_be_aligned_is_corrupt():
 
 
 @pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 2], [0, 1, 2]])
-def test_shards_that_are_not_those_of_all_ranks_in_order_are_corrupt(ranks):
+def test_shards_must_be_those_of_all_ranks_in_order(ranks):
     forged = Forged()
     forged.tree["shards"] = [{**forged.shard, "rank": rank} for rank in ranks]
     with pytest.raises(CorruptCheckpointError, match="shards are not those of ranks 0 to 1"):
@@ -278,7 +280,7 @@ def test_a_field_of_a_wrong_type_is_corrupt(field, value):
         decode_manifest(forged.encode(), PLACE)
 
 
-def test_all_lies_are_named_in_one_error():
+def test_one_error_names_all_forged_fields():
     forged = Forged()
     forged.tree["shards"][0]["file"] = "../a"
     forged.tree["shards"][1]["file"] = "../b"
@@ -302,7 +304,7 @@ def test_a_manifest_with_changed_bytes_is_refused(data):
 
 
 @given(st.data())
-def test_a_forged_manifest_names_files_of_ours_only(data):
+def test_a_forged_manifest_can_name_only_shard_files(data):
     body = bytearray(Forged().encode())
     start = body.index(b",") + 1
     for _ in range(data.draw(st.integers(1, 3))):
@@ -310,14 +312,14 @@ def test_a_forged_manifest_names_files_of_ours_only(data):
     try:
         manifest = decode_manifest(seal(b"{" + bytes(body[start:])), PLACE)
     except (CorruptCheckpointError, FormatVersionError):
-        return  # anything else that is raised fails the test
+        return  # any other exception fails the test
     for shard in manifest.shards:
         assert "/" not in shard.file
         assert placement_length(manifest.templates[shard.template]) == len(shard.placement)
 
 
 @given(st.integers(0, 10**12))
-def test_iteration_directories_are_megatrons_and_can_be_parsed(iteration):
+def test_iteration_directories_have_megatron_s_names_and_can_be_parsed(iteration):
     name = iteration_dir(iteration)
     assert name == "iter_" + str(iteration).rjust(7, "0")
     assert parse_iteration_dir(name) == iteration
@@ -338,5 +340,7 @@ def test_other_directories_have_no_iteration(name):
     )
 )
 def test_files_of_two_ranks_or_saves_never_share_a_name(writers):
-    names = [name(*who) for who in writers for name in (shard_name, record_name, failure_name)]
+    names = [
+        name(*writer) for writer in writers for name in (shard_name, record_name, failure_name)
+    ]
     assert len(set(names)) == 3 * len(writers)

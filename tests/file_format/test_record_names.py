@@ -1,4 +1,4 @@
-"""Names of record files: which ranks they are of, and what is no such name."""
+"""Names of record files: their ranks and save, and names that are not valid."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_flashckpt.storage.base import temporary_name
 SAVE = "0123456789ab"
 
 
-def test_the_record_of_one_rank_has_the_name_that_it_always_had() -> None:
+def test_a_record_s_name_has_a_stable_form() -> None:
     assert record_name(7, SAVE) == f"rank_00007-{SAVE}.commit"
     assert record_name(8, SAVE, 8) == f"ranks_00008-00015-{SAVE}.commit"
 
 
 @given(st.integers(0, 10**6), st.integers(1, 2**16), st.sampled_from([SAVE, "f" * 32]))
-def test_a_name_says_its_ranks_and_its_save(first: int, count: int, save_id: str) -> None:
+def test_a_name_holds_its_ranks_and_its_save(first: int, count: int, save_id: str) -> None:
     name = record_name(first, save_id, count)
     assert ranks_of_record(name) == range(first, first + count)
     assert save_id_of(name) == save_id
@@ -57,17 +57,17 @@ def test_a_name_says_its_ranks_and_its_save(first: int, count: int, save_id: str
         f".ranks_00000-00001-{SAVE}.commit.01234567.tmp",
     ],
 )
-def test_what_was_not_made_so_names_no_ranks(name: str) -> None:
+def test_an_invalid_name_names_no_ranks(name: str) -> None:
     assert ranks_of_record(name) is None
     assert ranks_with_record([name], SAVE, 2**40) == set()
 
 
-def test_records_of_a_save_are_those_of_its_id_and_of_ranks_that_the_job_has() -> None:
+def test_records_of_a_save_have_its_id_and_ranks_of_the_job() -> None:
     names = [record_name(0, SAVE, 4), record_name(2, SAVE), record_name(4, SAVE, 4)]
     others = [record_name(4, "f" * 12, 2), record_name(0, SAVE, 5), "manifest.json"]
     assert records_of([*names, *others[:1], *others[2:]], SAVE, 8).keys() == set(names)
     assert ranks_with_record(names, SAVE, 8) == set(range(8))
-    assert ranks_with_record([others[1]], SAVE, 4) == set(), "the job has four ranks"
+    assert ranks_with_record([others[1]], SAVE, 4) == set(), "the job has only four ranks"
 
 
 @given(st.sets(st.integers(0, 40)))

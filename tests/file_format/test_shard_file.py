@@ -1,7 +1,7 @@
-"""A shard file opens in the real safetensors library; a header that lies is found out.
+"""Shard files: the real safetensors library opens them, and forged headers are refused.
 
-Hostile headers end in `CorruptCheckpointError`, newer ones in `FormatVersionError`, never in
-anything else.
+A hostile header raises `CorruptCheckpointError`, a newer one `FormatVersionError`, and no header
+raises another exception.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def framed(body: bytes) -> bytes:
 
 
 class Forged:
-    """A valid header taken apart, to be put together again with one lie in it."""
+    """A valid header, in which a test forges a field before it is encoded again."""
 
     def __init__(self) -> None:
         self.entries = json.loads(header_of(PIECES)[8:])
@@ -74,7 +74,7 @@ class Forged:
         return self.entries[self.names[position]]
 
 
-def test_the_forger_makes_valid_headers_if_it_does_not_lie():
+def test_an_unforged_header_is_valid():
     assert decode_header(Forged().encode(), PLACE).template.nbytes == 80
 
 
@@ -107,7 +107,7 @@ def test_a_file_loads_with_safetensors_numpy(tmp_path):
         assert loaded[name].tobytes() == data_for(pieces)[low:high]
 
 
-def test_safe_open_shows_who_wrote_what(tmp_path):
+def test_safe_open_shows_the_save_and_the_pieces(tmp_path):
     path = tmp_path / "shard.safetensors"
     path.write_bytes(header_of(PIECES) + data_for(PIECES))
     with safetensors.safe_open(path, framework="numpy") as file:
@@ -118,7 +118,7 @@ def test_safe_open_shows_who_wrote_what(tmp_path):
 
 @settings(max_examples=50)
 @given(piece_lists)
-def test_decoding_gives_back_what_was_encoded(pieces):
+def test_a_decoded_header_equals_the_encoded_one(pieces):
     layout = layout_of(pieces)
     header = header_of(pieces)
     shard = decode_header(header, PLACE)
@@ -168,7 +168,7 @@ def test_a_flipped_bit_changes_the_digest(chunk, data):
 
 
 @pytest.mark.parametrize("digests", [[], ["0" * 16] * 2])
-def test_encoding_refuses_a_digest_too_many_or_too_few(digests):
+def test_encoding_refuses_a_wrong_number_of_digests(digests):
     with pytest.raises(LayoutError, match=f"{len(digests)} digests for a file of another number"):
         header_of(PIECES, digests)
 
@@ -180,7 +180,7 @@ def test_a_file_too_short_for_a_length_is_corrupt(prefix):
 
 
 @pytest.mark.parametrize("length", [0, 1, MAX_HEADER_NBYTES + 1, 2**63, 2**64 - 1])
-def test_a_header_of_absurd_length_is_corrupt_before_it_is_read(length):
+def test_an_impossible_header_length_is_refused_before_the_read(length):
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: header claims {length} bytes"):
         header_nbytes(struct.pack("<Q", length), PLACE)
 
@@ -254,7 +254,7 @@ def test_deep_nesting_inside_our_metadata_is_corrupt_not_a_crash(depth):
         ("pieces", [[[8], [4, 0], [4, 4], 0]] * 3),
     ],
 )
-def test_a_lie_in_the_metadata_is_corrupt(field, value):
+def test_a_forged_metadata_field_is_corrupt(field, value):
     forged = Forged()
     forged.metadata[field] = value
     with pytest.raises(CorruptCheckpointError, match=PLACE):
@@ -288,14 +288,14 @@ def test_a_lie_in_the_metadata_is_corrupt(field, value):
         (1, {"shape": [17], "data_offsets": [48, 82]}),
     ],
 )
-def test_a_tensor_that_does_not_lie_where_it_should_is_corrupt(position, lie):
+def test_a_tensor_with_forged_offsets_shape_or_type_is_corrupt(position, lie):
     forged = Forged()
     forged.tensor(position).update(lie)
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         decode_header(forged.encode(), PLACE)
 
 
-def test_overlapping_tensors_that_add_up_to_the_right_size_are_corrupt():
+def test_overlapping_tensors_of_the_right_total_size_are_corrupt():
     forged = Forged()
     forged.tensor(0)["data_offsets"] = [0, 100]
     forged.tensor(1)["data_offsets"] = [100, 80]
@@ -305,7 +305,7 @@ def test_overlapping_tensors_that_add_up_to_the_right_size_are_corrupt():
 
 
 @pytest.mark.parametrize("change", ["one more", "one less"])
-def test_another_number_of_tensors_than_of_pieces_is_corrupt(change):
+def test_different_numbers_of_tensors_and_pieces_are_corrupt(change):
     forged = Forged()
     if change == "one more":
         forged.entries["weight/x#0"] = {"dtype": "U8", "shape": [0], "data_offsets": [80, 80]}
@@ -316,23 +316,23 @@ def test_another_number_of_tensors_than_of_pieces_is_corrupt(change):
 
 
 @given(st.data())
-def test_a_header_with_changed_bytes_is_refused_as_corrupt_or_still_consistent(data):
+def test_a_header_with_changed_bytes_is_refused_or_consistent(data):
     header = bytearray(header_of(PIECES).rstrip(b" "))
     for _ in range(data.draw(st.integers(1, 3))):
         header[data.draw(st.integers(8, len(header) - 1))] = data.draw(st.integers(0, 255))
     try:
         shard = decode_header(bytes(header), PLACE)
     except (CorruptCheckpointError, FormatVersionError):
-        return  # anything else that is raised fails the test
+        return  # any other exception fails the test
     pieces = pieces_of(shard.template, shard.placement)
     assert sum(piece.nbytes for piece in pieces) == shard.template.nbytes
     assert chunk_count(shard.template.nbytes) == len(shard.digests)
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
-def test_a_newer_header_is_told_apart_from_a_broken_one(version):
+def test_a_newer_header_is_not_reported_as_damaged(version):
     forged = Forged()
-    # A newer release may have changed everything but the place of the version.
+    # A newer release may change everything except the place of the version.
     forged.metadata = {"version": version, "pieces": "of another type"}
     with pytest.raises(FormatVersionError, match=f"format version {version}; .* upgrade"):
         decode_header(forged.encode(), PLACE)

@@ -1,4 +1,4 @@
-"""A checkpoint is complete if and only if every element of every tensor is stored exactly once."""
+"""Completeness of a checkpoint: every element of every tensor must be stored exactly once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAST = part((2, 4), (2, 2))
 
 @st.composite
 def tiled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
-    """A tensor, cut into boxes and each box into ranges."""
+    """Draw a tensor that is cut into boxes, and each box into ranges."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     pieces = []
     for offset, extent in draw(tilings(shape)):
@@ -51,13 +51,13 @@ def tiled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
 
 
 @given(tiled(), st.integers(1, 4))
-def test_whatever_tiles_a_tensor_is_complete_however_ranks_share_it(tiling, ranks):
+def test_any_tiling_of_a_tensor_on_any_ranks_is_complete(tiling, ranks):
     _, pieces = tiling
     assert problems(*(pieces[rank::ranks] for rank in range(ranks))) == []
 
 
 @given(tiled(), st.data())
-def test_a_lost_or_doubled_piece_is_always_found(tiling, data):
+def test_a_lost_or_doubled_piece_is_always_reported(tiling, data):
     _, pieces = tiling
     victim = data.draw(st.sampled_from([piece for piece in pieces if piece.numel]))
     others = [piece for piece in pieces if piece is not victim]
@@ -69,11 +69,11 @@ def test_a_lost_or_doubled_piece_is_always_found(tiling, data):
 
 
 @given(tiled(), st.data())
-def test_incomplete_is_what_counting_the_elements_says(tiling, data):
+def test_incomplete_agrees_with_a_count_of_the_elements(tiling, data):
     shape, pieces = tiling
     index = data.draw(st.integers(0, len(pieces) - 1))
     axis = data.draw(st.integers(0, len(shape) - 1)) if shape else None
-    if axis is not None:  # move one piece, if it can be moved
+    if axis is not None:  # move one piece along an axis
         victim = pieces[index]
         offset = list(victim.offset)
         offset[axis] = data.draw(st.integers(0, shape[axis] - victim.shape[axis]))
@@ -88,7 +88,7 @@ def test_incomplete_is_what_counting_the_elements_says(tiling, data):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "said"),
+    ("pieces", "message"),
     [
         ([*WHOLE], "at least 4 of 24 elements are in no box"),
         ([*WHOLE, LAST, LAST], "box at (2, 4) of shape (2, 2): elements 0-3 are stored twice"),
@@ -111,13 +111,13 @@ def test_incomplete_is_what_counting_the_elements_says(tiling, data):
         ),
     ],
 )
-def test_the_message_says_what_is_wrong_with_the_tensor(pieces, said):
+def test_the_message_names_the_fault_of_the_tensor(pieces, message):
     (problem,) = problems(pieces)
     assert problem.startswith("weight/w: ")
-    assert said in problem
+    assert message in problem
 
 
-def test_the_example_is_complete_by_itself():
+def test_the_example_is_complete():
     assert problems([*WHOLE, LAST]) == []
     assert problems(WHOLE, [LAST]) == []
 
@@ -147,22 +147,22 @@ def test_boxes_of_one_tensor_may_differ_in_type(tiling, data):
 LAYERS = [part((layer, 0), (1, 6)) for layer in range(4)]
 
 
-def test_masters_stand_for_the_16_bit_layers_of_a_key_whose_other_layers_are_weights():
+def test_masters_stand_in_for_the_16_bit_layers_of_a_mixed_key():
     weight = typed(LAYERS[:1], "F32")
     masters = typed(LAYERS[1:], *["F32"] * 3, kind="master")
     moments = typed(LAYERS, *["F32"] * 4, kind="exp_avg")
     assert problems(weight, masters, moments) == []
-    assert problems(weight, masters, moments[1:]) == [], "layer 0 is frozen"
+    assert problems(weight, masters, moments[1:]) == [], "without moments, layer 0 is frozen"
     assert problems(weight, masters[1:], moments) == [
         "master/w: at least 12 of 24 elements are in no box",
         "weight/w: at least 18 of 24 elements are in no box",
     ]
-    # A save that left 16-bit weights out would have left out this one, too.
+    # A save without 16-bit weights would also omit this one.
     sixteen = typed(LAYERS[:1], "BF16")
     assert "weight/w: at least 18 of 24 elements are in no box" in problems(sixteen, masters)
 
 
-def test_who_holds_an_element_twice_is_named():
+def test_the_ranks_that_hold_an_element_twice_are_named():
     (problem,) = problems(WHOLE, [], [LAST], [LAST])
     assert problem.endswith("(ranks 2 and 3)")
 
@@ -171,7 +171,7 @@ def of_kind(kind: str, pieces: list[Piece]) -> list[Piece]:
     return [msgspec.structs.replace(piece, kind=kind) for piece in pieces]
 
 
-def test_optimizer_state_may_lack_whole_boxes_of_frozen_layers():
+def test_optimizer_state_may_lack_whole_boxes():
     assert problems([*WHOLE, LAST], of_kind("exp_avg", [LAST])) == []
 
 
@@ -180,17 +180,17 @@ def test_optimizer_state_may_lack_whole_boxes_of_frozen_layers():
     [[part((2, 4), (2, 2), 1)], [LAST, LAST], [part((2, 3), (2, 2))]],
     ids=["part of a box", "a box twice", "a box that the weight has not"],
 )
-def test_optimizer_state_may_lack_nothing_else(pieces):
+def test_optimizer_state_may_lack_only_whole_boxes(pieces):
     (problem,) = problems([*WHOLE, LAST], of_kind("exp_avg", pieces))
     assert problem.startswith("exp_avg/w: ")
 
 
-def test_optimizer_state_whose_weight_is_not_there_must_be_whole():
+def test_optimizer_state_without_its_weight_must_be_whole():
     assert problems(of_kind("master", [*WHOLE, LAST])) == []
     assert len(problems(of_kind("master", WHOLE))) == 1
 
 
-def test_a_lost_weight_is_not_excused_by_its_optimizer_state():
+def test_optimizer_state_does_not_replace_a_lost_weight():
     assert problems(WHOLE, of_kind("master", [*WHOLE, LAST])) == [
         "weight/w: at least 4 of 24 elements are in no box"
     ]
@@ -225,7 +225,7 @@ def test_tensors_without_elements_are_complete():
     assert problem == "weight/s: at least 1 of 1 elements are in no box"
 
 
-def test_a_tensor_cut_along_absurdly_many_axes_is_refused_in_no_time():
+def test_a_tensor_sharded_along_many_axes_is_refused_quickly():
     shape = (2,) * 60
     pieces = [Piece("w", "weight", "U8", shape, (0,) * 60, (1,) * 60, 0, 1)]
     started = time.monotonic()
@@ -243,5 +243,5 @@ def test_thousands_of_experts_are_checked_without_comparing_pairs():
     started = time.monotonic()
     assert problems(pieces) == []
     assert problems(pieces[:-1]) == ["weight/experts: at least 2 of 20000 elements are in no box"]
-    # Pairs would be 10**8 comparisons; this is 10**5 corners.
+    # Comparing pairs would take 10**8 comparisons; the check visits 10**5 corners.
     assert time.monotonic() - started < 10

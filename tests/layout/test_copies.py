@@ -1,4 +1,4 @@
-"""Sums of copies add up over any cut, and differ if anything differs."""
+"""Sums of copies: they add up over any shards, and differ if any bit differs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def piece(start: int, end: int, *, kind: str = "exp_avg", layer: int = 0, **more
 
 
 def summed(content: np.ndarray, replicas: int, copy: str = "") -> list[tuple[CopySum, ...]]:
-    """Sum up a copy of all layers, as replicas do that share it out."""
+    """Return the sums of a copy of all layers that `replicas` ranks share."""
     sizes = [(math.prod(SHAPE), 4)] * len(content)
     of_ranks = []
     for replica in range(replicas):
@@ -57,7 +57,7 @@ def content() -> np.ndarray:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_equal_copies_are_equal_however_they_are_shared_out(
+def test_equal_copies_have_equal_sums_on_any_number_of_replicas(
     content: np.ndarray, replicas: int
 ) -> None:
     ranks = summed(content, 2) + summed(content.copy(), replicas, "0.1")
@@ -72,13 +72,13 @@ def test_one_bit_makes_copies_differ(content: np.ndarray, bit: int) -> None:
     assert differing_keys(ranks) == {"norm"}
 
 
-def test_layers_or_elements_that_changed_places_make_copies_differ(content: np.ndarray) -> None:
+def test_exchanged_layers_or_elements_make_copies_differ(content: np.ndarray) -> None:
     turned, layers = content[:, ::-1].copy(), content[::-1].copy()
     for other in (turned, layers):
         assert differing_keys(summed(content, 1) + summed(other, 1, "0.1")) == {"norm"}
 
 
-def test_a_copy_that_two_ranks_stand_for_counts_twice(content: np.ndarray) -> None:
+def test_a_copy_on_two_ranks_counts_twice(content: np.ndarray) -> None:
     ranks = summed(content, 1) + 2 * summed(content, 2, "1.0")
     assert differing_keys(ranks) == frozenset()
     other = content + 1
@@ -86,13 +86,15 @@ def test_a_copy_that_two_ranks_stand_for_counts_twice(content: np.ndarray) -> No
     assert differing_keys(ranks) == {"norm"}
 
 
-def test_what_is_there_in_part_says_nothing(content: np.ndarray) -> None:
+def test_partial_copies_are_not_compared(content: np.ndarray) -> None:
     other = content + 1
     assert differing_keys(summed(content, 1) + summed(other, 2, "0.1")[:1]) == frozenset()
-    assert differing_keys(summed(other, 1, "0.1")) == frozenset(), "no main copy"
+    assert differing_keys(summed(other, 1, "0.1")) == frozenset(), (
+        "there is no main copy to compare"
+    )
 
 
-def test_only_the_beginning_of_a_box_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_elements_of_a_box_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "COMPARED_NUMEL", 10)
     content = np.arange(35, dtype=np.float32)
     whole = weighed(piece(0, 35), content)
@@ -101,7 +103,7 @@ def test_only_the_beginning_of_a_box_is_summed_up(monkeypatch: pytest.MonkeyPatc
     assert [copies.compared_numel(piece(low, 35)) for low in (0, 9, 10, 20)] == [10, 1, 0, 0]
 
 
-def test_elements_of_any_type_are_summed_up() -> None:
+def test_elements_of_any_type_are_summed() -> None:
     seed = random.Random(3)
     for dtype, width in (("BF16", 2), ("F8_E4M3", 1), ("I64", 8)):
         data = seed.randbytes(35 * width)
@@ -110,7 +112,7 @@ def test_elements_of_any_type_are_summed_up() -> None:
         assert weighed(it, data) == weighed(it, bytearray(data)) != weighed(it, changed)
 
 
-def test_sums_take_the_same_room_whatever_they_are() -> None:
+def test_all_sums_have_the_same_size() -> None:
     assert [
         len(it.total) for total in (0, 1, 2**64 - 1) for it in added_up([(piece(0, 35), total)])
     ]
@@ -120,7 +122,7 @@ def test_sums_take_the_same_room_whatever_they_are() -> None:
     assert lengths == {8}
 
 
-def test_kinds_of_copies() -> None:
+def test_a_copy_s_kind_names_the_copy() -> None:
     assert copy_kind("master", "") == "master"
     kind = copy_kind("master", "0.1")
     assert (is_copy(kind), is_copy("master")) == (True, False)
@@ -133,7 +135,7 @@ class Report:
         self.differing = differing
 
 
-def test_copies_are_compared_only_if_all_ranks_have_summed_them_up(content: np.ndarray) -> None:
+def test_copies_are_compared_only_if_all_ranks_have_sums(content: np.ndarray) -> None:
     (main,), (other,) = summed(content, 1), summed(content + 1, 1, "0.1")
     assert compared([Report(main), Report(other)]) == ({"norm"}, True)
     assert compared([Report(main), Report(None)]) == (frozenset(), False)
@@ -141,7 +143,7 @@ def test_copies_are_compared_only_if_all_ranks_have_summed_them_up(content: np.n
     assert compared([Report(main, ("bias",)), Report(other)]) == ({"bias", "norm"}, True)
 
 
-def test_a_checkpoint_may_lack_a_part_of_copies_but_not_of_main_ones() -> None:
+def test_a_checkpoint_may_lack_parts_of_copies_but_not_of_main_tensors() -> None:
     layers = [piece(0, 35, kind="weight", layer=layer) for layer in range(3)]
     part = piece(0, 9, kind=copy_kind("weight", "0.1"), layer=1)
     assert incomplete(sources_of([layers, [part]])) == []

@@ -1,5 +1,7 @@
-"""The short way to a plan leads where the long one does: what a rank finds in the shard of the rank
-in whose place it stands needs no search, and what contradicts itself is refused as before.
+"""Read plans with the exact-match shortcut: the same plans and errors as with a full search.
+
+A rank first takes the pieces that it finds in the shard of the rank at the same coordinates, and
+searches the other shards only for the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def held(sources: Sequence[Source], rank: int) -> Held:
 def outcome(
     wanted: list[Piece], sources: Sequence[Source], short: Held = NOTHING_HELD
 ) -> ReadPlan | tuple[type, str]:
-    """Return the plan, or how it was refused."""
+    """Return the plan, or the type and text of its error."""
     try:
         return read_plan(wanted, sources, PLACE, held=short)
     except (CorruptCheckpointError, MissingStateError) as error:
@@ -37,18 +39,18 @@ def outcome(
 
 
 def refused_by_any(wanted: Sequence[list[Piece]], sources: list[Source], *, short: bool) -> bool:
-    """Return whether a load of all ranks fails: of each `wanted`, in the layout of `sources`."""
+    """Return whether the load of any rank's `wanted` pieces from `sources` fails."""
     return any(
         not isinstance(
-            outcome(mine, sources, held(sources, rank) if short else NOTHING_HELD), ReadPlan
+            outcome(pieces, sources, held(sources, rank) if short else NOTHING_HELD), ReadPlan
         )
-        for rank, mine in enumerate(wanted)
+        for rank, pieces in enumerate(wanted)
     )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(1, 4))
-def test_the_same_is_read_as_if_all_were_searched(data, drawn, ranks):
+def test_any_shards_give_the_same_plan_as_a_full_search(data, drawn, ranks):
     _, wholes = drawn
     stored = data.draw(cuts(wholes, ranks))
     sources = sources_of(stored)
@@ -60,20 +62,20 @@ def test_the_same_is_read_as_if_all_were_searched(data, drawn, ranks):
 
 @settings(max_examples=30, deadline=None)
 @given(st.data(), sizes, sizes)
-def test_models_under_any_sizes_are_read_as_if_all_were_searched(data, saved, loaded):
+def test_models_of_any_parallel_sizes_give_the_same_plan_as_a_full_search(data, saved, loaded):
     sources = sources_of(stored_by(saved))
-    twin = data.draw(st.integers(0, len(sources) - 1))
+    same_place = data.draw(st.integers(0, len(sources) - 1))
     for job in (saved, loaded):
         rank = [data.draw(st.integers(0, n - 1)) for n in (job.tp, job.pp, job.ep, job.dp)]
         wanted = wanted_by(job, *rank)
-        assert outcome(wanted, sources, held(sources, twin)) == outcome(wanted, sources)
+        assert outcome(wanted, sources, held(sources, same_place)) == outcome(wanted, sources)
 
 
-def test_in_the_layout_that_was_saved_nothing_is_searched():
+def test_a_load_in_the_saved_layout_searches_no_other_shard():
     stored = [[box("w"), run(box("v"), 0, 4)], [box("u"), run(box("v"), 4, 8)]]
     sources = sources_of(stored)
     for rank, wanted in enumerate(stored):
-        plan = read_plan(wanted, [], PLACE, held=held(sources, rank))  # nowhere to search
+        plan = read_plan(wanted, [], PLACE, held=held(sources, rank))  # no shards to search
         assert plan == read_plan(wanted, sources, PLACE)
         assert plan.reads == {
             rank: [
@@ -88,7 +90,7 @@ def test_in_the_layout_that_was_saved_nothing_is_searched():
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(2, 4))
-def test_a_run_left_out_or_stored_twice_is_refused_by_whoever_wants_it(data, drawn, ranks):
+def test_a_missing_or_doubled_run_is_refused_by_each_rank_that_wants_it(data, drawn, ranks):
     _, wholes = drawn
     stored = data.draw(cuts(wholes, ranks))
     rank, position = data.draw(runs_of(stored))
@@ -99,15 +101,15 @@ def test_a_run_left_out_or_stored_twice_is_refused_by_whoever_wants_it(data, dra
         stored.append([stored[rank][position]])
     sources = sources_of(stored)
     for wanted in sound:
-        for twin in range(len(sources)):
-            assert outcome(wanted, sources, held(sources, twin)) == outcome(wanted, sources)
+        for same_place in range(len(sources)):
+            assert outcome(wanted, sources, held(sources, same_place)) == outcome(wanted, sources)
     assert refused_by_any(sound, sources, short=True)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(2, 4))
-def test_a_run_in_the_place_of_another_is_refused_by_some_rank(data, drawn, ranks):
-    """As many elements as there should be, or fewer, some of them twice."""
+def test_a_run_that_replaces_another_is_refused_by_some_rank(data, drawn, ranks):
+    """The shards then hold some elements twice, and at most as many elements as before."""
     _, wholes = drawn
     sound = data.draw(cuts(wholes, ranks))
     rank, position = data.draw(runs_of(sound))
@@ -121,7 +123,7 @@ def test_a_run_in_the_place_of_another_is_refused_by_some_rank(data, drawn, rank
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(HUGE) | st.integers(-8, 30))
-def test_whatever_a_placement_says_a_load_fails_if_it_fails_where_all_are_searched(data, number):
+def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, number):
     sound = data.draw(cuts([matrix((0, 0), (4, 6))], 2))
     sources = sources_of(sound)
     rank, item = data.draw(
@@ -136,8 +138,8 @@ def test_whatever_a_placement_says_a_load_fails_if_it_fails_where_all_are_search
     assert refused_by_any(sound, sources, short=True) == refused
 
 
-def test_a_contradiction_that_nobody_minds_gives_each_rank_its_own_and_no_other_any():
-    """Layer 1 is frozen: its moments are nowhere. Two ranks have those of layer 0."""
+def test_a_doubled_piece_serves_only_the_ranks_that_store_it():
+    """Layer 1 is frozen, so its moments are not stored. Two ranks store the moments of layer 0."""
     layer = whole("w", "exp_avg", "F32", (2, 4), (0, 0), (1, 4))
     sources = sources_of([[layer], [layer], []])
     for rank in range(2):
@@ -146,15 +148,15 @@ def test_a_contradiction_that_nobody_minds_gives_each_rank_its_own_and_no_other_
         read_plan([layer], sources, PLACE, held=held(sources, 2))
 
 
-def test_a_rank_that_has_stored_the_same_piece_twice_is_not_believed():
+def test_a_rank_that_stores_a_piece_twice_is_refused():
     layer = whole("w", "exp_avg", "F32", (2, 4), (0, 0), (1, 4))
     sources = sources_of([[layer, layer]])
     with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([layer], sources, PLACE, held=held(sources, 0))
 
 
-def test_ranks_that_share_a_template_count_each():
-    """Stages of a pipeline do; here both say that they are the first."""
+def test_each_rank_with_a_shared_template_counts():
+    """Pipeline stages share templates; here both placements name the first stage."""
     layer = whole("w", "weight", "F32", (2, 4), (0, 0), (1, 4))
     first = source(0, [layer])
     second = first._replace(rank=1, placement=(1, 0, 0))
@@ -168,23 +170,23 @@ def test_ranks_that_share_a_template_count_each():
 
 
 @pytest.mark.parametrize("other", [box("w", dtype="BF16"), box("w", 9), matrix((0, 0), (4, 6))])
-def test_of_a_tensor_on_which_ranks_do_not_agree_nothing_is_believed(other):
+def test_a_tensor_with_contradictory_shapes_or_types_is_refused(other):
     sources = sources_of([[box("w")], [other]])
     with pytest.raises(MissingStateError, match="in the checkpoint"):
         read_plan([box("w")], sources, PLACE, held=held(sources, 0))
 
 
-def test_of_a_tensor_of_two_shapes_nothing_is_believed_though_there_is_not_too_much():
-    mine = run(box("w"), 0, 4)
-    sources = sources_of([[mine], [run(box("w", 9), 4, 8)]])
+def test_a_tensor_of_two_shapes_is_refused_even_without_an_excess():
+    half = run(box("w"), 0, 4)
+    sources = sources_of([[half], [run(box("w", 9), 4, 8)]])
     assert held(sources, 0) == Held(0, {})
     with pytest.raises(MissingStateError, match="in the checkpoint"):
-        read_plan([mine], sources, PLACE, held=held(sources, 0))
+        read_plan([half], sources, PLACE, held=held(sources, 0))
 
 
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("field", ["global_shape", "shape", "numel", "byte_offset"])
-def test_a_template_that_cannot_be_is_refused_even_if_it_is_what_is_wanted(number, field):
+def test_an_impossible_template_is_refused_even_if_it_is_wanted(number, field):
     sound = source(0, [matrix((0, 0), (4, 6))])
     value = number if field in ("numel", "byte_offset") else (number, 6)
     item = msgspec.structs.replace(sound.template.items[0], **{field: value})

@@ -1,4 +1,4 @@
-"""Boxes stay inside their tensors, ranges inside their boxes, and replicas share out evenly."""
+"""Pieces: boxes stay inside tensors, ranges inside boxes, and replicas have equal shares."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_equal_shares_cover_every_element_once(tensors, count):
 
 
 @given(sizes, counts)
-def test_replicas_agree_on_every_cut_without_talking(tensors, count):
-    for mine, next_one in pairwise(shares(tensors, count)):
-        assert [end for _, end in mine] == [start for start, _ in next_one]
+def test_replicas_compute_the_same_shares_without_communication(tensors, count):
+    for share, next_share in pairwise(shares(tensors, count)):
+        assert [end for _, end in share] == [start for start, _ in next_share]
 
 
 @given(sizes, counts)
-@example([(2, 8), (11, 1)], 3)  # 16, 2 and 9 bytes: as uneven as it gets
-def test_every_share_is_less_than_one_element_away_from_the_mean(tensors, count):
+@example([(2, 8), (11, 1)], 3)  # 16, 2 and 9 bytes: the most uneven shares
+def test_every_share_differs_from_the_mean_by_less_than_one_element(tensors, count):
     total = sum(numel * size for numel, size in tensors)
     widest = max((size for _, size in tensors), default=1)
     for share in shares(tensors, count):
@@ -71,7 +71,7 @@ def test_a_single_replica_writes_everything(tensors):
     assert equal_shares(tensors, 1, 0) == [(0, numel) for numel, _ in tensors]
 
 
-def test_more_replicas_than_elements_leaves_some_with_nothing():
+def test_surplus_replicas_have_empty_shares():
     ranges = [equal_shares([(2, 4)], 5, index)[0] for index in range(5)]
     assert sorted(end - start for start, end in ranges) == [0, 0, 0, 1, 1]
 
@@ -104,7 +104,7 @@ def test_a_box_inside_its_tensor_with_a_range_inside_the_box_is_accepted(piece):
         ({"dtype": "F12"}, "'F12' cannot be stored; known: F64"),
     ],
 )
-def test_a_piece_that_contradicts_itself_is_refused(change, complaint):
+def test_an_inconsistent_piece_is_refused(change, complaint):
     with pytest.raises(LayoutError, match=complaint):
         msgspec.structs.replace(PIECE, **change).check()
 
@@ -115,7 +115,7 @@ def test_nbytes_is_elements_times_element_size(piece, dtype):
     assert piece.nbytes == piece.numel * ITEMSIZE[dtype]
 
 
-def test_pieces_of_one_box_that_differ_in_their_range_share_its_identity():
+def test_pieces_with_other_ranges_of_one_box_share_its_identity():
     other_range = msgspec.structs.replace(PIECE, start=0, end=1)
     assert other_range.box == PIECE.box
     for field, value in (
@@ -132,7 +132,7 @@ def test_pieces_of_one_box_that_differ_in_their_range_share_its_identity():
     count=st.integers(1, 30),
     turn=st.integers(0, 100),
 )
-def test_writers_are_spread_over_nodes_as_evenly_as_their_replicas_allow(nodes, count, turn):
+def test_writers_are_spread_evenly_over_the_nodes_of_their_replicas(nodes, count, turn):
     writers = spread_over_nodes(nodes, count, turn)
     assert writers == sorted(set(writers))
     assert len(writers) == min(count, len(nodes))
@@ -144,7 +144,7 @@ def test_writers_are_spread_over_nodes_as_evenly_as_their_replicas_allow(nodes, 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_groups_on_the_same_nodes_give_all_nodes_equal_work(count):
-    """TP8 inside of 4 nodes: every group has a replica on each node."""
+    """With TP8 on 4 nodes, every group has a replica on each node."""
     nodes = range(4)
     of_node = collections.Counter(
         writer for group in range(8) for writer in spread_over_nodes(nodes, count, group)
@@ -152,7 +152,7 @@ def test_groups_on_the_same_nodes_give_all_nodes_equal_work(count):
     assert [of_node[node] for node in nodes] == [8 * min(count, 4) // 4] * 4
 
 
-def test_replicas_of_one_node_write_only_when_every_node_has_a_writer():
+def test_a_node_has_two_writers_only_if_every_node_has_one():
     nodes = ["a", "a", "a", "b", "b", "c"]
     assert spread_over_nodes(nodes, 2, turn=0) == [0, 3]
     assert spread_over_nodes(nodes, 3, turn=0) == [0, 3, 5]

@@ -1,7 +1,7 @@
-"""Read plans fill every wanted element exactly once, whatever cut it was stored in, and one error
-names all that cannot be filled.
+"""Read plans: they fill every wanted element exactly once from any shards, or fail with one error.
 
-The oracle is brute force: global tensors in numpy, cut and copied element by element.
+The error names everything that cannot be filled. The tests compare with a brute-force copy of
+global numpy tensors, element by element.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def assert_filled(
     wanted: list[Piece],
     resizable: Sequence[int] = (),
 ) -> ReadPlan:
-    """Assert that the plan for `wanted` brings just the right bytes, each element once."""
+    """Assert that the plan for `wanted` reads exactly the right bytes, each element once."""
     plan = read_plan(wanted, sources_of(ranks), PLACE, resizable=resizable)
-    found, times = carry_out(plan, wanted, files_of(tensors, ranks))
-    assert found == [content(tensors, piece) for piece in wanted]
+    filled, times = carry_out(plan, wanted, files_of(tensors, ranks))
+    assert filled == [content(tensors, piece) for piece in wanted]
     for index, (piece, count) in enumerate(zip(wanted, times, strict=True)):
         assert count.max(initial=0) <= 1
-        # What stays zero is said to.
+        # The plan lists the pieces that stay zero.
         assert (count.sum() < piece.numel) == (index in plan.padded)
     return plan
 
@@ -96,7 +96,7 @@ def matrix(offset: Shape, shape: Shape, global_shape: Shape = (4, 6)) -> Piece:
 
 @st.composite
 def tensors_drawn(draw: st.DrawFn) -> tuple[Tensors, list[Piece]]:
-    """Global tensors, and each of them as a whole piece; empty ones and scalars among them."""
+    """Draw global tensors, some empty or scalar, and a piece of each whole tensor."""
     tensors, wholes = {}, []
     names = st.tuples(kinds, st.sampled_from("abc"))
     for kind, key in draw(st.lists(names, unique=True, min_size=1, max_size=3)):
@@ -109,7 +109,7 @@ def tensors_drawn(draw: st.DrawFn) -> tuple[Tensors, list[Piece]]:
 
 @st.composite
 def cuts(draw: st.DrawFn, wholes: list[Piece], ranks: int) -> list[list[Piece]]:
-    """Every element of `wholes` on one rank: tensors cut into boxes, each box into ranges."""
+    """Draw shards of `wholes`: boxes of tensors, ranges of boxes, each range on one rank."""
     by_rank: list[list[Piece]] = [[] for _ in range(ranks)]
     for piece in wholes:
         for offset, shape in draw(tilings(piece.global_shape)):
@@ -118,7 +118,7 @@ def cuts(draw: st.DrawFn, wholes: list[Piece], ranks: int) -> list[list[Piece]]:
             ends = [*sorted(draw(points)), part.end]
             order = draw(st.permutations(range(ranks)))
             for rank, start, end in zip(order, [0, *ends[:-1]], ends, strict=True):
-                # A rank may have nothing of a tensor, or say so.
+                # A rank without elements of a tensor has an empty piece or none.
                 if start < end or not part.numel or draw(st.booleans()):
                     by_rank[rank].append(run(part, start, end))
     return [in_layout_order(pieces) for pieces in by_rank]
@@ -126,7 +126,7 @@ def cuts(draw: st.DrawFn, wholes: list[Piece], ranks: int) -> list[list[Piece]]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(1, 4), st.integers(1, 3))
-def test_any_cut_reads_back_from_any_other(data, drawn, saved_by, loaded_by):
+def test_any_shards_can_be_read_as_any_other_shards(data, drawn, saved_by, loaded_by):
     tensors, wholes = drawn
     stored = data.draw(cuts(wholes, saved_by))
     for wanted in data.draw(cuts(wholes, loaded_by)):
@@ -135,7 +135,7 @@ def test_any_cut_reads_back_from_any_other(data, drawn, saved_by, loaded_by):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), sizes, sizes)
-def test_a_model_saved_under_any_sizes_fills_any_rank_under_any_other(data, saved, loaded):
+def test_a_model_of_any_parallel_sizes_fills_any_rank_of_any_others(data, saved, loaded):
     tensors = model_tensors(seed=3)
     rank = [data.draw(st.integers(0, n - 1)) for n in (loaded.tp, loaded.pp, loaded.ep, loaded.dp)]
     assert_filled(tensors, stored_by(saved), wanted_by(loaded, *rank))
@@ -155,7 +155,7 @@ def test_equal_shares_of_all_replicas_fill_one_whole_model(drawn, replicas, data
         for index in range(replicas)
     ]
     plan = assert_filled(tensors, data.draw(st.permutations(stored)), ordered)
-    # Of the same boxes nothing but the wanted bytes is read.
+    # From equal boxes, the plan reads only the wanted bytes.
     read = sum(read.nbytes for reads in plan.reads.values() for read in reads)
     assert read == sum(piece.nbytes for piece in ordered)
 
@@ -164,7 +164,7 @@ def test_equal_shares_of_all_replicas_fill_one_whole_model(drawn, replicas, data
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(16, 24), (24, 16), (3, 2), (2, 3), (1, 7)])
-def test_replicas_that_do_not_divide_each_other_share_the_optimizer_anew(saved_by, loaded_by):
+def test_optimizer_shards_fit_any_other_number_of_replicas(saved_by, loaded_by):
     tensors = model_tensors(seed=1)
     saved = Sizes(1, 1, 1, saved_by, grouped=False, distributed=True)
     loaded = Sizes(1, 1, 1, loaded_by, grouped=False, distributed=True)
@@ -186,7 +186,7 @@ def test_one_local_range_of_fused_swiglu_is_two_global_runs():
             whole("fc1", "weight", "BF16", (16, 3), (half + n * tp, 0), (n, 3)) for half in (0, 8)
         ]
 
-    # A replica's range goes from the middle of the gate to the middle of the up projection.
+    # A replica's range spans from the middle of the gate to the middle of the up projection.
     stored = [laid_end_to_end(local(tp, 2), *cut) for tp in (0, 1) for cut in ((0, 7), (7, 24))]
     assert [len(pieces) for pieces in stored] == [1, 2, 1, 2]
     for ranks in (1, 2, 4):
@@ -199,7 +199,7 @@ def test_one_local_range_of_fused_swiglu_is_two_global_runs():
 @pytest.mark.parametrize("saved_grouped", [False, True])
 @pytest.mark.parametrize("loaded_grouped", [False, True])
 @pytest.mark.parametrize(("saved_ep", "loaded_ep"), [(1, 4), (2, 1), (4, 2)])
-def test_experts_are_the_same_one_by_one_or_grouped(
+def test_single_and_grouped_experts_are_interchangeable(
     saved_grouped, loaded_grouped, saved_ep, loaded_ep
 ):
     tensors = model_tensors(seed=2)
@@ -222,12 +222,12 @@ def test_tied_embeddings_are_saved_once_and_wanted_by_two_stages():
         wanted = [p for p in wanted_by(loaded, 1, stage, 0, 0) if p.key == "embedding"]
         assert {piece.kind for piece in wanted} == {"weight", "master", "exp_avg", "fp8"}
         assert_filled(tensors, stored_by(saved), wanted)
-    # Both copies on one rank (one stage that does not tie them): each is filled.
+    # Both copies on one rank, a stage that does not tie them: both are filled.
     twice = [p for p in local_boxes(loaded, 0, 0, 0, writes=True) if p.key == "embedding"] * 2
     assert_filled(tensors, stored_by(saved), twice)
 
 
-def test_a_tensor_without_elements_must_be_there_and_needs_no_bytes():
+def test_an_empty_tensor_must_be_stored_but_needs_no_bytes():
     empty = whole("w", "weight", "F32", (0, 3), (0, 0), (0, 3))
     assert read_plan([empty], sources_of([[empty]]), PLACE) == ReadPlan({}, ())
     assert problems([empty], [[box("v")]]) == [
@@ -235,7 +235,7 @@ def test_a_tensor_without_elements_must_be_there_and_needs_no_bytes():
     ]
 
 
-def test_a_plan_names_source_bytes_and_the_elements_that_they_are():
+def test_a_plan_names_the_source_bytes_and_their_elements():
     weight = box("w")
     stored = [[box("other", 2), run(weight, 0, 5)], [run(weight, 5, 8)]]
     wanted = [box("other", 2), run(weight, 3, 7)]
@@ -245,23 +245,23 @@ def test_a_plan_names_source_bytes_and_the_elements_that_they_are():
     }
 
 
-def test_columns_are_read_with_what_lies_between_them_and_nothing_before_or_after():
+def test_columns_are_read_from_the_first_to_the_last_wanted_element():
     plan = read_plan([matrix((1, 2), (2, 2))], sources_of([[matrix((0, 0), (4, 6))]]), PLACE)
     # From row 1, column 2 to row 2, column 3.
     assert plan.reads == {0: [Read(4 * 8, 4 * 8, 0, Run((0, 0), (4, 6), 8, 16))]}
 
 
-def test_reads_of_a_file_come_in_its_order():
+def test_reads_follow_the_order_of_the_file():
     stored = [[box("a"), box("b"), box("c")]]
     plan = read_plan([box("c"), box("a"), box("b")], sources_of(stored), PLACE)
     assert [read.wanted for read in plan.reads[0]] == [1, 2, 0]
 
 
-def test_nothing_wanted_reads_nothing():
+def test_a_plan_without_wanted_pieces_reads_nothing():
     assert read_plan([], [source(0, [box("w")])], PLACE) == ReadPlan({}, ())
 
 
-def test_an_empty_range_needs_no_bytes_but_its_tensor_must_be_there():
+def test_an_empty_range_needs_no_bytes_but_its_tensor_must_be_stored():
     assert read_plan([run(box("w"), 3, 3)], [source(0, [box("w")])], PLACE).reads == {}
     (line,) = problems([run(box("v"), 3, 3)], [[box("w")]])
     assert line == "weight/v: not in the checkpoint; the model has shape (8,)"
@@ -272,23 +272,23 @@ def test_an_empty_range_needs_no_bytes_but_its_tensor_must_be_there():
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.integers(1, 3))
-def test_another_vocabulary_padding_is_cut_off_or_filled_with_zeros(
+def test_other_vocabulary_padding_is_cut_off_or_filled_with_zeros(
     data, stored_rows, wanted_rows, saved_by, loaded_by
 ):
-    """As Megatron's `allow_shape_mismatch`: zeros first, then what both tensors have."""
+    """Megatron's `allow_shape_mismatch` also writes zeros first, then the common elements."""
     tensors: Tensors = {("weight", "w"): random_tensor((stored_rows, 2), "F32", 0)}
     stored = data.draw(cuts([matrix((0, 0), (stored_rows, 2), (stored_rows, 2))], saved_by))
     for wanted in data.draw(cuts([matrix((0, 0), (wanted_rows, 2), (wanted_rows, 2))], loaded_by)):
         assert_filled(tensors, stored, wanted, resizable=range(len(wanted)))
 
 
-def test_a_rank_that_holds_nothing_but_padding_reads_nothing():
+def test_a_rank_with_only_padding_reads_nothing():
     stored = [[matrix((0, 0), (4, 6))]]
     plan = read_plan([matrix((4, 0), (4, 6), (8, 6))], sources_of(stored), PLACE, resizable=[0])
     assert plan == ReadPlan({}, (0,))
 
 
-def test_only_pieces_that_may_have_another_size_may():
+def test_only_resizable_pieces_may_have_another_size():
     wanted = [matrix((0, 0), (5, 6), (5, 6))]
     (line,) = problems(wanted, [[matrix((0, 0), (4, 6))]])
     assert line == "weight/w: (4, 6) F32 in the checkpoint, (5, 6) F32 in the model"
@@ -302,23 +302,23 @@ def test_only_pieces_that_may_have_another_size_may():
     ],
     ids=["other axes", "other type"],
 )
-def test_a_tensor_of_another_size_must_have_the_same_axes_and_type(stored):
+def test_a_resized_tensor_must_have_the_same_axes_and_type(stored):
     (line,) = problems([matrix((0, 0), (5, 6), (5, 6))], [[stored]], resizable=[0])
     assert line.endswith(" in the checkpoint, (5, 6) F32 in the model")
 
 
-def test_a_gap_in_a_tensor_of_another_size_is_noticed():
+def test_a_gap_in_a_resized_tensor_is_an_error():
     stored = [[run(matrix((0, 0), (4, 6)), 0, 23)]]
     wanted = matrix((0, 0), (5, 6), (5, 6))
     (line,) = problems([wanted], stored, resizable=[0])
     assert line == "weight/w: elements 0 to 30 of the box at (0, 0) are not stored exactly once"
 
 
-# ---------------------------------------------------------------------- what is not as it should be
+# ---------------------------------------------------------------------- inconsistent shards
 
 
 def runs_of(stored):
-    """One of the runs that hold something, as rank and position; there must be one."""
+    """Return a strategy for a non-empty run, as rank and position."""
     runs = [(rank, n) for rank, held in enumerate(stored) for n, it in enumerate(held) if it.numel]
     assume(runs)
     return st.sampled_from(runs)
@@ -326,7 +326,7 @@ def runs_of(stored):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(2, 4))
-def test_a_run_left_out_or_stored_twice_is_always_noticed(data, drawn, ranks):
+def test_a_missing_or_doubled_run_is_always_an_error(data, drawn, ranks):
     _, wholes = drawn
     stored = data.draw(cuts(wholes, ranks))
     rank, position = data.draw(runs_of(stored))
@@ -342,7 +342,7 @@ def test_a_run_left_out_or_stored_twice_is_always_noticed(data, drawn, ranks):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn())
-def test_an_element_stored_twice_in_two_different_boxes_is_noticed(data, drawn):
+def test_an_element_stored_in_two_boxes_is_an_error(data, drawn):
     _, wholes = drawn
     piece = data.draw(st.sampled_from(wholes))
     if not piece.numel:
@@ -357,8 +357,8 @@ def test_an_element_stored_twice_in_two_different_boxes_is_noticed(data, drawn):
 
 
 @pytest.mark.parametrize("element", [(0, 1), (1, 0), (3, 5)])
-def test_a_gap_is_not_made_up_for_by_an_element_that_is_there_twice(element):
-    """As many elements as wanted, none of them stored twice in the same box."""
+def test_an_element_stored_twice_does_not_hide_a_gap(element):
+    """The stored elements are as many as the wanted ones, and no box stores an element twice."""
     stored = [[run(matrix((0, 0), (4, 6)), 1, 24)], [matrix(element, (1, 1))]]
     (line,) = problems([matrix((0, 0), (4, 6))], stored)
     assert line == "weight/w: elements 0 to 24 of the box at (0, 0) are not stored exactly once"
@@ -372,11 +372,11 @@ def test_a_gap_is_not_made_up_for_by_an_element_that_is_there_twice(element):
         [(1, 8)],
         [(0, 5), (4, 8)],
         [(0, 8), (3, 4)],
-        [(0, 4), (0, 4)],  # as many elements as wanted
+        [(0, 4), (0, 4)],  # the number of elements is right
         [],
     ],
 )
-def test_gaps_and_overlaps_name_the_elements_that_were_wanted(stored):
+def test_gaps_and_overlaps_name_the_wanted_elements(stored):
     weight = box("w")
     (line,) = problems([weight], [[run(weight, 0, 0)], *([run(weight, *r)] for r in stored)])
     assert line == "weight/w: elements 0 to 8 of the box at (0,) are not stored exactly once"
@@ -389,12 +389,12 @@ def test_a_gap_or_overlap_outside_the_wanted_range_does_not_matter():
     assert plan.reads == {2: [Read(4, 16, 0, Run((0,), (8,), 4, 8))]}
 
 
-def test_another_shape_names_both_shapes_and_types():
+def test_a_shape_mismatch_names_both_shapes_and_types():
     (line,) = problems([box("w", 8)], [[box("w", 9)]])
     assert line == "weight/w: (9,) F32 in the checkpoint, (8,) F32 in the model"
 
 
-def test_another_element_type_names_both():
+def test_a_type_mismatch_names_both_types():
     (line,) = problems([box("w", dtype="BF16")], [[box("w", dtype="F32")]])
     assert line == "weight/w: (8,) F32 in the checkpoint, (8,) BF16 in the model"
 
@@ -405,17 +405,17 @@ def test_another_element_type_names_both():
     ids=["type", "size", "axes"],
 )
 @pytest.mark.parametrize("start", [0, 4, 8])
-def test_ranks_that_contradict_each_other_are_not_mixed(other, start):
+def test_ranks_with_contradictory_shapes_or_types_are_not_mixed(other, start):
     weight = box("w")
-    # Whether or not one of them has all of it.
+    # One rank may hold the whole tensor.
     (line,) = problems([weight], [[run(weight, 0, start)], [run(other, 4, 8)]])
     if other.global_shape == weight.global_shape:
         types = "BF16, F32" if start else "BF16"
         place = "elements 0 to 8 of the box at (0,)"
         assert line == f"weight/w: {place} are {types} in the checkpoint, F32 in the model"
         return
-    said = sorted([((8,), "F32"), (other.global_shape, other.dtype)])
-    known = ", ".join(f"{shape} {dtype}" for shape, dtype in said)
+    stored_as = sorted([((8,), "F32"), (other.global_shape, other.dtype)])
+    known = ", ".join(f"{shape} {dtype}" for shape, dtype in stored_as)
     assert line == f"weight/w: {known} in the checkpoint, (8,) F32 in the model"
 
 
@@ -424,7 +424,7 @@ def test_ranks_that_contradict_each_other_are_not_mixed(other, start):
 
 @st.composite
 def typed_regions(draw: st.DrawFn) -> list[Piece]:
-    """Regions that tile one tensor, each of a type of its own."""
+    """Draw regions that tile one tensor; every region has its own type."""
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
     types = st.sampled_from(["F32", "BF16", "U8"])
     return [
@@ -436,7 +436,7 @@ def typed_regions(draw: st.DrawFn) -> list[Piece]:
 
 @st.composite
 def typed_cuts(draw: st.DrawFn, regions: list[Piece], ranks: int) -> list[list[Piece]]:
-    """As `cuts`, of each region by itself: no box has elements of two types."""
+    """Draw `cuts` of each region separately, so no box has elements of two types."""
     by_rank: list[list[Piece]] = [[] for _ in range(ranks)]
     for region in regions:
         inner = msgspec.structs.replace(
@@ -452,13 +452,13 @@ def typed_cuts(draw: st.DrawFn, regions: list[Piece], ranks: int) -> list[list[P
 
 
 def by_type(piece: Piece) -> Piece:
-    """Return `piece` under the key that has the bytes of its type."""
+    """Return `piece` under the key of the tensor with its type."""
     return msgspec.structs.replace(piece, key=f"{piece.key} {piece.dtype}")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), typed_regions(), st.integers(1, 3), st.integers(1, 3))
-def test_each_box_is_read_in_its_own_type_under_any_cut(data, regions, saved_by, loaded_by):
+def test_each_box_is_read_in_its_own_type_from_any_shards(data, regions, saved_by, loaded_by):
     shape = regions[0].global_shape
     tensors = {
         ("weight", f"w {dtype}"): random_tensor(shape, dtype, 0) for dtype in ("F32", "BF16", "U8")
@@ -468,8 +468,8 @@ def test_each_box_is_read_in_its_own_type_under_any_cut(data, regions, saved_by,
     sources = sources_of(stored)
     for wanted in [*stored, *data.draw(typed_cuts(regions, loaded_by))]:
         plan = read_plan(wanted, sources, PLACE)
-        found, times = carry_out(plan, wanted, files)
-        assert found == [content(tensors, by_type(piece)) for piece in wanted]
+        filled, times = carry_out(plan, wanted, files)
+        assert filled == [content(tensors, by_type(piece)) for piece in wanted]
         assert all(count.max(initial=0) <= 1 for count in times)
         for rank in range(saved_by):
             held = held_once(sources[rank], stored_tensors(sources))
@@ -480,7 +480,7 @@ def layer(number: int, dtype: str) -> Piece:
     return whole("norm", "weight", dtype, (4, 8), (number, 0), (1, 8))
 
 
-def test_a_layer_that_is_wanted_in_another_type_is_named():
+def test_a_layer_wanted_in_another_type_is_named():
     stored = [[layer(0, "F32"), layer(1, "BF16")], [layer(2, "BF16"), layer(3, "BF16")]]
     place = "weight/norm: elements 0 to 8 of the box at"
     assert problems([layer(0, "BF16"), layer(3, "F32"), layer(1, "BF16")], stored) == [
@@ -498,7 +498,7 @@ def test_a_box_over_layers_of_several_types_is_named():
     )
 
 
-def test_states_of_ranks_have_a_size_of_their_own():
+def test_rank_states_may_have_different_sizes():
     def state(rank: int, nbytes: int) -> Piece:
         return whole("rank_state", "rank_state", "U8", (3, nbytes), (rank, 0), (1, nbytes))
 
@@ -510,7 +510,7 @@ def test_states_of_ranks_have_a_size_of_their_own():
     }
 
 
-def test_one_kind_does_not_stand_in_for_another():
+def test_a_kind_does_not_replace_another():
     (line,) = problems([box("w", kind="exp_avg")], [[box("w", kind="exp_avg_sq")]])
     assert line == "exp_avg/w: not in the checkpoint; the model has shape (8,)"
 
@@ -531,19 +531,19 @@ def test_every_difference_is_named_in_one_error():
     ]
 
 
-def test_a_difference_that_many_layers_share_is_said_once():
+def test_a_difference_of_many_layers_is_reported_once():
     layers = [whole("w", "weight", "F32", (4, 2), (n, 0), (1, 2)) for n in range(4)]
     assert len(problems(layers, [[box("other")]])) == 1
 
 
-def test_superfluous_names_are_differences_even_if_all_that_is_wanted_is_there():
+def test_unexpected_tensors_are_differences_even_if_none_is_missing():
     assert missing_state(PLACE, (), ("weight/z", "master/a")).differences == (
         "master/a: in the checkpoint, not in the model",
         "weight/z: in the checkpoint, not in the model",
     )
 
 
-def test_superfluous_lists_what_is_stored_but_not_wanted_of_these_kinds():
+def test_superfluous_lists_the_unexpected_tensors_of_these_kinds():
     stored = [
         source(0, [box("w"), box("v"), box("w", kind="exp_avg")]),
         source(1, [box("u"), box("v", kind="rank_state", dtype="U8")]),
@@ -554,7 +554,7 @@ def test_superfluous_lists_what_is_stored_but_not_wanted_of_these_kinds():
     assert superfluous({w, v, u}, stored, {"weight"}) == set()
 
 
-def test_an_absent_key_reads_as_text_and_is_also_a_key_error():
+def test_a_missing_key_is_a_key_error_with_readable_text():
     with pytest.raises(KeyError) as caught:
         read_plan([box("w")], [], PLACE)
     assert str(caught.value).startswith(f"{PLACE} does not hold")
@@ -574,7 +574,7 @@ def assert_refused(sources: list[Source], wanted: list[Piece]) -> None:
 
 @pytest.mark.parametrize("number", [*HUGE, 5])
 @pytest.mark.parametrize("position", range(3))
-def test_a_placement_outside_of_the_tensor_is_refused(number, position):
+def test_a_placement_outside_the_tensor_is_refused(number, position):
     sound = source(1, [run(matrix((2, 0), (2, 6)), 0, 12)])
     placement = list(sound.placement)
     placement[position] = number
@@ -583,8 +583,8 @@ def test_a_placement_outside_of_the_tensor_is_refused(number, position):
 
 
 @pytest.mark.parametrize("wanted_same_box", [True, False])
-def test_a_range_that_goes_on_beyond_its_box_does_not_stand_for_the_next_rows(wanted_same_box):
-    """By its length alone [6, 18) of a box of 12 elements would reach into rows that follow."""
+def test_a_range_beyond_its_box_does_not_cover_the_next_rows(wanted_same_box):
+    """Range [6, 18) of a box of 12 elements would extend into the following rows."""
     sound = source(0, [run(matrix((0, 0), (2, 6)), 0, 12)])
     wanted = run(matrix((0, 0), (2, 6)), 6, 12) if wanted_same_box else matrix((1, 0), (2, 6))
     assert_refused([sound._replace(placement=(0, 0, 6))], [wanted])
@@ -592,13 +592,13 @@ def test_a_range_that_goes_on_beyond_its_box_does_not_stand_for_the_next_rows(wa
 
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("field", ["global_shape", "shape", "numel", "byte_offset"])
-def test_a_template_that_cannot_be_is_refused(number, field):
+def test_an_impossible_template_is_refused(number, field):
     piece = matrix((0, 0), (4, 6))
     sound = source(0, [piece])
     value = number if field in ("numel", "byte_offset") else (number, 6)
     item: TemplateItem = msgspec.structs.replace(sound.template.items[0], **{field: value})
     forged = msgspec.structs.replace(sound.template, items=(item,))
-    # A model that is as large as the forged tensor is still told no.
+    # The template is refused even if the model has the forged shape.
     for global_shape in {piece.global_shape, item.global_shape}:
         wanted = msgspec.structs.replace(piece, global_shape=global_shape)
         assert_refused([sound._replace(template=forged)], [wanted])
@@ -624,8 +624,8 @@ def test_a_placement_of_another_length_is_refused(placement):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(HUGE) | st.integers(-8, 30))
-def test_whatever_a_placement_says_the_plan_stays_within_the_stored_runs(data, number):
-    """Either an error, or reads that lie in what the rank says it stores."""
+def test_with_any_placement_a_plan_stays_within_the_stored_runs(data, number):
+    """The plan fails, or its reads lie inside the runs that the rank stores."""
     piece = matrix((0, 0), (4, 6))
     stored = data.draw(cuts([piece], 2))
     sources = sources_of(stored)

@@ -1,7 +1,7 @@
-"""What two runs have in common, against an oracle that numbers the elements of the global tensor.
+"""Common elements of two runs, compared with a brute-force computation.
 
-The oracle cuts boxes and ranges out of a numpy array of distinct numbers; equal number, equal
-element.
+The computation cuts boxes and ranges out of a numpy array of distinct numbers, so equal numbers are
+equal elements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def elements(run: Run, tensor: np.ndarray) -> np.ndarray:
 
 @st.composite
 def boxes(draw: st.DrawFn, global_shape: Shape) -> Box:
-    """Any box; often whole along an axis, as parallelism leaves most axes."""
+    """Draw any box, often whole along an axis, because parallelism leaves most axes whole."""
     offset, shape = [], []
     for size in global_shape:
         low, n = 0, size
@@ -70,36 +70,36 @@ pairs = global_shapes.flatmap(lambda shape: st.tuples(st.just(shape), runs(shape
 
 
 @given(global_shapes.flatmap(runs))
-def test_a_range_is_at_most_twice_its_axes_less_one_disjoint_boxes(run):
+def test_a_range_of_n_axes_is_at_most_2n_minus_1_disjoint_boxes(run):
     tensor = numbered(run.shape)
-    found = list(blocks(run.shape, run.start, run.end))
-    assert len(found) <= max(2 * len(run.shape) - 1, 1)
-    assert all(math.prod(shape) for _, shape in found)
-    inside = [elements(Run(*block, 0, math.prod(block[1])), tensor) for block in found]
-    # In order and without repetition: disjoint, and the whole range.
+    parts = list(blocks(run.shape, run.start, run.end))
+    assert len(parts) <= max(2 * len(run.shape) - 1, 1)
+    assert all(math.prod(shape) for _, shape in parts)
+    inside = [elements(Run(*block, 0, math.prod(block[1])), tensor) for block in parts]
+    # The elements are in order without repetition: disjoint boxes, and the whole range.
     assert [n for part in inside for n in part.tolist()] == list(range(run.start, run.end))
 
 
-def test_the_worst_range_takes_that_many_boxes():
+def test_the_worst_range_reaches_this_bound():
     assert len(list(blocks((3, 3, 3, 3), 1, 80))) == 7
 
 
 @given(st.data(), global_shapes)
-def test_boxes_intersect_in_the_box_of_what_is_in_both(data, global_shape):
+def test_the_intersection_of_boxes_holds_their_common_elements(data, global_shape):
     one, other = data.draw(boxes(global_shape)), data.draw(boxes(global_shape))
     tensor = numbered(global_shape)
-    found = intersection(one, other)
+    common = intersection(one, other)
     both = np.intersect1d(*(elements(Run(*b, 0, math.prod(b[1])), tensor) for b in (one, other)))
-    assert (found is None) == (both.size == 0)
-    if found is not None:
-        np.testing.assert_array_equal(elements(Run(*found, 0, math.prod(found[1])), tensor), both)
+    assert (common is None) == (both.size == 0)
+    if common is not None:
+        np.testing.assert_array_equal(elements(Run(*common, 0, math.prod(common[1])), tensor), both)
 
 
 # ---------------------------------------------------------------------- two runs
 
 
 def copied(source: np.ndarray, target: np.ndarray, region: Region) -> None:
-    """Carry out one region, bounds checked."""
+    """Copy one region with checked bounds."""
     there = _view(source, region.shape, region.source_start, region.source_strides)
     _view(target, region.shape, region.target_start, region.target_strides)[...] += there + 1
 
@@ -113,11 +113,11 @@ def _view(flat: np.ndarray, shape: Shape, start: int, strides: Shape) -> np.ndar
 
 @settings(max_examples=300)
 @given(pairs)
-def test_regions_copy_the_common_elements_each_once_and_nothing_else(pair):
+def test_regions_copy_exactly_the_common_elements_once(pair):
     global_shape, stored, wanted = pair
     tensor = numbered(global_shape)
     source = elements(stored, tensor)
-    # Additions start at zero, so an element that is copied twice is a wrong number.
+    # Additions start at zero, so an element copied twice has a wrong number.
     target = np.zeros(wanted.end - wanted.start, dtype=np.int64)
     for region in regions(stored, wanted):
         copied(source.copy(), target, region)
@@ -126,22 +126,22 @@ def test_regions_copy_the_common_elements_each_once_and_nothing_else(pair):
 
 
 @given(pairs)
-def test_overlap_is_how_many_elements_are_common_and_between_which_they_lie(pair):
+def test_an_overlap_counts_and_bounds_the_common_elements(pair):
     global_shape, stored, wanted = pair
     tensor = numbered(global_shape)
     is_wanted = np.isin(elements(stored, tensor), elements(wanted, tensor))
-    found = overlap(stored, wanted)
-    assert found.numel == is_wanted.sum()
-    if found.numel:
+    result = overlap(stored, wanted)
+    assert result.numel == is_wanted.sum()
+    if result.numel:
         (places,) = np.nonzero(is_wanted)
-        assert (found.low, found.high) == (
+        assert (result.low, result.high) == (
             stored.start + places[0],
             stored.start + places[-1] + 1,
         )
 
 
 @given(pairs)
-def test_what_lies_without_a_gap_on_both_sides_is_one_region(pair):
+def test_elements_without_a_gap_on_both_sides_are_one_region(pair):
     global_shape, stored, wanted = pair
     tensor = numbered(global_shape)
     source, target = elements(stored, tensor), elements(wanted, tensor)
@@ -154,7 +154,7 @@ def test_what_lies_without_a_gap_on_both_sides_is_one_region(pair):
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "found"),
+    ("stored", "wanted", "region"),
     [
         pytest.param(
             Run((0, 0), (4, 6), 3, 20),
@@ -203,12 +203,12 @@ def test_what_lies_without_a_gap_on_both_sides_is_one_region(pair):
         ),
     ],
 )
-def test_a_region_has_no_more_axes_than_it_needs(stored, wanted, found):
-    assert regions(stored, wanted) == [found]
+def test_a_region_has_no_more_axes_than_it_needs(stored, wanted, region):
+    assert regions(stored, wanted) == [region]
 
 
-def test_the_ends_of_two_rows_are_one_stretch_only_if_they_are_on_both_sides():
-    """In the source the rest of a row is followed by the next one, in the target by a gap."""
+def test_rows_are_one_region_only_if_adjacent_on_both_sides():
+    """Behind the rest of a row, the source has the next row and the target has a gap."""
     stored, wanted = Run((0, 0), (2, 3), 1, 6), Run((0, 0), (2, 6), 0, 12)
     assert regions(stored, wanted) == [
         Region((2,), 0, (1,), 1, (1,)),
@@ -229,7 +229,7 @@ def test_the_hull_of_columns_begins_and_ends_with_a_wanted_element():
         pytest.param(Run((0, 3), (2, 0), 0, 0), id="a box of no elements"),
     ],
 )
-def test_runs_of_other_elements_have_nothing_in_common(wanted):
+def test_runs_of_different_elements_do_not_overlap(wanted):
     stored = Run((0, 0), (2, 6), 0, 7)
     assert regions(stored, wanted) == []
     assert overlap(stored, wanted).numel == 0

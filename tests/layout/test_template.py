@@ -1,4 +1,4 @@
-"""Layouts are aligned without gaps; fingerprints tell all that differs; templates are shared."""
+"""Layouts without gaps, fingerprints that differ if any field differs, and shared templates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGES = {
 
 
 class Store(dict[str, bytes]):
-    """The agent's template store, as far as a plan cache sees it."""
+    """A stand-in for the agent's template store, with the functions that a plan cache calls."""
 
     def cache(self) -> PlanCache:
         return PlanCache(self.get, self.__setitem__)
@@ -48,7 +48,7 @@ def alignment_of(number: int) -> int:
 
 
 @given(st.lists(pieces(), max_size=8))
-def test_order_is_a_stable_permutation_with_what_keeps_the_rest_aligned_first(unordered):
+def test_the_order_is_a_stable_permutation_by_falling_alignment(unordered):
     positions = order(unordered)
     assert sorted(positions) == list(range(len(unordered)))
     ranked = [
@@ -59,7 +59,7 @@ def test_order_is_a_stable_permutation_with_what_keeps_the_rest_aligned_first(un
 
 
 @given(st.lists(st.lists(pieces(), max_size=4), max_size=4))
-def test_the_order_that_is_kept_is_that_of_the_pieces_at_hand(calls):
+def test_a_cached_order_is_that_of_the_given_pieces(calls):
     plans = PlanCache()
     for unordered in [*calls, *calls[::-1]]:
         assert plans.order(list(unordered)) == order(unordered)
@@ -67,11 +67,11 @@ def test_the_order_that_is_kept_is_that_of_the_pieces_at_hand(calls):
         changing = list(calls[0])
         plans.order(changing)
         changing.append(Piece("new", "weight", "F64", (8,), (0,), (8,), 0, 8))
-        assert plans.order(changing) == order(changing), "a list that has grown since"
+        assert plans.order(changing) == order(changing), "the list has grown since the first call"
 
 
 @given(piece_lists)
-def test_tensors_lie_end_to_end_each_aligned_to_its_element_and_as_well_as_its_bytes(ordered):
+def test_tensors_lie_end_to_end_and_aligned(ordered):
     template = build_template(ordered, placed(ordered)[0])
     position = 0
     for item, piece in zip(template.items, ordered, strict=True):
@@ -84,7 +84,7 @@ def test_tensors_lie_end_to_end_each_aligned_to_its_element_and_as_well_as_its_b
 
 @settings(max_examples=50)
 @given(piece_lists)
-def test_a_layout_gives_back_the_pieces_that_it_was_made_of(ordered):
+def test_a_layout_gives_back_its_pieces(ordered):
     layout = layout_of(ordered)
     assert pieces_of(layout.template, layout.placement) == ordered
     assert layout.nbytes == sum(piece.nbytes for piece in ordered)
@@ -96,8 +96,8 @@ def test_a_placement_of_another_length_than_the_template_is_refused():
         pieces_of(layout.template, layout.placement[:2])
 
 
-def test_kinds_of_one_run_have_one_place():
-    """A large job's manifest consists of placements: of Adam's four kinds three say nothing new."""
+def test_kinds_of_one_run_share_one_place():
+    """A large job's manifest consists mostly of placements, which Adam's four kinds can share."""
     elsewhere = msgspec.structs.replace(PIECE, start=3, end=8)
     runs = [
         msgspec.structs.replace(run, kind=kind)
@@ -108,7 +108,9 @@ def test_kinds_of_one_run_have_one_place():
     assert layout.placement == (2, 2, 2, 2, 2, 3)
     assert [item.placed_at for item in layout.template.items] == 4 * [0, 3]
     another_key = msgspec.structs.replace(PIECE, key="other.w")
-    assert len(layout_of([PIECE, another_key]).placement) == 6, "chance must not make a template"
+    assert len(layout_of([PIECE, another_key]).placement) == 6, (
+        "pieces of two keys share no place by chance"
+    )
 
 
 def test_a_template_refuses_a_piece_that_leaves_its_tensor():
@@ -124,51 +126,51 @@ def test_tensor_names_are_unique_and_start_with_kind_and_key(pairs):
         assert name.rpartition("#")[0] == f"{kind}/{key}"
 
 
-def test_every_field_of_a_piece_has_a_case_below():
+def test_every_field_of_a_piece_has_a_case():
     assert set(CHANGES) == set(PIECE.__struct_fields__)
 
 
 def found_again(first, second):
-    """Whether the layout of `first` is also taken for that of `second`."""
+    """Return whether a cache gives the layout of `first` for `second` too."""
     cache = PlanCache()
     return cache.layout(first) is cache.layout(second)
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_a_layout_is_not_found_again_when_any_field_has_changed(field):
+def test_a_change_of_any_field_makes_another_layout(field):
     changed = msgspec.structs.replace(PIECE, **{field: CHANGES[field]})
     assert not found_again([PIECE], [changed])
     assert layout_of([changed]) != layout_of([PIECE])
 
 
 @pytest.mark.parametrize("field", [name for name in CHANGES if name != "offset"])
-def test_the_template_fingerprint_changes_with_all_but_the_place(field):
-    # `start` alone changes the element count too; start and end together: see below.
+def test_the_template_fingerprint_changes_with_every_field_but_the_offset(field):
+    # `start` alone also changes the element count; another test moves start and end together.
     changed = msgspec.structs.replace(PIECE, **{field: CHANGES[field]})
     assert layout_of([changed]).template_fingerprint != layout_of([PIECE]).template_fingerprint
 
 
 @settings(max_examples=50)
 @given(piece_lists, piece_lists)
-def test_a_layout_is_found_again_exactly_for_equal_pieces(one, other):
+def test_a_cached_layout_is_reused_exactly_for_equal_pieces(one, other):
     assert found_again(one, other) == (one == other)
     assert found_again(one, [msgspec.structs.replace(piece) for piece in one])
 
 
-def test_text_that_moves_from_one_field_to_its_neighbour_changes_the_fingerprint():
+def test_text_moved_to_the_next_field_changes_the_fingerprint():
     first = msgspec.structs.replace(PIECE, key="ab", kind="c")
     second = msgspec.structs.replace(PIECE, key="a", kind="bc")
     assert layout_of([first]).template_fingerprint != layout_of([second]).template_fingerprint
 
 
-def test_pieces_that_change_places_or_come_or_go_make_another_layout():
+def test_reordered_added_or_removed_pieces_make_another_layout():
     other = msgspec.structs.replace(PIECE, offset=(0, 0))
     assert not found_again([PIECE, other], [other, PIECE])
     assert not found_again([PIECE, other], [PIECE])
     assert not found_again([PIECE], [PIECE, other])
 
 
-def test_a_list_that_changes_later_does_not_change_what_its_layout_is_found_for():
+def test_a_later_change_of_the_list_leaves_the_cached_layout_alone():
     cache, pieces = PlanCache(), [PIECE]
     one = cache.layout(pieces)
     pieces.append(msgspec.structs.replace(PIECE, key="another"))
@@ -178,7 +180,7 @@ def test_a_list_that_changes_later_does_not_change_what_its_layout_is_found_for(
 
 @settings(max_examples=50)
 @given(st.lists(pieces().filter(lambda piece: piece.offset), max_size=6), st.integers(1, 9))
-def test_like_stages_share_the_template_but_not_the_layout(stage, rows):
+def test_equal_stages_share_the_template_but_not_the_layout(stage, rows):
     stage = [
         msgspec.structs.replace(piece, global_shape=(99, *piece.global_shape[1:]))
         for piece in stage
@@ -187,13 +189,15 @@ def test_like_stages_share_the_template_but_not_the_layout(stage, rows):
     next_stage = [moved(piece, rows) for piece in stage]
     store = Store()
     here, there = store.cache(), store.cache()
-    mine, theirs = here.layout(stage), there.layout(next_stage)
-    assert mine.template_fingerprint == theirs.template_fingerprint
-    assert mine.template == theirs.template == build_template(next_stage, placed(next_stage)[0])
-    assert (mine == theirs) == (not stage)
+    layout, next_layout = here.layout(stage), there.layout(next_stage)
+    assert layout.template_fingerprint == next_layout.template_fingerprint
+    assert (
+        layout.template == next_layout.template == build_template(next_stage, placed(next_stage)[0])
+    )
+    assert (layout == next_layout) == (not stage)
     assert here.counters == PlanCounters(misses=1)
     assert there.counters == PlanCounters(shared_hits=1)
-    assert pieces_of(theirs.template, theirs.placement) == next_stage
+    assert pieces_of(next_layout.template, next_layout.placement) == next_stage
 
 
 def test_ranges_of_equal_length_share_the_template_and_differ_in_their_start():
@@ -203,7 +207,7 @@ def test_ranges_of_equal_length_share_the_template_and_differ_in_their_start():
     assert one.placement != other.placement
 
 
-def test_the_same_pieces_are_a_local_hit_and_the_very_same_layout():
+def test_equal_pieces_are_a_local_hit_with_the_same_layout_object():
     store = Store()
     cache = store.cache()
     first = cache.layout([PIECE])
@@ -214,7 +218,7 @@ def test_the_same_pieces_are_a_local_hit_and_the_very_same_layout():
 
 @settings(max_examples=50)
 @given(piece_lists)
-def test_a_restarted_rank_has_its_plan_back_from_the_agent(ordered):
+def test_a_restarted_rank_gets_its_plan_from_the_agent(ordered):
     store = Store()
     before = store.cache().layout(ordered)
     restarted = store.cache()
@@ -230,7 +234,7 @@ def test_without_an_agent_every_new_layout_is_a_miss():
 
 
 @pytest.mark.parametrize("stored", [b"", b"\xc1", b"\x93\x01\x02\x03", b"not a template"])
-def test_what_the_agent_holds_but_cannot_be_read_is_a_miss_not_an_error(stored):
+def test_an_unreadable_template_of_the_agent_is_a_miss_not_an_error(stored):
     store = Store({layout_of([PIECE]).template_fingerprint: stored})
     cache = store.cache()
     layout = cache.layout([PIECE])
@@ -239,7 +243,7 @@ def test_what_the_agent_holds_but_cannot_be_read_is_a_miss_not_an_error(stored):
     assert store.cache().layout([PIECE]) == layout
 
 
-def test_old_layouts_make_room_and_are_found_again_at_the_agent():
+def test_evicted_layouts_are_fetched_again_from_the_agent():
     store = Store()
     cache = store.cache()
     stages = [[moved(PIECE, 0)], *([msgspec.structs.replace(PIECE, key=f"k{n}")] for n in range(8))]

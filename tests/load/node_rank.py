@@ -1,6 +1,7 @@
-"""A rank that reads once per node, as a program: `node_rank.py OPTIONS`, with torchrun's variables.
+"""A program that is one rank and reads once per node: `node_rank.py OPTIONS`.
 
-It prints what it got. Every call of its `read` appends the rank to a file, whatever follows.
+It expects torchrun's variables and prints the answer. Every call of its `read` first appends the
+rank to a file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
         while options.in_read == "await" and not (options.reads.parent / "go").exists():
             time.sleep(0.01)
         if options.in_read == "fork-and-hang" and os.fork() == 0:
-            # Lives longer than its parent, as the workers of a data loader may.
+            # The child survives its parent, as a data loader's worker may.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             print(os.getpid(), flush=True)
             time.sleep(600)

@@ -1,4 +1,4 @@
-"""A rank that cannot send, receive or place its bytes fails all ranks by name; on gloo ranks."""
+"""Failures of one rank in an exchange between gloo ranks: all ranks raise and name that rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_flashckpt.load.all_to_all import Stream, transfer
 
 RANKS = 2
 NBYTES = 64
-#: Four rounds of 16 bytes: after an error in the second one all ranks must join the others.
+#: Four rounds of 16 bytes. After an error in the second round all ranks must join the last two.
 ROOM, QUOTA = 32, 16
-#: Far less than the process group's timeout, which a rank that is left alone waits for.
+#: Far less than the process group's timeout, after which a collective without peers fails.
 DEADLINE_S = 15.0
 
 Take = Callable[[int, int, int, torch.Tensor], None]
 
 
 def exchanged(rank: int, take: Take) -> None:
-    """Send this rank's buffer to the other rank and `take` the other's. Collective."""
+    """Send this rank's buffer to the other rank; `take` receives that rank's bytes. Collective."""
     other = 1 - rank
     streams = {other: Stream([(0, NBYTES)])}
     own = torch.arange(NBYTES, dtype=torch.uint8) + rank
@@ -105,12 +105,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_all_ranks_raise_soon_and_name_the_rank_that_failed(
     outcomes: list[dict[str, Any]], name: str
 ) -> None:
-    said = "rank 1: OutOfMemoryError: CUDA out of memory"
-    assert [outcome[name][:2] for outcome in outcomes] == [["FlashCkptError", said]] * RANKS
+    message = "rank 1: OutOfMemoryError: CUDA out of memory"
+    assert [outcome[name][:2] for outcome in outcomes] == [["FlashCkptError", message]] * RANKS
     assert all(outcome[name][2] < DEADLINE_S for outcome in outcomes)
 
 
-def test_the_ranks_can_go_on_after_they_raised(outcomes: list[dict[str, Any]]) -> None:
+def test_the_ranks_can_exchange_data_after_they_raised(outcomes: list[dict[str, Any]]) -> None:
     assert [outcome["afterwards"] for outcome in outcomes] == [
         list(range(1, NBYTES + 1)),
         list(range(NBYTES)),

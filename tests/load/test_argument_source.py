@@ -1,4 +1,4 @@
-"""A rank whose arguments differ from rank 0's, by another checkpoint, must not load."""
+"""Refusal of a load on a rank that read its arguments from another checkpoint than rank 0."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, None),
         (FIRST, FIRST),
         (ArgumentSource(2, "bb", FIRST.digest), FIRST),
-        # Command lines that differ from node to node are no concern of storage's.
+        # Nodes may have different command lines; only the save must be the same.
         (ArgumentSource(4, "aa", "another"), FIRST),
     ],
     ids=["none", "same", "equal arguments", "same save"],
 )
-def test_ranks_agree(own: ArgumentSource | None, first: ArgumentSource | None) -> None:
+def test_ranks_with_the_same_save_or_arguments_agree(
+    own: ArgumentSource | None, first: ArgumentSource | None
+) -> None:
     note("load", own)
     assert disagreement({} if first is None else {"load": first}) is None
 
 
 @pytest.mark.parametrize(
-    ("own", "first", "said"),
+    ("own", "first", "message"),
     [
         (None, FIRST, "from no checkpoint in --load, on rank 0 from iteration 4 .save aa."),
         (FIRST, None, "from iteration 4 .save aa. in --load, on rank 0 from no checkpoint"),
         (ArgumentSource(2, "bb", "another"), FIRST, "from iteration 2 .save bb. in --load, on"),
-        # The same iteration was saved twice.
+        # Another save of the same iteration.
         (ArgumentSource(4, "bb", "another"), FIRST, "from iteration 4 .save bb. in --load, on"),
     ],
     ids=["nothing", "something", "another iteration", "another save"],
 )
-def test_ranks_disagree(
-    own: ArgumentSource | None, first: ArgumentSource | None, said: str
+def test_ranks_with_other_checkpoints_disagree(
+    own: ArgumentSource | None, first: ArgumentSource | None, message: str
 ) -> None:
     note("load", own)
     error = disagreement({} if first is None else {"load": first})
     assert error is not None
-    with pytest.raises(type(error), match=said):
+    with pytest.raises(type(error), match=message):
         raise error
 
 
-def test_each_directory_counts_and_a_later_look_replaces_the_former() -> None:
+def test_each_option_has_a_source_and_a_later_read_replaces_it() -> None:
     note("pretrained_checkpoint", FIRST)
     note("load", ArgumentSource(2, "bb", "another"))
     note("load", None)

@@ -1,4 +1,4 @@
-"""What is loaded instead of what is damaged, from memory and storage together."""
+"""Order of the checkpoints in memory and storage that a load tries if one is damaged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
 
 def held(iteration: int, committed: int = 6) -> InMemory:
-    """Return a checkpoint in memory; agents know that `committed` was committed."""
+    """Return a checkpoint in memory; its agent has committed the iteration `committed`."""
     slab: Any = None
     return InMemory(slab, Offer(0, iteration, f"{iteration:08x}", False, None), committed)
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> PosixStorage:
-    """Iterations 2, 4 and 6, committed as far as names tell; the tracker names the last."""
+    """A storage with empty manifests of iterations 2, 4 and 6; the tracker names 6."""
     for iteration in (2, 4, 6):
         (tmp_path / iteration_dir(iteration)).mkdir()
         (tmp_path / iteration_dir(iteration) / MANIFEST).touch()
@@ -48,7 +48,7 @@ def tried(
     *,
     fall_back: bool = True,
 ) -> list[str]:
-    """Return what is tried in turn; `errors` says what cannot be loaded, all else can."""
+    """Return the checkpoints that a load tries, in order. Loads fail for the names in `errors`."""
     candidates = Candidates(storage, named_in(storage, None), memory, rank=0, fall_back=fall_back)
     order = []
     while (current := candidates.current) is not None:
@@ -70,33 +70,33 @@ def tried(
         ([], ["6"], ["6", "4"]),
         ([], ["6", "4"], ["6", "4", "2"]),
         ([held(6), held(4)], [], ["memory 6"]),
-        # Memory is damaged: the same iteration in storage, nothing is lost.
+        # Memory is damaged; storage has the same iteration, so no iteration is lost.
         ([held(6), held(4)], ["memory 6"], ["memory 6", "6"]),
         ([held(6), held(4)], ["memory 6", "6"], ["memory 6", "6", "memory 4"]),
         ([held(6), held(4)], ["memory 6", "6", "memory 4"], ["memory 6", "6", "memory 4", "4"]),
-        # Staged, never committed: ahead of storage.
+        # Iteration 8 was staged but never committed, so storage lacks it.
         ([held(8), held(6)], ["memory 8"], ["memory 8", "memory 6"]),
-        # Training fell back from 6 to 4 and crashed after it had staged 5: that comes first once 6
-        # turns out to be damaged again.
+        # Training fell back from 6 to 4 and crashed after it had staged 5. If 6 is damaged again,
+        # iteration 5 comes next.
         ([held(5), held(4)], ["6"], ["6", "memory 5"]),
-        # Retention has removed from storage what memory still has.
+        # Memory still holds iterations that retention has removed from storage.
         ([held(5), held(3)], ["6"], ["6", "memory 5"]),
         ([held(5), held(3)], ["6", "memory 5", "4"], ["6", "memory 5", "4", "memory 3"]),
     ],
 )
-def test_the_newest_that_is_not_damaged_is_used_wherever_it_is(
+def test_the_newest_intact_checkpoint_in_memory_or_storage_is_used(
     storage: PosixStorage, memory: list[InMemory], damaged: list[str], order: list[str]
 ) -> None:
     assert tried(storage, memory, dict.fromkeys(damaged, DAMAGE)) == order
 
 
-def test_what_somebody_has_gone_back_from_is_not_used_instead(storage: PosixStorage) -> None:
+def test_after_the_tracker_was_set_back_a_fallback_ignores_memory(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"4")
     assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "2"]
     assert tried(storage, [held(6)], {"4": DAMAGE}) == ["4", "2"]
 
 
-def test_damage_never_hides_what_is_newer_and_intact(storage: PosixStorage) -> None:
+def test_if_all_older_checkpoints_are_damaged_newer_ones_are_tried(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"2")
     assert tried(storage, [], {"2": DAMAGE}) == ["2", "6"]
     assert tried(storage, [], {"2": DAMAGE, "6": DAMAGE}) == ["2", "6", "4"]
@@ -104,7 +104,7 @@ def test_damage_never_hides_what_is_newer_and_intact(storage: PosixStorage) -> N
     assert tried(storage, [], {"4": DAMAGE, "2": DAMAGE}) == ["4", "2", "6"]
 
 
-def test_a_tracker_that_names_nothing_finds_the_newest(storage: PosixStorage) -> None:
+def test_a_tracker_that_names_no_checkpoint_falls_back_to_the_newest(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"5")
     assert tried(storage, [], {"5": NotCommittedError("not there")}) == ["5", "6"]
     storage.put(TRACKER, b"?")
@@ -120,20 +120,20 @@ MINE, BASE, OTHER = "a" * 8, "b" * 8, "c" * 8
         (f"{MINE}0003", 6, (), True),
         (f"{MINE}0001", 4, (), True),
         (f"{BASE}0009", 4, (f"{BASE}0009",), True),
-        # Of the start before, which has committed it after this one had resumed from memory.
+        # Committed by the previous run after this run had resumed from memory.
         (f"{BASE}0008", 4, (f"{BASE}0009",), True),
         (next_attempt(f"{MINE}0003"), 6, (f"{BASE}0009",), True),
-        # A damaged manifest says nothing.
+        # The manifest is damaged, so its save id is unknown.
         (None, 6, (f"{BASE}0009",), True),
         (f"{OTHER}0009", 6, (f"{BASE}0009",), False),
         (f"{OTHER}0009", 4, (f"{BASE}0009",), False),
         (f"{OTHER}0009", 4, ("",), False),
-        # An agent that replaced another one knows nothing: older ones get the benefit of the doubt.
+        # A new agent knows no save ids: only older iterations in storage count as the same history.
         (f"{OTHER}0009", 6, (), False),
         (f"{OTHER}0009", 4, (), True),
     ],
 )
-def test_memory_that_does_not_continue_what_is_in_storage_is_not_used(
+def test_memory_of_another_history_than_storage_is_not_used(
     storage: PosixStorage,
     caplog: pytest.LogCaptureFixture,
     save_id: str | None,
@@ -148,9 +148,9 @@ def test_memory_that_does_not_continue_what_is_in_storage_is_not_used(
     candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
     assert candidates.current == (memory[0] if used else iteration)
     assert candidates.is_other_history != used
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     expected = f"6 in host memory (save {MINE}0003) is not used: {storage.place}/iter_000000"
-    assert [expected in line and f"holds save {save_id}" in line for line in said] == [True] * (
+    assert [expected in line and f"holds save {save_id}" in line for line in messages] == [True] * (
         not used
     )
 
@@ -164,37 +164,39 @@ def test_memory_that_does_not_continue_what_is_in_storage_is_not_used(
         FlashCkptError("anything"),
     ],
 )
-def test_what_is_no_damage_never_falls_back(storage: PosixStorage, error: FlashCkptError) -> None:
+def test_an_error_other_than_damage_never_falls_back(
+    storage: PosixStorage, error: FlashCkptError
+) -> None:
     with pytest.raises(type(error)) as caught:
         tried(storage, [], {"6": error})
     assert caught.value is error
-    # But storage is asked for what memory cannot give, whatever the reason.
+    # After any error in memory, the load tries storage.
     assert tried(storage, [held(6), held(4)], {"memory 6": error}) == ["memory 6", "6"]
 
 
-def test_training_never_starts_from_scratch_because_memory_could_not_be_loaded(
+def test_training_never_starts_anew_because_memory_failed_to_load(
     tmp_path: Path,
 ) -> None:
-    """Only damage may cost iterations; here storage has nothing, so all of them would be lost."""
+    """Only damage may cost iterations. Storage is empty here, so all iterations would be lost."""
     error = FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory")
     with pytest.raises(FlashCkptError) as caught:
         tried(PosixStorage(tmp_path), [held(6, committed=-1)], {"memory 6": error})
     assert caught.value is error
 
 
-def test_stop_loses_nothing(storage: PosixStorage) -> None:
+def test_without_fallback_no_iteration_is_lost(storage: PosixStorage) -> None:
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [], {"6": DAMAGE}, fall_back=False)
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [held(8)], {"memory 8": DAMAGE}, fall_back=False)
-    found = tried(storage, [held(6)], {"memory 6": DAMAGE}, fall_back=False)
-    assert found == ["memory 6", "6"]
+    order = tried(storage, [held(6)], {"memory 6": DAMAGE}, fall_back=False)
+    assert order == ["memory 6", "6"]
     storage.put(TRACKER, b"?")
     with pytest.raises(CorruptCheckpointError, match="is no iteration; write 6 "):
         tried(storage, [], {}, fall_back=False)
 
 
-def test_if_all_is_damaged_all_of_it_is_named(storage: PosixStorage) -> None:
+def test_if_all_checkpoints_are_damaged_the_error_names_each(storage: PosixStorage) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         tried(storage, [], dict.fromkeys("642", DAMAGE))
     for iteration in (6, 4, 2):
@@ -219,13 +221,15 @@ def test_the_report_of_one_lost_iteration_is_singular(
     assert "RESUMES FROM ITERATION 6 in storage: 1 iteration is lost" in caplog.messages[-1]
 
 
-def test_other_ranks_say_nothing(storage: PosixStorage, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_rank_0_logs_the_report(
+    storage: PosixStorage, caplog: pytest.LogCaptureFixture
+) -> None:
     candidates = Candidates(storage, Named(4), [], rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
 
 
-def test_a_job_that_starts_anew_beside_checkpoints_says_so(
+def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
     storage: PosixStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / TRACKER).unlink()

@@ -1,7 +1,7 @@
-"""Every rank is on another node than before: what is in memory is found all the same.
+"""Recovery of checkpoints in memory when every rank runs on another node after a restart.
 
-Each scenario has three agents with one rank each. Iteration 5 is committed, later ones are for
-memory only. Then the ranks start anew as processes of their own and ask for what is in memory.
+Each scenario has three agents with one rank each. Iteration 5 is committed, later saves are
+memory-only. Then the ranks start again as new processes and ask for the checkpoints in memory.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Redundancy = Literal["none", "copy", "xor"]
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
-    """A restart: which nodes are lost before it, and the node of each rank after it."""
+    """A restart: the nodes that are lost before it, and the node of each rank after it."""
 
     redundancy: Redundancy
     lost: tuple[int, ...]
     nodes: tuple[int, ...]
     holders: int = 1
     kept: tuple[int, ...] = (10,)
-    """Iterations that are saved to memory only, after iteration 5 was committed."""
+    """Iterations of memory-only saves after the commit of iteration 5."""
     is_first: bool = False
     """True if nothing was saved before."""
 
@@ -61,7 +61,7 @@ RESTARTS = {
 
 
 def _save(made: Cluster, restart: Restart) -> None:
-    """Commit iteration 5 and keep later ones in memory; then lose nodes."""
+    """Commit iteration 5, make the memory-only saves, then lose nodes."""
     has_copies = restart.redundancy != "none"
     if has_copies:
         made.start(restart.redundancy, RANKS)
@@ -82,7 +82,7 @@ def _save(made: Cluster, restart: Restart) -> None:
 
 
 def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[str]]]) -> None:
-    """Ask for what is in memory in each scenario, and write down what was found."""
+    """Ask for the checkpoints in memory in each scenario, and write the answers to a file."""
     os.environ.update(MASTER_ADDR="localhost", LOCAL_RANK="0")
     for name, (root, redundancy, runtime_dirs) in places.items():
         dist.init_process_group(
@@ -113,22 +113,25 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
             link=link, config=config, rank=rank, start_run=lambda: None
         )
         with mock.patch.object(collectives, "_all_gathered", counted):
-            found = held_in_memory(checkpointer)
-        told = []
-        for held in found:
+            checkpoints = held_in_memory(checkpointer)
+        entries = []
+        for held in checkpoints:
             slot = held.slab.slots[held.offer.slot]
             with slot.data() as data:
                 is_right = data == content(rank, held.offer.iteration, len(data))
-            told.append((held.offer.iteration, is_right, held.committed))
-        (where / f"{name}-{rank}").write_text(json.dumps([calls, told]))
+            entries.append((held.offer.iteration, is_right, held.committed))
+        (where / f"{name}-{rank}").write_text(json.dumps([calls, entries]))
         dist.barrier()
         link.close(leave=False)
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """Return by scenario and rank: collectives, and `(iteration, is right, committed)` of each."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """Return, by scenario and rank, the collective calls and the checkpoints found in memory.
+
+    A checkpoint is a list `[iteration, is_right, committed]`.
+    """
     where = tmp_path_factory.mktemp("changed_nodes")
     made = {}
     try:
@@ -136,7 +139,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[A
             (where / "n" / name).mkdir(parents=True)
             made[name] = Cluster(where / "n" / name, where / "n" / name / "save", [1] * RANKS)
             for node in made[name].nodes:
-                # Ranks come back only when all scenarios are prepared.
+                # Ranks reconnect only when all scenarios are prepared.
                 node.config = functools.partial(node.config, grace_s=600.0)  # type: ignore[method-assign]
             _save(made[name], restart)
             for trainer in made[name].trainers.values():
@@ -172,27 +175,27 @@ LATER = [[15, True, 5], [10, True, 5]]
         ("first lost, xor", BOTH),
     ],
 )
-def test_ranks_that_are_all_on_other_nodes_recover_what_is_in_memory(
-    found: dict[str, list[Any]], name: str, expected: list[Any]
+def test_ranks_on_other_nodes_recover_checkpoints_from_memory(
+    results: dict[str, list[Any]], name: str, expected: list[Any]
 ) -> None:
-    """The ranks learn that iteration 5, and no later one, is in storage.
+    """The ranks learn that iteration 5 is in storage and that later iterations are not.
 
-    If no rank knew that, a tracker that was set back would not be respected. If a later iteration
-    counted as committed, storage would seem to have been set back.
+    A load compares the tracker with the last committed iteration. Without that iteration, a tracker
+    that was set back would be ignored; a later one would make storage look set back.
     """
-    assert [told for _, told in found[name]] == [expected] * RANKS
+    assert [entries for _, entries in results[name]] == [expected] * RANKS
 
 
-def test_ranks_on_the_same_nodes_agree_in_one_call(found: dict[str, list[Any]]) -> None:
-    assert found["same nodes"] == [[1, BOTH]] * RANKS
+def test_ranks_on_the_same_nodes_agree_in_one_call(results: dict[str, list[Any]]) -> None:
+    assert results["same nodes"] == [[1, BOTH]] * RANKS
 
 
 @pytest.mark.parametrize("name", ["first start", "no redundancy"])
-def test_nothing_is_recovered_where_there_is_nothing_or_no_copies(
-    found: dict[str, list[Any]], name: str
+def test_nothing_is_recovered_without_saves_or_without_copies(
+    results: dict[str, list[Any]], name: str
 ) -> None:
-    assert found[name] == [[1, []]] * RANKS
+    assert results[name] == [[1, []]] * RANKS
 
 
-def test_memory_that_not_all_ranks_can_have_is_not_used(found: dict[str, list[Any]]) -> None:
-    assert [told for _, told in found["two lost"]] == [[]] * RANKS
+def test_a_checkpoint_that_some_rank_cannot_get_is_not_used(results: dict[str, list[Any]]) -> None:
+    assert [entries for _, entries in results["two lost"]] == [[]] * RANKS

@@ -1,4 +1,4 @@
-"""A read plan is carried out on storage in whole verified chunks, in bounded memory."""
+"""Reads of a plan from storage: whole verified chunks, in bounded memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ SHAPES = [
     ("w2", "weight", "BF16", (HALF - 47, HALF + 53)),
     ("w1", "weight", "U8", (SIDE + 3, SIDE + 3)),
 ]
-#: A few columns of the first matrix lie more than a chunk apart; the others have a little more than
-#: a chunk each, so that every tensor crosses a border of chunks somewhere within a row.
+#: In the first matrix, a few columns lie more than a chunk apart. Every other matrix is a little
+#: larger than a chunk, so every tensor crosses a chunk border within a row.
 MATRICES = [whole(*named, shape, (0, 0), shape) for *named, shape in SHAPES]
 STARTS = [0, *itertools.accumulate(piece.nbytes for piece in MATRICES)]
 
@@ -59,7 +59,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def matrices() -> list[torch.Tensor]:
-    """The matrices as integers of their element size."""
+    """Return the matrices as integers of their element size."""
     carriers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return [
         flat.view(carriers[itemsize(piece.dtype)]).view(piece.global_shape)
@@ -87,8 +87,8 @@ def empty_like(pieces: list[Piece]) -> list[torch.Tensor]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), sizes, sizes)
-def test_tensors_of_any_rank_are_filled_from_files_of_any_other_sizes(data, saved, loaded):
-    """Without storage: `deliver` is given what the chunks hold."""
+def test_tensors_of_any_rank_are_filled_from_any_saved_sizes(data, saved, loaded):
+    """The test gives the chunks to `deliver` without a storage."""
     tensors = model_tensors(seed=5)
     stored = stored_by(saved)
     rank = [data.draw(st.integers(0, n - 1)) for n in (loaded.tp, loaded.pp, loaded.ep, loaded.dp)]
@@ -110,8 +110,8 @@ def test_ranks_of_another_job_are_filled_from_real_files(tmp_path: Path, threads
     stored = make(tmp_path / "save", ranks=[held for held in stored_by(saved) if held]).stored()
     for tp, ep, dp in itertools.product(range(loaded.tp), range(loaded.ep), range(loaded.dp)):
         wanted = wanted_by(loaded, tp, 0, ep, dp)
-        for found, meant in zip(read(stored, wanted, threads), expected(wanted), strict=True):
-            assert torch.equal(found, meant)
+        for filled, original in zip(read(stored, wanted, threads), expected(wanted), strict=True):
+            assert torch.equal(filled, original)
 
 
 # ---------------------------------------------------------------------- large tensors
@@ -126,8 +126,8 @@ def test_columns_of_large_tensors_are_read_bit_for_bit(
     third = columns // 3
     cuts = [(0, third), (third, columns - 7), (columns - 7, columns)]
     wanted = [part(number, (0, rows), cut) for cut in cuts]
-    for found, (low, high) in zip(read(large.stored(), wanted, threads), cuts, strict=True):
-        assert torch.equal(found, as_bytes(matrices[number][:, low:high]))
+    for filled, (low, high) in zip(read(large.stored(), wanted, threads), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(matrices[number][:, low:high]))
 
 
 @pytest.mark.parametrize("number", range(len(MATRICES)))
@@ -138,7 +138,7 @@ def test_ranges_of_columns_across_a_border_of_chunks_are_read_bit_for_bit(
     low, high = columns // 5, columns - 1
     block = part(number, (0, rows), (low, high))
     width = itemsize(block.dtype)
-    # The first border within this tensor, as a place in the block.
+    # Position of the first chunk border within this tensor.
     border = (-STARTS[number] % CHUNK_NBYTES or CHUNK_NBYTES) // width
     row, column = divmod(border, columns)
     place = row * (high - low) + min(max(column - low, 0), high - low - 1)
@@ -149,19 +149,19 @@ def test_ranges_of_columns_across_a_border_of_chunks_are_read_bit_for_bit(
     ]
     wanted = [run(block, *cut) for cut in cuts]
     meant = matrices[number][:, low:high].reshape(-1)
-    for found, (start, end) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(found, as_bytes(meant[start:end]))
+    for filled, (start, end) in zip(read(large.stored(), wanted), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(meant[start:end]))
 
 
 def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) -> set[int]:
-    """Return the chunks that hold a byte of that part of a matrix: the oracle, row by row."""
+    """Return the chunks that hold a byte of this part of a matrix; computed row by row."""
     extent, width = MATRICES[number].shape[1], itemsize(MATRICES[number].dtype)
-    found: set[int] = set()
+    chunks: set[int] = set()
     for row in range(*rows):
         first = STARTS[number] + (row * extent + columns[0]) * width
         last = STARTS[number] + (row * extent + columns[1]) * width - 1
-        found |= set(range(first // CHUNK_NBYTES, last // CHUNK_NBYTES + 1))
-    return found
+        chunks |= set(range(first // CHUNK_NBYTES, last // CHUNK_NBYTES + 1))
+    return chunks
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) ->
         (3, (0, SIDE + 3), (7, 9), {6, 7}),
     ],
 )
-def test_chunks_that_a_read_of_columns_steps_over_are_not_read(
+def test_chunks_between_the_wanted_columns_are_not_read(
     large: Made,
     matrices: list[torch.Tensor],
     number: int,
@@ -194,33 +194,33 @@ def test_chunks_that_a_read_of_columns_steps_over_are_not_read(
     assert torch.equal(tensors[0], as_bytes(matrices[number][slice(*rows), slice(*columns)]))
 
 
-def test_a_chunk_is_read_once_for_all_that_is_wanted_of_it(large: Made) -> None:
+def test_a_chunk_is_read_once_for_all_its_wanted_pieces(large: Made) -> None:
     wanted = [part(0, (0, 1), (n, n + 1)) for n in range(20)] * 2
     stored = large.stored()
     (chunk,) = chunk_reads(read_plan(wanted, stored.sources(), "it"), wanted)
     assert len(chunk.reads) == 40
 
 
-def test_whole_tensors_are_read_to_where_they_belong_without_a_copy(
+def test_whole_tensors_are_read_into_their_target_without_a_copy(
     large: Made, matrices: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor in one stretch went through a buffer")
 
     monkeypatch.setattr(Targets, "put", refuse)
-    for found, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
-        assert torch.equal(found, as_bytes(matrix))
+    for filled, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
+        assert torch.equal(filled, as_bytes(matrix))
 
 
-def test_what_is_wanted_twice_or_in_parts_that_overlap_arrives_in_each_place(
+def test_overlapping_wanted_pieces_each_receive_their_bytes(
     large: Made, matrices: list[torch.Tensor]
 ) -> None:
     half = MATRICES[0].numel // 2
     cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, MATRICES[0].numel)]
     wanted = [run(MATRICES[0], *cut) for cut in cuts]
     meant = matrices[0].reshape(-1)
-    for found, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(found, as_bytes(meant[low:high]))
+    for filled, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(meant[low:high]))
 
 
 # ---------------------------------------------------------------------- memory and failures
@@ -237,7 +237,7 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_memory_is_a_buffer_per_thread_whatever_is_read(large: Made, threads: int) -> None:
+def test_memory_is_bounded_by_one_buffer_per_thread(large: Made, threads: int) -> None:
     stored = large.stored()
     plan = read_plan(MATRICES, stored.sources(), "it")
     tracemalloc.start()
@@ -275,8 +275,8 @@ def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: Made) ->
     assert 1 <= len(seen) <= 3
 
 
-def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
-    """`read` returns only when the last running chunk is through, and begins no other."""
+def test_after_an_error_nothing_more_is_written(large: Made) -> None:
+    """After an error, `read` starts no chunk and returns when all running chunks have ended."""
     stored = large.stored()
     chunks = chunk_reads(read_plan(MATRICES, stored.sources(), "it"), MATRICES) * 20
     running, release = threading.Barrier(3), threading.Event()
@@ -302,7 +302,7 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
                 reader.read(chunks, Waiting())
             except ValueError as error:
                 errors.append(error)
-                done.append(-1)  # the sentinel: nothing may come after it
+                done.append(-1)  # sentinel: no entry may follow
 
         reading = threading.Thread(target=attempt)
         reading.start()
@@ -312,9 +312,9 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
         reading.join(60)
         assert [str(error) for error in errors] == ["chunk 0 is not to be had"]
         assert done[-1] == -1
-        # The thread that failed may have gone on before the others were called off.
+        # The failed thread may have read another chunk before the other threads were stopped.
         assert len(begun) < len(chunks)
-        # The reader and its buffers can still be used.
+        # The reader and its buffers remain usable.
         before = reader.read_nbytes
         reader.read(chunks, Nowhere())
         assert reader.read_nbytes - before == 20 * sum(piece.nbytes for piece in MATRICES)
@@ -323,7 +323,7 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
 
 @pytest.fixture
 def damaged(large: Made) -> Iterator[Made]:
-    """The large checkpoint while a bit of chunk 3 is flipped."""
+    """The large checkpoint with one bit of chunk 3 flipped during the test."""
 
     def flip() -> None:
         with open(large.shard(0), "r+b") as file:
@@ -356,6 +356,6 @@ def test_bytes_of_a_damaged_chunk_never_arrive(
     for tensor, columns in zip(tensors, (slice(0, half), slice(half, None)), strict=True):
         assert (tensor[in_damaged[:, columns].reshape(-1)] == -1).all()
         meant = matrices[0][:, columns].reshape(-1)
-        # What did arrive is right.
+        # All bytes that arrived are right.
         arrived = tensor != -1
         assert torch.equal(tensor[arrived], meant[arrived])

@@ -1,4 +1,4 @@
-"""Loads copy to the GPU of their rank on the training thread's stream, from page-locked memory.
+"""Copies of a load to the rank's GPU: on the training thread's stream, from page-locked memory.
 
 The GPUs are `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
 """
@@ -39,9 +39,9 @@ STORED = [
     whole("d", "weight", "BF16", (1001, 2003), (0, 0), (1001, 2003)),
     whole("e", "buffer", "U8", (NUMEL,), (0,), (NUMEL,)),
 ]
-#: The tensor of this piece has 16-bit elements, to which the masters are rounded.
+#: The target of this piece has 16-bit elements, to which the stored masters are rounded.
 ROUNDED = 2
-#: Of this piece some columns are wanted, so that it is copied run by run.
+#: The load wants some columns of this piece, so it is copied run by run.
 CUT = 3
 WANTED = list(STORED)
 WANTED[CUT] = whole("d", "weight", "BF16", (1001, 2003), (0, 11), (1001, 1500))
@@ -77,12 +77,12 @@ def training(node: Node) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     with concurrent.futures.ThreadPoolExecutor(1, TRAINING, initializer=enter) as pool:
         pool.submit(node.calls.clear).result(PATIENCE_S)
         yield pool
-        node.close()  # no thread waits for work that a failed test has left queued
+        node.close()  # so no thread waits for the queued work of a failed test
 
 
 @pytest.fixture(autouse=True)
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test see the warning that a process logs once."""
+    """Reset the flag of the warning that a process logs only once."""
     monkeypatch.setattr(gpu_buffers, "_reported", set())
 
 
@@ -140,7 +140,7 @@ def are_equal(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
 
 
 def let_load_begin(node: Node, loading: Future[Any]) -> None:
-    """Return when a copy was asked for and no stream but the training thread's has work left."""
+    """Return when a copy is enqueued and only the training thread's stream has work left."""
 
     def is_waiting() -> bool:
         busy = [stream for stream in node.devices[RANK].streams if stream._pending]
@@ -153,7 +153,7 @@ def let_load_begin(node: Node, loading: Future[Any]) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_thread_of_a_load_uses_the_gpu_of_its_rank_alone(
+def test_every_thread_of_a_load_uses_only_its_rank_s_gpu(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
     made: Made,
@@ -171,12 +171,12 @@ def test_every_thread_of_a_load_uses_the_gpu_of_its_rank_alone(
     copying = {call.thread for call in node.calls if call.name == "copy to device"}
     assert len(copying) == threads
     assert {call.thread for call in entered} == (copying if threads > 1 else set())
-    # The calling thread's device, stream and capture mode are the training thread's own.
+    # The calling thread keeps its device, stream and capture mode.
     assert (f"{TRAINING}_0" in copying) == (threads == 1)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_load_runs_after_work_that_the_training_thread_enqueued_before(
+def test_a_load_runs_after_the_training_thread_s_earlier_work(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
     made: Made,
@@ -203,7 +203,7 @@ def test_a_load_runs_after_work_that_the_training_thread_enqueued_before(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_another_stream_sees_what_was_loaded_when_the_load_has_returned(
+def test_after_a_load_any_stream_sees_the_loaded_tensors(
     node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
 ) -> None:
     """Padding is zeroed on the training thread's stream before the chunks are read."""
@@ -227,8 +227,8 @@ def test_another_stream_sees_what_was_loaded_when_the_load_has_returned(
     assert torch.equal(loading.result(PATIENCE_S), torch.zeros(100))
 
 
-def test_the_seconds_of_a_load_include_the_work_of_the_gpu(made: Made) -> None:
-    """Training offloads meanwhile: the copy keeps the engine busy for half a second."""
+def test_a_load_s_time_includes_its_work_on_the_gpu(made: Made) -> None:
+    """Training offloads during the load: its copy keeps the engine busy for half a second."""
     seconds = 0.5
     piece = STORED[1]
     with simulated_gpus(8, d2h_bytes_per_s=4096 / seconds) as node:
@@ -255,14 +255,14 @@ def test_the_seconds_of_a_load_include_the_work_of_the_gpu(made: Made) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-#: All floats of a chunk are copied by one call, other elements by a call for each run.
+#: One call copies all floats of a chunk; elements of other types take one call per run.
 PIECES = [
     whole("a", "master", "F32", (6,), (0,), (6,)),
     whole("b", "buffer", "U8", (8,), (0,), (8,)),
 ]
 
 
-def test_a_source_may_be_overwritten_once_its_parts_were_put(
+def test_a_buffer_may_be_overwritten_after_its_parts_were_put(
     node: Node, training: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     contents = [torch.arange(6.0), torch.arange(8, dtype=torch.uint8)]
@@ -293,10 +293,10 @@ def test_a_source_may_be_overwritten_once_its_parts_were_put(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_page_locked_buffers_let_a_thread_wait_once_per_chunk(
+def test_a_thread_with_page_locked_buffers_waits_once_per_chunk(
     node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
 ) -> None:
-    """CUDA blocks the thread in every copy from other memory."""
+    """CUDA blocks the thread in every copy from memory that is not page-locked."""
     alike = STORED[:2]
 
     def work() -> tuple[int, list[torch.Tensor]]:
@@ -316,7 +316,7 @@ def test_page_locked_buffers_let_a_thread_wait_once_per_chunk(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_load_whose_buffers_cannot_be_page_locked_warns_once_and_is_right(
+def test_a_load_without_page_locked_buffers_warns_once_and_is_bit_exact(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
     made: Made,
@@ -329,7 +329,7 @@ def test_a_load_whose_buffers_cannot_be_page_locked_warns_once_and_is_right(
     def work() -> tuple[bool, torch.Tensor]:
         tensors = empty_targets()
         load(made, tensors, threads)
-        # A kernel of the training thread would raise the error of an earlier call here.
+        # Here a kernel of the training thread would raise the error of an earlier call.
         return are_equal(tensors, expected), torch.zeros(1, device="cuda").add_(1).cpu()
 
     with caplog.at_level(logging.WARNING):
@@ -356,7 +356,7 @@ def test_a_load_to_host_memory_makes_no_cuda_call(
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_only_a_buffer_for_a_gpu_is_page_locked(node: Node, pinned: bool) -> None:
+def test_only_buffers_for_a_gpu_are_page_locked(node: Node, pinned: bool) -> None:
     buffer = gpu_buffers.host_buffer(24, pinned=pinned)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == ((24,), torch.uint8, "cpu")
     assert node.runtime.is_locked(buffer) is pinned

@@ -1,7 +1,7 @@
-"""What a load's collectives take with 16,384 ranks: calls, bytes on a GPU, objects on the host.
+"""Cost of a load's collectives with 16,384 ranks: calls, bytes on a GPU, objects on the host.
 
-All ranks but this one are simulated: the process group answers as if they had sent what a test
-says. What travels between real ranks is tested by `test_collectives` and `test_rank_exchange`.
+All ranks but this one are simulated: each test defines the values that the process group returns
+for them. `test_collectives` and `test_rank_exchange` test the exchange between real ranks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
 
 WORLD = 16_384
 RANK = 77
-#: A rank that has something else to say than the others.
+#: The rank that sends another value than all others.
 ODD = 12_345
-#: About what a rank tells of its slot: the fingerprint of its plan, and a placement of 60 numbers.
+#: A typical summary of a slot: the fingerprint of its plan, and a placement of 60 numbers.
 SUMMARY = ("0" * 32, 4096, tuple(range(1000, 1060)))
 
 
 class Others:
-    """The process group of a rank whose fellows all send what it sends, but for one of them."""
+    """A process group in which all ranks but one send the same value as this rank."""
 
     def __init__(self, odd: bytes | None) -> None:
         self._odd = odd
         self._received = 0
         self.nbytes: list[int] = []
-        """Bytes that a collective needs in the memory of this rank's device, one by one."""
+        """Bytes that each collective call needs on this rank's device."""
 
     def gather(self, received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
         rows = received.view(WORLD, -1)
@@ -66,18 +66,18 @@ class Others:
             return
         whole = torch.zeros(0, dtype=torch.uint8)
         if self._odd is not None:
-            mine = bytes(tensor.numpy()[RANK * self.each : (RANK + 1) * self.each])
-            content = mine * ODD + self._odd + mine * (WORLD - ODD - 1)
+            own = bytes(tensor.numpy()[RANK * self.each : (RANK + 1) * self.each])
+            content = own * ODD + self._odd + own * (WORLD - ODD - 1)
             whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         tensor.copy_(whole)
 
     each = 0
-    """Bytes of what all others send, where blobs are exchanged."""
+    """Bytes of the value that all ranks but one send when blobs are exchanged."""
 
 
 @contextlib.contextmanager
 def many_ranks(odd: Any = None, same: Any = None) -> Iterator[Others]:
-    """Have this process be a rank among many, of which one sends `odd` and the rest `same`."""
+    """Make this process one of many ranks: one rank sends `odd`, all others send `same`."""
     others = Others(None if odd is None else pickle.dumps(odd))
     others.each = len(pickle.dumps(same))
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -100,7 +100,7 @@ def test_short_values_take_one_call_and_one_mebibyte() -> None:
     assert sum(others.nbytes) < 1.2 * 2**20
 
 
-def test_summaries_of_all_slots_travel_in_parts_that_fit_into_a_gpu() -> None:
+def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
     with many_ranks() as others:
         everyone = gather_objects(SUMMARY)
     assert everyone == [SUMMARY] * WORLD
@@ -108,7 +108,7 @@ def test_summaries_of_all_slots_travel_in_parts_that_fit_into_a_gpu() -> None:
     assert len(others.nbytes) <= 3
 
 
-def test_values_that_are_equal_are_one_object() -> None:
+def test_equal_values_are_one_object() -> None:
     odd = ("1" * 32, 1, ())
     with many_ranks(odd, SUMMARY):
         everyone = gather_objects(SUMMARY)
@@ -116,7 +116,7 @@ def test_values_that_are_equal_are_one_object() -> None:
     assert len({id(value) for value in everyone}) == 2
 
 
-def test_one_long_value_does_not_make_all_ranks_send_as_much() -> None:
+def test_other_ranks_do_not_pad_to_one_long_value() -> None:
     odd = "x" * 100_000
     with many_ranks(odd, ()) as others:
         everyone = gather_objects(())
@@ -125,23 +125,23 @@ def test_one_long_value_does_not_make_all_ranks_send_as_much() -> None:
     assert sum(others.nbytes) < 2 * 2**20
 
 
-def test_an_error_of_one_rank_is_cut_before_all_are_told() -> None:
+def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
     with many_ranks() as others, pytest.raises(CorruptCheckpointError) as raised:
         together(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
-    assert len(str(raised.value)) == 100_000, "the rank itself has all of it"
-    # Here all ranks have such an error: 1.6 GB as a whole.
+    assert len(str(raised.value)) == 100_000, "the failed rank keeps the whole message"
+    # Here all ranks have such an error: 1.6 GB in all.
     assert sum(others.nbytes) < 3 * PART_NBYTES
     assert max(others.nbytes) <= 1.01 * PART_NBYTES
 
 
-def test_a_cut_error_says_so() -> None:
-    said = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
-    assert said is not None
-    assert said.message.endswith(" more characters)")
-    assert len(said.message) < 2100
+def test_a_shortened_error_names_the_missing_characters() -> None:
+    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
+    assert failure is not None
+    assert failure.message.endswith(" more characters)")
+    assert len(failure.message) < 2100
 
 
-def test_a_list_is_cut_and_says_how_much_more_there_is() -> None:
+def test_a_shortened_list_names_the_number_of_missing_entries() -> None:
     lines = [f"weight/layer.{number}" for number in range(10_000)]
     assert collectives.cut_list(lines[:20]) == tuple(lines[:20])
     cut = collectives.cut_list(lines)
@@ -150,11 +150,11 @@ def test_a_list_is_cut_and_says_how_much_more_there_is() -> None:
     assert len(collectives.cut_list(["z" * 9000])) == 1
 
 
-def test_who_asks_whom_takes_one_bit_per_pair() -> None:
+def test_requests_between_ranks_take_one_bit_per_pair() -> None:
     named = [RANK - 1, RANK + 1, 9000]
     with many_ranks() as others:
         askers, is_any = gather_named(named)
-        assert (askers, is_any) == ([], True), "nobody names this rank"
+        assert (askers, is_any) == ([], True), "no rank names this rank"
         assert gather_named([RANK])[0] == list(range(WORLD))
         assert gather_named([]) == ([], False)
     of_one = sum(others.nbytes) / 3
@@ -172,8 +172,8 @@ lengths = st.lists(st.integers(1, 10_000), max_size=20)
 
 
 @given(lengths, lengths, st.integers(1, 20_000), st.integers(1, 20_000))
-def test_what_a_round_has_fits_into_the_room_of_every_rank(one, other, room, other_room):
-    """Of a stream of any length, at the pace of the slowest rank, in as many rounds as agreed."""
+def test_the_bytes_of_a_round_fit_into_every_rank_s_room(one, other, room, other_room):
+    """The streams have any length; the slowest rank's pace determines the number of rounds."""
     streams = [
         {peer: Stream([(0, nbytes)]) for peer, nbytes in enumerate(each)} for each in (one, other)
     ]
@@ -197,12 +197,12 @@ def lengths_of(streams: dict[int, Stream]) -> list[int]:
     return [stream._spans[0][1] for stream in streams.values()]
 
 
-def test_a_heavy_peer_takes_no_more_rounds_than_the_room_asks_for() -> None:
-    """16 peers hold the experts, and 1,007 hold little: as in a job of 1,024 replicas."""
+def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:
+    """16 peers hold the experts and 1,007 peers hold little, as in a job of 1,024 replicas."""
     heavy, light, room = 120 * 2**20, 20_000, 64 * 2**20
     sizes = np.array([heavy] * 16 + [light] * 1007)
     streams = {peer: Stream([(0, int(nbytes))]) for peer, nbytes in enumerate(sizes)}
     pace = Pace.of(streams, room)
     assert pace.rounds(streams) <= 1.4 * sizes.sum() / room
-    # As many bytes for each peer would take this many rounds.
+    # With equal shares of the room for all peers, the exchange would take this many rounds.
     assert heavy // (room // len(streams)) > 1900

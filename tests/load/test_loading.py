@@ -1,4 +1,4 @@
-"""Whose side state a rank takes; memory or storage; nothing damaged stays."""
+"""Choices of a load: whose side state, memory or storage, and no damaged tensors that stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from tests.support.worlds import source, whole
 
-#: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
+#: TP1 PP2 DP2 EP2: the expert-parallel group consists of the replicas.
 SAVED = [
     Coordinates(pp=0, dp=0, ep=0),
     Coordinates(pp=0, dp=1, ep=1),
@@ -38,7 +38,7 @@ SAVED = [
         (Coordinates(tp=1, pp=0), None),
     ],
 )
-def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_part(
+def test_the_side_state_comes_from_the_same_coordinates_or_the_first_replica(
     own: Coordinates, matching: int | None
 ) -> None:
     assert SavedJob("the checkpoint", [], SAVED).matching_rank(own, (1, 2, 2)) == matching
@@ -47,12 +47,12 @@ def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_par
 SIDE = whole("rank_state", "rank_state", "U8", (2, 5), (1, 0), (1, 5))
 
 
-def test_a_side_state_is_found_where_it_begins() -> None:
+def test_the_byte_offset_of_a_side_state_is_found() -> None:
     sources = [source(0, []), source(1, [whole("w", "weight", "F32", (3,), (0,), (3,)), SIDE])]
-    found = SavedJob("the checkpoint", sources, [])
-    assert found.rank_state(0) is None
-    assert found.rank_state(1) == (SIDE, 12)
-    assert not found.has_all_side_state
+    job = SavedJob("the checkpoint", sources, [])
+    assert job.rank_state(0) is None
+    assert job.rank_state(1) == (SIDE, 12)
+    assert not job.has_all_side_state
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_side_state_is_found_where_it_begins() -> None:
     [{"numel": -1}, {"numel": 6}, {"byte_offset": -1}, {"byte_offset": 2**70}, {"shape": (3, 5)}],
     ids=str,
 )
-def test_a_side_state_that_cannot_be_is_refused(forged: dict[str, Any]) -> None:
+def test_an_impossible_side_state_is_refused(forged: dict[str, Any]) -> None:
     held = source(0, [SIDE])
     item = msgspec.structs.replace(held.template.items[0], **forged)
     template = msgspec.structs.replace(held.template, items=(item,))
@@ -69,7 +69,7 @@ def test_a_side_state_that_cannot_be_is_refused(forged: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("placement", [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
-def test_a_side_state_that_lies_outside_of_its_tensor_is_refused(
+def test_a_side_state_outside_its_tensor_is_refused(
     placement: tuple[int, ...],
 ) -> None:
     held = source(0, [SIDE])._replace(placement=placement)
@@ -80,18 +80,18 @@ def test_a_side_state_that_lies_outside_of_its_tensor_is_refused(
 @pytest.mark.parametrize(
     ("stored", "held", "committed", "source"),
     [
-        (None, [2], -1, "memory"),  # storage holds nothing at all
+        (None, [2], -1, "memory"),  # storage is empty
         (4, [6, 4], 4, "memory"),
         (4, [6, 5], 4, "memory"),
-        (4, [6, 5], -1, "memory"),  # by an agent that has just taken over
-        (8, [6, 4], 4, "storage"),  # somebody brought a newer one
+        (4, [6, 5], -1, "memory"),  # the agent is new and knows no commit
+        (8, [6, 4], 4, "storage"),  # a newer checkpoint was copied into storage
         (8, [8, 6], 8, "memory"),
         (2, [6, 4], 4, "storage"),  # the tracker was set back
-        (2, [6, 5], 4, "storage"),  # and what it named is not in memory any more
-        (None, [6, 4], 4, "storage"),  # or all was removed
+        (2, [6, 5], 4, "storage"),  # set back to an iteration that memory no longer holds
+        (None, [6, 4], 4, "storage"),  # the storage was emptied
     ],
 )
-def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
+def test_memory_is_preferred_except_if_older_or_storage_was_set_back(
     stored: int | None, held: list[int], committed: int, source: str
 ) -> None:
     slab = Slab.create(2, 0, 4096, "0")
@@ -104,7 +104,7 @@ def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
     slab.close()
 
 
-def test_an_older_checkpoint_must_replace_all_that_a_damaged_one_has_overwritten() -> None:
+def test_an_older_checkpoint_must_hold_every_tensor_a_damaged_load_overwrote() -> None:
     request = LoadRequest(ModelState(Replicated()), chunks=[], optimizer=None, strict=False)
     weight, moment = ("weight", "w"), ("exp_avg", "w")
     refuse_mixture(request, set(), "older")

@@ -1,4 +1,4 @@
-"""A rank that has no memory for a load fails it on all ranks; on real gloo ranks."""
+"""Failure of a load on all real gloo ranks when one rank has no memory for it."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _load(rank: int, where: Path, source: str) -> None:
                 held = _in_memory(rank, where)
                 loader.load(REQUEST, memory_source.open_memory(held, Config()))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            (where / f"{source}{rank}").write_text(json.dumps(said))
+            message = f"{type(error).__name__}: {error}"
+            (where / f"{source}{rank}").write_text(json.dumps(message))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("source", ["storage", "memory"])
-def test_no_rank_waits_for_one_that_has_no_memory_for_buffers(tmp_path: Path, source: str) -> None:
+def test_all_ranks_fail_if_one_has_no_memory_for_buffers(tmp_path: Path, source: str) -> None:
     make(tmp_path / "save", ranks=[pieces_of_rank(rank) for rank in range(RANKS)])
     torch.multiprocessing.spawn(_load, (tmp_path, source), RANKS)
-    said = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
-    assert said == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS
+    messages = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
+    assert messages == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS

@@ -1,4 +1,4 @@
-"""One rank of a node reads, the others receive; whatever goes wrong, each rank has an answer."""
+"""Reads by one rank per node for all its ranks; after any failure each rank reads by itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_flashckpt.load import node_leader
 from tests.support.trainer import eventually, is_alive
 
 PROGRAM = Path(__file__).with_name("node_rank.py")
-#: A machine that is busy with other things takes long to start a few processes.
+#: A busy machine takes long to start a few processes.
 SOON_S = 120.0
 
 
 def variables(local_rank: int, ranks: int = 4, **changes: str) -> dict[str, str]:
-    """Return what torchrun tells a rank."""
+    """Return the variables that torchrun sets for a rank."""
     return {
         "RANK": str(local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -44,18 +44,18 @@ def variables(local_rank: int, ranks: int = 4, **changes: str) -> dict[str, str]
 
 
 class Node:
-    """Ranks as processes."""
+    """A node whose ranks are processes."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, local_rank: int, *options: str, ranks: int = 4, **changes: str) -> Future[str]:
-        """Start a rank; return what it will print first."""
+        """Start a rank; return a future of its first output line."""
         environment = {**os.environ, **variables(local_rank, ranks, **changes)}
-        told = ["--reads", str(self.where / "reads"), *options]
+        arguments = ["--reads", str(self.where / "reads"), *options]
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *told],
+            [sys.executable, str(PROGRAM), *arguments],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,14 +106,14 @@ def printed(lines: list[Future[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["first", "last"])
-def test_one_of_four_ranks_reads_wherever_it_starts(node: Node, order: tuple[int, ...]) -> None:
+def test_one_of_four_ranks_reads_in_any_start_order(node: Node, order: tuple[int, ...]) -> None:
     lines = [node.start(rank, "--content", f"of {rank}", "--stay") for rank in order]
     assert printed(lines) == ["of 0"] * 4
     assert node.readers() == [0]
 
 
 def test_each_of_two_nodes_has_a_reader(node: Node) -> None:
-    """Two nodes of one job, which differ in nothing but their group rank."""
+    """The two nodes of a job have the same variables except for the group rank."""
     lines = [
         node.start(rank, "--content", f"of {group}", "--stay", ranks=2, GROUP_RANK=group)
         for rank in (1, 0)
@@ -123,8 +123,8 @@ def test_each_of_two_nodes_has_a_reader(node: Node) -> None:
     assert node.readers() == [0, 0]
 
 
-def test_ranks_of_a_restart_with_the_same_variables_read_anew(node: Node) -> None:
-    """torchrun does not count a restart on nodes where no rank has failed."""
+def test_ranks_read_again_after_a_restart_with_the_same_variables(node: Node) -> None:
+    """torchrun counts a restart only on nodes where a rank has failed."""
     before = [node.start(rank, "--content", "before", "--stay") for rank in (0, 1)]
     assert printed(before) == ["before"] * 2  # the leader still waits for two ranks
     node.end()
@@ -155,8 +155,8 @@ def test_ranks_of_another_start_or_node_or_job_are_not_answered(change: dict[str
 
 
 @pytest.mark.parametrize("way", ["hang", "fork-and-hang"])
-def test_when_the_reader_is_killed_the_others_read_at_once(node: Node, way: str) -> None:
-    """They do not wait until their patience ends, which is longer than this test's."""
+def test_the_others_read_at_once_if_the_reader_is_killed(node: Node, way: str) -> None:
+    """Their own timeouts are longer than those of this test."""
     first = node.start(0, "--content", "", "--in-read", way)
     node.await_reader(0)
     child = int(first.result(SOON_S)) if way == "fork-and-hang" else None
@@ -175,7 +175,7 @@ def test_when_the_reader_is_killed_the_others_read_at_once(node: Node, way: str)
 
 
 def connections() -> int:
-    """Return how many ranks have connected to local rank 0, which has not answered yet."""
+    """Return how many ranks wait on a connection to local rank 0."""
     place = node_leader.place_of(variables(0))
     assert place is not None
     name = "@" + node_leader.socket_name(place, 0, "topic")[1:]
@@ -183,7 +183,7 @@ def connections() -> int:
     return sum(row.split()[-1] == name for row in rows) - 1  # the listener itself
 
 
-def test_when_the_reader_hangs_the_others_read_when_their_patience_ends(node: Node) -> None:
+def test_the_others_read_after_a_timeout_if_the_reader_hangs(node: Node) -> None:
     node.start(0, "--content", "", "--in-read", "hang")
     node.await_reader(0)
     patience = ["--appear-s", "1000", "--answer-s", "0.5"]
@@ -191,15 +191,15 @@ def test_when_the_reader_hangs_the_others_read_when_their_patience_ends(node: No
     assert printed(lines) == ["of 1", "of 2", "of 3"]
 
 
-def test_when_the_reader_never_comes_the_others_read_when_their_patience_ends(node: Node) -> None:
+def test_the_others_read_after_a_timeout_if_the_reader_never_starts(node: Node) -> None:
     patience = ["--appear-s", "0.5", "--answer-s", "1000"]
     lines = [node.start(rank, "--content", f"of {rank}", *patience) for rank in (1, 2)]
     assert printed(lines) == ["of 1", "of 2"]
     assert node.readers() == [1, 2]
 
 
-def test_ranks_that_wait_have_their_answer_also_if_the_reader_ends_at_once(node: Node) -> None:
-    """As it does if it refuses the checkpoint."""
+def test_waiting_ranks_get_their_answer_if_the_reader_then_exits(node: Node) -> None:
+    """The reader ends in this way if it refuses the checkpoint."""
     first = node.start(0, "--content", "of 0", "--in-read", "await")
     lines = [node.start(rank, "--content", f"of {rank}") for rank in (1, 2, 3)]
     eventually("all ranks wait", lambda: connections() == 3, SOON_S)
@@ -211,11 +211,11 @@ def test_ranks_that_wait_have_their_answer_also_if_the_reader_ends_at_once(node:
 @pytest.mark.parametrize(
     "missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"], ids=str
 )
-def test_without_torchrun_a_rank_reads_itself(missing: str) -> None:
-    found = variables(1)
-    del found[missing]
-    assert node_leader.place_of(found) is None
-    assert node_leader.read_once("topic", lambda: b"own", bytes, bytes, found) == b"own"
+def test_without_torchrun_a_rank_reads_by_itself(missing: str) -> None:
+    environ = variables(1)
+    del environ[missing]
+    assert node_leader.place_of(environ) is None
+    assert node_leader.read_once("topic", lambda: b"own", bytes, bytes, environ) == b"own"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_without_torchrun_a_rank_reads_itself(missing: str) -> None:
     ],
     ids=str,
 )
-def test_a_rank_alone_or_with_strange_variables_reads_itself(changes: dict[str, str]) -> None:
+def test_a_rank_alone_or_with_invalid_variables_reads_by_itself(changes: dict[str, str]) -> None:
     assert node_leader.place_of(variables(1, **changes)) is None
 
 
@@ -240,13 +240,13 @@ _numbers = itertools.count(1000)
 
 @pytest.fixture
 def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let threads be ranks: all make the same call, which no other test makes."""
+    """Give all threads of a test the same call number, so that they act as ranks of one node."""
     monkeypatch.setattr(node_leader, "_calls", itertools.repeat(next(_numbers)))
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names that ranks connect to, as they do so."""
+    """Record the socket names to which ranks connect."""
     connected: list[str] = []
     connect = node_leader._connected
 
@@ -279,7 +279,7 @@ WRONG = {
 
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("sent", [*WRONG.values(), None], ids=[*WRONG, "silence"])
-def test_no_wrong_answer_is_taken(
+def test_an_invalid_answer_is_ignored(
     names: list[str], monkeypatch: pytest.MonkeyPatch, sent: bytes | None
 ) -> None:
     monkeypatch.setattr(node_leader, "APPEAR_S", 60.0)
@@ -291,7 +291,7 @@ def test_no_wrong_answer_is_taken(
         other, _ = listener.accept()
         with other:
             if sent is not None:
-                with contextlib.suppress(OSError):  # the rank may have hung up already
+                with contextlib.suppress(OSError):  # the rank may have closed it already
                     other.sendall(sent)
                 other.shutdown(socket.SHUT_WR)
             assert rank.result(SOON_S) == b"own"
@@ -317,7 +317,7 @@ def test_every_changed_byte_is_noticed(names: list[str]) -> None:
 
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize(("more", "taken"), [(0, b"of another"), (1, b"own")], ids=["own", "other"])
-def test_nothing_is_taken_from_another_user(
+def test_an_answer_of_another_user_is_ignored(
     names: list[str], monkeypatch: pytest.MonkeyPatch, more: int, taken: bytes
 ) -> None:
     monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
@@ -333,7 +333,7 @@ def test_nothing_is_taken_from_another_user(
 
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize(("more", "sent"), [(0, True), (1, False)], ids=["own", "other"])
-def test_nothing_is_given_to_another_user(
+def test_another_user_gets_no_answer(
     monkeypatch: pytest.MonkeyPatch, more: int, sent: bool
 ) -> None:
     monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
@@ -346,7 +346,7 @@ def test_nothing_is_given_to_another_user(
 
 
 @pytest.mark.usefixtures("one_call")
-def test_a_name_that_somebody_else_has_taken_leaves_each_rank_to_itself(
+def test_each_rank_reads_by_itself_if_the_socket_name_is_taken(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_leader, "ANSWER_S", 0.2)
@@ -358,7 +358,7 @@ def test_a_name_that_somebody_else_has_taken_leaves_each_rank_to_itself(
         assert follower.result(SOON_S) == b"own"
 
 
-def test_the_second_call_is_another_one() -> None:
+def test_a_second_call_uses_another_socket_name() -> None:
     """Megatron reads arguments for `--pretrained-checkpoint` first, then for `--load`."""
     seen: list[str] = []
 
@@ -373,7 +373,7 @@ def test_the_second_call_is_another_one() -> None:
 
 
 @pytest.mark.usefixtures("one_call")
-def test_ranks_that_read_something_else_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_another_topic_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_leader, "APPEAR_S", 0.2)
     with ThreadPoolExecutor() as pool:
         leader = pool.submit(read_in, 0, lambda: b"first", "/one/directory", 2)
@@ -383,33 +383,33 @@ def test_ranks_that_read_something_else_get_no_answer(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("one_call")
-def test_large_answers_come_whole_and_the_leader_is_done_when_all_have_theirs() -> None:
+def test_large_answers_arrive_whole_and_the_leader_s_thread_then_ends() -> None:
     large = os.urandom(5 * 2**20)
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(read_in, rank, lambda: large) for rank in (3, 2, 1)]
         assert read_in(0, lambda: large) == large
         assert all(rank.result(SOON_S) == large for rank in ranks)
     eventually(
-        "nobody is served any more",
+        "the leader serves no rank",
         lambda: not [t for t in threading.enumerate() if t.name == "flashckpt-node-leader"],
         SOON_S,
     )
 
 
 @pytest.mark.usefixtures("one_call")
-def test_an_answer_that_cannot_be_decoded_is_none() -> None:
+def test_a_rank_reads_by_itself_if_the_answer_cannot_be_decoded() -> None:
     def refusing(_: bytes) -> bytes:
         raise ValueError("no such thing")
 
     with ThreadPoolExecutor() as pool:
         leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
         environ = variables(1, 2)
-        found = node_leader.read_once("topic", lambda: b"own", bytes, refusing, environ)
-        assert (leader.result(SOON_S), found) == (b"first", b"own")
+        content = node_leader.read_once("topic", lambda: b"own", bytes, refusing, environ)
+        assert (leader.result(SOON_S), content) == (b"first", b"own")
 
 
 @pytest.mark.usefixtures("one_call")
-def test_when_the_leader_fails_the_ranks_that_wait_read_at_once(
+def test_waiting_ranks_read_at_once_if_the_leader_fails(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_leader, "APPEAR_S", 2.0)  # the leader may be faster than the rank
@@ -422,22 +422,22 @@ def test_when_the_leader_fails_the_ranks_that_wait_read_at_once(
     with ThreadPoolExecutor() as pool:
         follower = pool.submit(read_in, 1, lambda: b"own")
         leader = pool.submit(read_in, 0, fail)
-        # Its error keeps all that was in its hands.
+        # The error's traceback keeps the leader's objects alive.
         assert isinstance(leader.exception(SOON_S), RuntimeError)
         assert follower.result(SOON_S) == b"own"
 
 
 @pytest.mark.usefixtures("one_call")
-def test_the_leader_does_not_wait_for_a_rank_that_comes_late() -> None:
+def test_the_leader_does_not_wait_for_late_ranks() -> None:
     with ThreadPoolExecutor() as pool:
         leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
-        assert leader.result(SOON_S) == b"first"  # though nobody has asked yet
+        assert leader.result(SOON_S) == b"first"  # before any rank has asked
         assert read_in(1, lambda: b"own", ranks=2) == b"first"
 
 
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("lacks", ["sockets", "threads"])
-def test_a_leader_that_cannot_answer_has_what_it_read_all_the_same(
+def test_a_leader_that_cannot_answer_still_returns_its_own_read(
     lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

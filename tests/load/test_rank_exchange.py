@@ -1,9 +1,9 @@
-"""Ranks that hold a checkpoint in their slots fill each other's tensors; on real gloo ranks.
+"""Exchange between real gloo ranks that hold a checkpoint in their slots.
 
-For NCCL stands `tests.simulated_gpu.nccl`: every rank has a simulated node, its tensors lie on the
-device of its number, and gloo carries the bytes. It follows these documented rules: a collective
-runs on a stream of its group and returns early, tensors in host memory are refused, and a group's
-connections keep GPU memory, which torch cannot use, until the group is destroyed.
+`tests.simulated_gpu.nccl` stands in for NCCL: every rank has a simulated node, its tensors lie on
+the device of its number, and gloo carries the bytes. The stand-in follows three documented rules. A
+collective runs on a stream of its group and returns early. Tensors in host memory are refused. A
+group's connections keep GPU memory, which torch cannot use, until the group is destroyed.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from tests.support.worlds import (
 
 RANKS = 3
 ROUND_NBYTES = rank_exchange.ROUND_NBYTES
-#: Where the data section of a slot begins, as far as alignment is concerned.
+#: Offset of a slot's data section; only its alignment matters here.
 DATA_OFFSET = 4096
-#: Elements in `odd_case` on GPUs, as a multiple of those elsewhere. Odd, so that sizes stay odd.
+#: Factor of the element counts in `odd_case` on GPUs. It is odd, so that sizes stay odd.
 GPU_SCALE = 4001
-#: Bytes that are free on the fullest GPU: less than a tenth of what `odd_case` exchanges there.
+#: Free bytes of the fullest GPU: less than a tenth of the bytes that `odd_case` exchanges there.
 LEAST_ROOM = 128 * 1024
-#: Bytes that are free on a GPU that has no room for the buffers of the smallest round.
+#: Free bytes of a GPU that are too few for the buffers of the smallest round.
 NO_ROOM = 40 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What every rank's slot holds, and what it wants."""
+    """A test case: the pieces that every rank's slot holds, and the pieces that the rank wants."""
 
     tensors: Tensors
     stored: list[list[Piece]]
@@ -85,7 +85,7 @@ def model_case(saved: Sizes, loaded: Sizes, round_nbytes: int = 4096) -> Case:
 
 
 def odd_case(round_nbytes: int, scale: int = 1) -> Case:
-    """Spans of 1 and 2-byte elements, none of which is a multiple of eight bytes long."""
+    """Return spans of 1-byte and 2-byte elements whose lengths are no multiples of eight bytes."""
     tensors: Tensors = {}
     stored: list[list[Piece]] = [[] for _ in range(RANKS)]
     wanted: list[list[Piece]] = [[] for _ in range(RANKS)]
@@ -98,7 +98,7 @@ def odd_case(round_nbytes: int, scale: int = 1) -> Case:
         ends = [0, third + number % 2, 2 * third + 1, numel]
         for rank in range(RANKS):
             stored[rank].append(run(all_of_it, ends[rank], ends[rank + 1]))
-            # Cut elsewhere than it is stored.
+            # Wanted ranges end elsewhere than the stored ranges.
             wanted[rank] += [all_of_it, run(all_of_it, rank + 1, numel - 2 - rank)]
     return Case(tensors, [in_layout_order(pieces) for pieces in stored], wanted, round_nbytes)
 
@@ -109,7 +109,7 @@ def nothing_from_others(scale: int = 1) -> Case:
 
 
 def one_rank_wants_it_all() -> Case:
-    """Rank 1 holds nothing and wants everything; the others want nothing."""
+    """Return a case: rank 1 holds nothing and wants everything, the others want nothing."""
     case = odd_case(64)
     held = in_layout_order(case.stored[0] + case.stored[1])
     wanted: list[list[Piece]] = [[], case.wanted[1], []]
@@ -132,7 +132,7 @@ CASES = {
 
 
 class Bytes:
-    """A slot of which no chunk is damaged."""
+    """A source of chunks without damage."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data.numpy().data
@@ -150,10 +150,10 @@ class Bytes:
 def exchanged(
     case: Case, name: str, rank: int, *, device: str = "cpu", room: int | None = None
 ) -> tuple[int, list[torch.Tensor]]:
-    """Carry out `case`; return the bytes that came from others, and what was filled. Collective.
+    """Carry out `case`; return the bytes from other ranks and the filled tensors. Collective.
 
     Args:
-        room: bytes of the current GPU that are left when the tensors are made; None: all others.
+        room: free bytes of the current GPU after the tensors are made; None: no limit.
     """
     rank_exchange.ROUND_NBYTES = case.round_nbytes
     file = files_of(case.tensors, case.stored)[rank]
@@ -175,7 +175,7 @@ def nearly_full(room: int | None) -> Iterator[None]:
     if room is None:
         yield
         return
-    gc.collect()  # the frames of an error that was raised before hold tensors in cycles
+    gc.collect()  # the frames of an earlier error hold tensors in reference cycles
     left = torch.empty(room, dtype=torch.uint8, device="cuda")
     others, nbytes = [], torch.cuda.mem_get_info()[1]
     while nbytes >= 512:  # the smallest piece of device memory
@@ -192,10 +192,10 @@ def nearly_full(room: int | None) -> Iterator[None]:
 
 
 def on_gpus(rank: int) -> dict[str, Any]:
-    """Exchange over NCCL in four ways; return what came of each. Collective.
+    """Exchange over NCCL in five ways; return the results. Collective.
 
-    Rank 1 has the least room. It has no memory for what it received in the second exchange, and
-    none for its buffers in the third.
+    Rank 1 has the least room. In the second exchange it has no memory for the received bytes, and
+    in the third none for its buffers.
     """
     rank_exchange.LEAST_ROUND_NBYTES = 1024
     case = odd_case(ROUND_NBYTES, GPU_SCALE)
@@ -204,7 +204,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
         allocator = node.devices[rank].allocator
         room = LEAST_ROOM if rank == 1 else None
         _, filled = exchanged(case, "little room", rank, device="cuda", room=room)
-        # Another stream reads them, which has waited for nothing.
+        # The stream that reads the tensors has not waited for any other stream.
         with torch.cuda.stream(torch.cuda.Stream()):
             digests = [digest(bytes(t.cpu().view(torch.uint8).numpy())) for t in filled]
         rounds = list(nccl.round_nbytes)
@@ -248,7 +248,7 @@ def error_of(work: Callable[[], object]) -> str | None:
 
 
 def rank_main(rank: int, directory: str) -> None:
-    """Carry out all cases on one rank; write digests of what arrived, and the bytes counted."""
+    """Carry out all cases on one rank; write digests of the filled tensors, and the byte counts."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -257,12 +257,12 @@ def rank_main(rank: int, directory: str) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    found = {}
+    results = {}
     for name, case in CASES.items():
         received, filled = exchanged(case, name, rank)
-        found[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
-    found["gpu"] = on_gpus(rank)
-    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+        results[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
+    results["gpu"] = on_gpus(rank)
+    Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -271,71 +271,71 @@ def digest(data: bytes) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("exchange")
     torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_every_byte_that_it_wants(found: list[dict], name: str) -> None:
+def test_every_rank_receives_every_wanted_byte(results: list[dict], name: str) -> None:
     case = CASES[name]
     for rank, wanted in enumerate(case.wanted):
-        _, digests = found[rank][name]
+        _, digests = results[rank][name]
         assert digests == [digest(content(case.tensors, piece)) for piece in wanted]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_came_from_others_is_counted(found: list[dict], name: str) -> None:
+def test_bytes_from_other_ranks_are_counted(results: list[dict], name: str) -> None:
     case = CASES[name]
     for rank, wanted in enumerate(case.wanted):
         plan = read_plan(wanted, sources_of(case.stored), name)
         from_others = sum(
             read.nbytes for source, reads in plan.reads.items() for read in reads if source != rank
         )
-        assert found[rank][name][0] == from_others
-    assert (name == "nothing from others") == all(each[name][0] == 0 for each in found)
+        assert results[rank][name][0] == from_others
+    assert (name == "nothing from others") == all(result[name][0] == 0 for result in results)
 
 
-def test_connections_between_gpus_end_with_the_exchange(found: list[dict]) -> None:
-    """They would keep GPU memory for as long as the job runs; also where an exchange failed."""
-    assert [each["gpu"]["groups"] for each in found] == [1] * RANKS
-    assert [each["gpu"]["kept_nbytes"] for each in found] == [0] * RANKS
+def test_connections_between_gpus_end_with_the_exchange(results: list[dict]) -> None:
+    """Open connections would keep GPU memory until the job ends, also after a failed exchange."""
+    assert [result["gpu"]["groups"] for result in results] == [1] * RANKS
+    assert [result["gpu"]["kept_nbytes"] for result in results] == [0] * RANKS
 
 
-def test_ranks_that_need_nothing_from_others_are_not_connected(found: list[dict]) -> None:
-    assert [each["gpu"]["idle_collectives"] for each in found] == [0] * RANKS
+def test_ranks_that_need_nothing_from_others_are_not_connected(results: list[dict]) -> None:
+    assert [result["gpu"]["idle_collectives"] for result in results] == [0] * RANKS
 
 
-def test_ranks_that_need_nothing_of_each_other_are_not_connected(found: list[dict]) -> None:
-    """Rank 1 wants what ranks 0 and 2 hold: they need no connection to each other."""
-    assert [each["gpu"]["peers"] for each in found] == [[1], [0, 2], [1]]
+def test_ranks_without_bytes_for_each_other_are_not_connected(results: list[dict]) -> None:
+    """Rank 1 wants the bytes of ranks 0 and 2, so ranks 0 and 2 need no connection."""
+    assert [result["gpu"]["peers"] for result in results] == [[1], [0, 2], [1]]
 
 
-def test_all_ranks_raise_if_one_gpu_has_no_memory(found: list[dict]) -> None:
-    for each in found:
-        refused, no_room = each["gpu"]["errors"]
+def test_all_ranks_raise_if_one_gpu_has_no_memory(results: list[dict]) -> None:
+    for result in results:
+        refused, no_room = result["gpu"]["errors"]
         assert refused == "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"
         assert no_room == f"{refused}. Tried to allocate {1 << 20} bytes."
 
 
-def test_rounds_fit_into_the_gpu_that_has_the_least_room(found: list[dict]) -> None:
+def test_rounds_fit_into_the_fullest_gpu(results: list[dict]) -> None:
     case = odd_case(ROUND_NBYTES, GPU_SCALE)
     for rank, wanted in enumerate(case.wanted):
-        rounds = found[rank]["gpu"]["rounds"]
+        rounds = results[rank]["gpu"]["rounds"]
         assert len(rounds) > 10
         assert LEAST_ROOM // 8 < max(rounds) <= LEAST_ROOM // 4
         digests = [digest(content(case.tensors, piece)) for piece in wanted]
-        assert found[rank]["gpu"]["digests"] == digests
+        assert results[rank]["gpu"]["digests"] == digests
 
 
-def test_a_rank_uses_its_own_gpu_alone(found: list[dict]) -> None:
-    assert [each["gpu"]["devices"] for each in found] == [[rank] for rank in range(RANKS)]
+def test_a_rank_uses_only_its_own_gpu(results: list[dict]) -> None:
+    assert [result["gpu"]["devices"] for result in results] == [[rank] for rank in range(RANKS)]
 
 
 @given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 5))
-def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, eighths):
-    """A span starts with an element, so within it a cut is good at multiples of the widest one."""
+def test_a_stream_with_spans_of_any_length_is_cut_between_elements(lengths, eighths):
+    """A span starts with an element, so cuts at multiples of the widest element size are valid."""
     spans = [(1000 * number, nbytes) for number, nbytes in enumerate(lengths)]
     stream = Stream(spans)
     step = eighths * ALIGNMENT
@@ -348,7 +348,7 @@ def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, ei
     assert arrived == [list(range(nbytes)) for nbytes in lengths]
 
 
-def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
+def test_a_single_rank_reads_everything_from_its_own_slot() -> None:
     case = odd_case(64)
     held = in_layout_order([piece for pieces in case.stored for piece in pieces])
     (file,) = files_of(case.tensors, [held])
@@ -362,5 +362,5 @@ def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
         with ChunkReader(Bytes(own), 1, targets.gpu) as reader:
             assert rank_exchange.exchange(reader, own, 0, plan, wanted, targets) == 0
         assert node.calls[-1].name == "synchronize", "all bytes are in place when it returns"
-        found = [bytes(tensor.cpu().numpy()) for tensor in filled]
-    assert found == [content(case.tensors, piece) for piece in wanted]
+        arrived = [bytes(tensor.cpu().numpy()) for tensor in filled]
+    assert arrived == [content(case.tensors, piece) for piece in wanted]

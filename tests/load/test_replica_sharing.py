@@ -1,4 +1,4 @@
-"""Replicas that share their reads get the same bytes, each chunk read once; on real gloo ranks.
+"""Shared reads of replicas on real gloo ranks: the same bytes, and one read per chunk.
 
 Cases on GPUs run on `tests.simulated_gpu`, one simulated node per rank; the bytes still travel over
 gloo, as in a job whose process group has no NCCL.
@@ -23,7 +23,7 @@ from tests.support.megatron_jobs import end
 
 REPO = Path(__file__).resolve().parents[2]
 RANKS = 3
-#: The first two share a shard, and a chunk of it.
+#: The first two pieces share a shard, and a chunk of it.
 PIECES = [
     [
         Piece("a", "master", "F32", (10_000_000,), (0,), (10_000_000,), 0, 10_000_000),
@@ -61,7 +61,7 @@ CASES = [
 
 
 def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
-    """Return what each rank traced, by case."""
+    """Run the cases; return the traced events of each rank by case."""
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = {
         **os.environ,
@@ -82,12 +82,12 @@ def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[s
         assert job.wait(240) == 0, (tmp_path / "log").read_text()[-4000:]
     finally:
         end(job)
-    found: dict[str, list[dict]] = {case["name"]: [] for case in cases}
+    events: dict[str, list[dict]] = {case["name"]: [] for case in cases}
     for rank in range(RANKS):
         for line in (tmp_path / f"rank_{rank}.jsonl").read_text().splitlines():
             event = json.loads(line)
-            found[event["event"]].append(event)
-    return found
+            events[event["event"]].append(event)
+    return events
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def digests() -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_every_replica_has_every_byte_that_it_wants(
+def test_every_replica_receives_every_wanted_byte(
     traced: dict[str, list[dict]], digests: list[str], case: dict[str, Any]
 ) -> None:
     wanted = case.get("wanted", [range(len(FLAT))] * RANKS)
@@ -120,14 +120,14 @@ def test_each_chunk_is_read_by_one_replica(traced: dict[str, list[dict]], name: 
     assert sum(event["read_nbytes"] for event in traced[name]) == whole
 
 
-def test_all_replicas_read_everything_if_told_not_to_share(traced: dict[str, list[dict]]) -> None:
+def test_without_sharing_every_replica_reads_everything(traced: dict[str, list[dict]]) -> None:
     whole = sum(piece.nbytes for piece in FLAT)
     for event in traced["never"]:
         assert (event["read_nbytes"], event["received_nbytes"]) == (whole, 0)
 
 
-def test_chunks_that_one_replica_alone_needs_are_not_sent(traced: dict[str, list[dict]]) -> None:
-    """Rank 0 needs the first shard, rank 1 the second half of it; ranks 1 and 2 the other one."""
+def test_chunks_that_only_one_replica_needs_are_not_sent(traced: dict[str, list[dict]]) -> None:
+    """Rank 0 needs the first shard, rank 1 its second half; ranks 1 and 2 need the other shard."""
     of_rank = traced["partly"]
     whole = sum(piece.nbytes for piece in FLAT)
     of_rank_0_alone = FLAT[0].nbytes // CHUNK_NBYTES * CHUNK_NBYTES
@@ -136,16 +136,16 @@ def test_chunks_that_one_replica_alone_needs_are_not_sent(traced: dict[str, list
     assert sum(event["received_nbytes"] for event in of_rank) == whole - of_rank_0_alone
 
 
-def test_memory_is_bounded_by_what_was_asked_for(traced: dict[str, list[dict]]) -> None:
+def test_memory_is_bounded_by_the_setting(traced: dict[str, list[dict]]) -> None:
     reader = CHUNK_NBYTES
     for event in traced["always"]:
         assert event["memory_nbytes"] <= reader + 96 * 2**20
     for event in traced["tight"]:
-        # No less than one chunk and the smallest possible turns.
+        # The minimum is one chunk and the smallest possible rounds.
         assert event["memory_nbytes"] <= reader + CHUNK_NBYTES + 2 * RANKS * 2**20
 
 
-def test_auto_shares_when_reading_is_slow_and_stops_when_sending_is(
+def test_auto_shares_if_reads_are_slow_and_stops_if_sends_are_slow(
     traced: dict[str, list[dict]],
 ) -> None:
     whole = sum(piece.nbytes for piece in FLAT)
@@ -155,8 +155,8 @@ def test_auto_shares_when_reading_is_slow_and_stops_when_sending_is(
     assert sum(event["read_nbytes"] for event in traced["slow network"]) > whole
 
 
-def test_many_replicas_share_however_fast_they_read(traced: dict[str, list[dict]]) -> None:
-    """Each would open the files of all others, which is slow in other ways than a first round."""
+def test_many_replicas_share_even_if_reads_are_fast(traced: dict[str, list[dict]]) -> None:
+    """Without sharing, each replica opens all files; the first round does not measure that cost."""
     assert [event["shared"] for event in traced["many"]] == [True] * RANKS
 
 
@@ -168,14 +168,14 @@ def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
     cases = [{"name": mode, "mode": mode} for mode in ("always", "auto")]
     for events in run_cases(tmp_path, damaged, cases).values():
         last = (FLAT[0].nbytes + FLAT[1].nbytes) // CHUNK_NBYTES
-        said = [event["error"] for event in events]
-        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in said)
-        assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
+        errors = [event["error"] for event in events]
+        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in errors)
+        assert sum(error.startswith("CorruptCheckpointError: ") for error in errors) >= 1
 
 
-def test_the_time_of_the_gpu_counts_for_the_read_or_send_that_caused_it(
+def test_gpu_time_counts_for_the_read_or_send_that_caused_it(
     traced: dict[str, list[dict]],
 ) -> None:
-    """The ranks share their reads if a read takes long, and stop if a transfer does."""
+    """The ranks share their reads if reads are slow, and stop sharing if transfers are slow."""
     assert [event["shared"] for event in traced["slow GPU in reads"]] == [True] * RANKS
     assert [event["shared"] for event in traced["slow GPU in sends"]] == [False] * RANKS

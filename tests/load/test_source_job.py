@@ -1,4 +1,4 @@
-"""Which copies of tensors a saved job has: only whole ones count."""
+"""Copies of tensors in a saved job: only complete copies count."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def own(layer: int, start: int, end: int, copy: str = "0.1", kinds: tuple[str, .
 MAIN = parts(0, 0, 8) + parts(1, 0, 8)
 
 
-def test_copies_count_if_all_of_their_parts_are_there() -> None:
+def test_complete_copies_count() -> None:
     assert copies_of(MAIN) == frozenset()
     assert copies_of(MAIN, own(0, 0, 8) + own(1, 0, 5), own(1, 5, 8)) == {("norm", "0.1")}
 
 
-def test_copies_that_are_there_in_part_do_not_count() -> None:
-    """As when the node of one replica learned a save later than others that copies differ."""
+def test_partial_copies_do_not_count() -> None:
+    """A node stores a partial copy if it learns one save late that copies differ."""
     assert copies_of(MAIN, own(0, 0, 8) + own(1, 0, 5)) == frozenset()
     assert copies_of(MAIN, own(0, 0, 8) + own(1, 0, 8, kinds=("weight",))) == frozenset()
     whole = own(0, 0, 8, "0.2") + own(1, 0, 8, "0.2")

@@ -1,4 +1,4 @@
-"""Threads of the package set their device and capture mode before they call CUDA."""
+"""Device and capture mode, which the package's threads set before they call CUDA."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_before_cuda_is_initialized_there_is_no_device(monkeypatch: pytest.Monke
     assert cuda.current_device() is None
 
 
-def test_on_a_cpu_rank_with_stand_ins_of_torch_cuda_there_is_no_device() -> None:
+def test_a_cpu_rank_with_stand_ins_of_torch_cuda_has_no_device() -> None:
     root = Path(__file__).parents[2]
     script = (
         "import cpu_cuda\n"
@@ -59,7 +59,7 @@ def test_on_a_cpu_rank_with_stand_ins_of_torch_cuda_there_is_no_device() -> None
     assert done.stdout == "None\n"
 
 
-def test_a_thread_that_entered_is_on_the_device_of_its_rank() -> None:
+def test_a_thread_enters_the_device_of_its_rank() -> None:
     with simulated_gpus() as node:
         torch.cuda.set_device(5)
         device = cuda.current_device()
@@ -71,16 +71,16 @@ def test_a_thread_that_entered_is_on_the_device_of_its_rank() -> None:
             return cuda.current_device(), capture_mode(node)
 
         assert in_new_thread(work) == (5, "relaxed")
-        assert capture_mode(node) == "global", "of the training thread"
+        assert capture_mode(node) == "global", "the training thread keeps its mode"
 
 
-def test_a_thread_without_a_device_calls_nothing() -> None:
+def test_a_thread_without_a_device_makes_no_cuda_call() -> None:
     with simulated_gpus() as node:
         in_new_thread(lambda: cuda.enter_thread(None))
         assert node.calls == []
 
 
-def test_a_thread_that_entered_breaks_no_capture() -> None:
+def test_a_thread_that_has_entered_breaks_no_capture() -> None:
     with simulated_gpus() as node:
         event = torch.cuda.Event()
         event.record()
@@ -96,14 +96,14 @@ def test_a_thread_that_entered_breaks_no_capture() -> None:
             in_new_thread(event.query)
 
 
-def test_a_device_that_has_failed_raises() -> None:
+def test_a_failed_device_raises() -> None:
     with simulated_gpus() as node:
         node.devices[5].fail("an illegal memory access was encountered")
         with pytest.raises(RuntimeError, match="an illegal memory access"):
             in_new_thread(lambda: cuda.enter_thread(5))
 
 
-def test_a_thread_enters_also_if_its_mode_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_enters_even_if_its_mode_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_gpus() as node:
 
         def work() -> tuple[int | None, str]:
@@ -136,7 +136,7 @@ MAPS = """\
     [
         "/usr/local/cuda/lib64/libcudart.so.12.4.127",
         "/home/a user/nvidia/cuda_runtime/lib/libcudart.so.13",
-        "/venv/torch/lib/libcudart-9335f6a2.so.12",  # as wheels name a library that they bundle
+        "/venv/torch/lib/libcudart-9335f6a2.so.12",  # name of a library bundled in a wheel
         "/usr/lib/libcudart.so",
     ],
 )
@@ -154,9 +154,9 @@ def test_a_runtime_that_is_not_mapped_is_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", " (deleted)"])
-def test_a_runtime_that_cannot_be_opened_is_none(tmp_path: Path, suffix: str) -> None:
+def test_without_a_usable_library_there_is_no_runtime(tmp_path: Path, suffix: str) -> None:
     def refuse(path: str) -> None:
-        assert suffix == "", "a file of that name would be another one"
+        assert suffix == "", "a deleted file must not be opened by its name"
         raise OSError(f"{path}: cannot open shared object file: No such file or directory")
 
     maps = tmp_path / "maps"

@@ -1,4 +1,4 @@
-"""The memory that may be taken: the node's, or what its control groups leave."""
+"""Available memory: the free memory of the node, or of the tightest control group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """A node of 8 GiB, as its kernel would show it."""
+    """Make the files in which the kernel describes a node of 8 GiB."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8388608 kB\n")
     return tmp_path
@@ -40,30 +40,30 @@ def available(made: Path, cgroup: str | None) -> int:
     return available_nbytes(made / "proc", made / "groups")
 
 
-def test_without_control_groups_it_is_what_the_kernel_estimates(made: Path) -> None:
+def test_without_control_groups_the_kernel_s_estimate_counts(made: Path) -> None:
     assert available(made, None) == 8 * GIB
     assert available(made, "0::/\n1:cpu:/a\n") == 8 * GIB
 
 
-def test_the_tightest_group_around_the_process_counts_and_its_cache_can_go(made: Path) -> None:
+def test_the_tightest_group_of_the_process_counts_without_its_cache(made: Path) -> None:
     group(made / "groups/job", 4 * GIB, 3 * GIB, GIB)
     group(made / "groups/job/step", 6 * GIB, GIB, 0)
     group(made / "groups/other", GIB, GIB, 0)
     assert available(made, "0::/job/step\n") == 2 * GIB
 
 
-def test_a_group_without_a_limit_and_a_larger_one_change_nothing(made: Path) -> None:
+def test_a_group_with_no_limit_or_a_larger_one_has_no_effect(made: Path) -> None:
     group(made / "groups/job", "max", 7 * GIB, 0)
     group(made / "groups/job/step", 100 * GIB, GIB, 0)
     assert available(made, "0::/job/step\n") == 8 * GIB
 
 
-def test_the_path_of_a_container_is_the_hosts_and_the_root_of_the_mount_counts(made: Path) -> None:
+def test_in_a_container_the_root_of_the_mount_counts(made: Path) -> None:
     group(made / "groups/memory", 3 * GIB, GIB, 0, version=1)
     assert available(made, "4:cpu,memory:/docker/abc\n0::/\n") == 2 * GIB
 
 
-def test_a_group_that_is_full_leaves_nothing(made: Path) -> None:
+def test_a_full_group_leaves_nothing(made: Path) -> None:
     group(made / "groups/job", GIB, 2 * GIB, 0)
     assert available(made, "0::/job\n") == 0
 
@@ -79,7 +79,7 @@ def real_group() -> Iterator[Path]:
     path.rmdir()
 
 
-def test_a_slab_that_the_real_control_group_does_not_allow_is_refused_and_nobody_is_killed(
+def test_a_real_control_group_refuses_a_slab_and_kills_no_process(
     real_group: Path,
 ) -> None:
     try:
@@ -95,28 +95,28 @@ def test_a_slab_that_the_real_control_group_does_not_allow_is_refused_and_nobody
     )
     if "cgroup.procs" in done.stderr:
         pytest.skip(f"no process can join a control group here: {done.stderr}")
-    assert done.returncode == 1, "not killed"
+    assert done.returncode == 1, "the process was killed"
     assert "cannot reserve 1.0 GiB of host memory for 2 checkpoint slots" in done.stderr
 
 
-def test_each_limit_has_a_name_that_all_containers_of_the_machine_know(made: Path) -> None:
+def test_a_limit_has_the_same_key_in_all_containers_of_a_machine(made: Path) -> None:
     (made / "proc/sys/kernel/random").mkdir(parents=True)
     (made / "proc/sys/kernel/random/boot_id").write_text("b00d\n")
     (made / "proc/self/cgroup").write_text("0::/pod/step\n")
     group(made / "groups/pod", 6 * GIB, GIB, 0)
-    found = limits(made / "proc", made / "groups")
+    outside = limits(made / "proc", made / "groups")
     inode = (made / "groups/pod").stat().st_ino
-    assert found == [
+    assert outside == [
         Limit("b00d", "the machine", 8 * GIB),
         Limit(f"b00d 2 {inode}", f"control group {made}/groups/pod", 5 * GIB),
     ]
-    # The same group as a container sees it, in which it is the root.
+    # In a container, the same group is the root.
     (made / "proc/self/cgroup").write_text("0::/\n")
     inside = limits(made / "proc", made / "groups/pod")
     assert [(limit.key, limit.left_nbytes) for limit in inside] == [
-        (limit.key, limit.left_nbytes) for limit in found
+        (limit.key, limit.left_nbytes) for limit in outside
     ]
 
 
-def test_a_machine_without_a_boot_id_goes_by_its_host_name(made: Path) -> None:
+def test_a_machine_without_a_boot_id_is_named_by_its_host_name(made: Path) -> None:
     assert limits(made / "proc", made / "groups")[0].key == platform.node()

@@ -1,4 +1,4 @@
-"""Memory of a memfd: how the kernel is asked for it."""
+"""Requests to the kernel for the memory of a memfd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_flashckpt.memory import mapping
 from megatron_flashckpt.memory.mapping import create_memory
 from megatron_flashckpt.memory.slab import Slab
 
-#: From linux/memfd.h and linux/fcntl.h; Python's modules do not have them.
+#: Constants of linux/memfd.h and linux/fcntl.h that Python's modules lack.
 MFD_NOEXEC_SEAL = 0x8
 F_SEAL_EXEC = 0x20
 
@@ -29,7 +29,7 @@ def kernel_knows_the_seal() -> bool:
 
 
 def test_a_slab_can_never_be_executed() -> None:
-    """Systems with vm.memfd_noexec=2 refuse a memfd that does not ask for this."""
+    """Systems with vm.memfd_noexec=2 refuse a memfd without this flag."""
     if not kernel_knows_the_seal():
         pytest.skip("this kernel does not know MFD_NOEXEC_SEAL (Linux 6.3)")
     slab = Slab.create(1, 0, 1, "0")
@@ -38,7 +38,7 @@ def test_a_slab_can_never_be_executed() -> None:
     slab.close()
 
 
-def test_a_kernel_that_does_not_know_the_seal_is_asked_without_it(
+def test_an_older_kernel_is_asked_without_the_seal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
@@ -55,7 +55,7 @@ def test_a_kernel_that_does_not_know_the_seal_is_asked_without_it(
     assert asked == [always | MFD_NOEXEC_SEAL, always]
 
 
-def test_any_other_refusal_of_a_memfd_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_memfd_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def memfd_create(name: str, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -74,7 +74,7 @@ def test_core_dumps_leave_slabs_out() -> None:
 
 
 def test_pages_are_mapped_by_many_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel holds the lock of the memory map in each; other threads allocate in between."""
+    """Each call holds the kernel's lock of the memory map; other threads allocate between calls."""
     calls: list[tuple[int, int]] = []
 
     class Library:

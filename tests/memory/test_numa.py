@@ -1,4 +1,4 @@
-"""The memory of a slab lies at the NUMA node of the rank's GPU, if that is known."""
+"""Placement of a slab at the NUMA node of the rank's GPU, if that node is known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MPOL_PREFERRED = 1
 
 
 class Kernel:
-    """Notes each `mbind` in place of the kernel, and refuses it if told to."""
+    """A stand-in for the kernel that records each `mbind` and refuses it if `refuses` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -36,8 +36,8 @@ class Kernel:
     def syscall(self, number: Any, *arguments: Any) -> int:
         address, nbytes, mode, mask, bits, flags = arguments
         assert bits.value == 64 * len(mask) + 1
-        said = (number.value, address.value, nbytes.value, mode.value, *mask, flags.value)
-        self.calls.append(said)
+        call = (number.value, address.value, nbytes.value, mode.value, *mask, flags.value)
+        self.calls.append(call)
         if self.refuses:
             ctypes.set_errno(errno.EPERM)
             return -1
@@ -57,7 +57,7 @@ def address_of(slab: Slab) -> int:
 
 @pytest.mark.parametrize(("node", "mask"), [(0, (1,)), (5, (1 << 5,)), (64, (0, 1))])
 @pytest.mark.parametrize(("machine", "number"), [("x86_64", 237), ("aarch64", 235)])
-def test_the_kernel_is_asked_for_the_node_before_a_page_is_allocated(
+def test_the_node_is_requested_before_a_page_is_allocated(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     node: int,
@@ -77,13 +77,13 @@ def test_the_kernel_is_asked_for_the_node_before_a_page_is_allocated(
     slab.close()
 
 
-def test_without_a_node_the_kernel_is_asked_for_nothing(kernel: Kernel) -> None:
+def test_without_a_node_no_placement_is_requested(kernel: Kernel) -> None:
     Slab.create(1, 0, PAGE, "0").close()
     assert kernel.calls == []
 
 
 @pytest.mark.parametrize("why", ["refused", "another machine"])
-def test_a_slab_is_made_all_the_same_if_the_kernel_refuses_the_node(
+def test_a_slab_is_made_even_if_the_kernel_refuses_the_node(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -122,13 +122,13 @@ def gpus() -> Iterator[Node]:
 
 @pytest.fixture
 def devices(gpus: Node, tmp_path: Path) -> Path:
-    """Files in which the kernel describes the PCI device of GPU 3."""
+    """Make the files in which the kernel describes the PCI device of GPU 3."""
     (tmp_path / "0000:03:00.0").mkdir()
     (tmp_path / "0000:03:00.0/numa_node").write_text("1\n")
     return tmp_path
 
 
-def test_the_node_of_a_gpu_is_that_of_its_pci_device(devices: Path) -> None:
+def test_a_gpu_has_the_node_of_its_pci_device(devices: Path) -> None:
     assert node_of_gpu(3, devices) == 1
     assert node_of_gpu(4, devices) is None
 
@@ -152,7 +152,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
 
 
 def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Return the NUMA nodes of a slab made in the background and of a larger one of a save."""
+    """Return the NUMA nodes of a slab made in the background and of a larger slab of a save."""
     monkeypatch.setattr("megatron_flashckpt.save.new_slab.node_of_gpu", lambda device: device + 10)
     nodes: list[int | None] = []
     create = Slab.create
@@ -167,10 +167,10 @@ def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int 
     return nodes
 
 
-def test_a_slab_made_in_the_background_lies_at_the_gpu_of_the_training_thread(
+def test_a_slab_made_in_the_background_lies_at_the_training_thread_s_gpu(
     gpus: Node, link: NodeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device of another thread is 0 until that thread chooses one."""
+    """Another thread's current device is 0 until the thread sets one."""
     torch.cuda.set_device(5)
     assert nodes_of_slabs(link, monkeypatch) == [15, 15]
 

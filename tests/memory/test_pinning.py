@@ -1,4 +1,4 @@
-"""A slab is page-locked chunk by chunk, by one thread, one rank of a node at a time."""
+"""Page-locking of a slab: chunk by chunk, by one thread, one rank of a node at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 def new_slab() -> Slab:
-    """Return a slab of five chunks, of which the last is not whole."""
+    """Return a slab of five chunks, the last of them partial."""
     slab = Slab.create(1, 100, 4 * CHUNK, "0", huge_pages=False)
     assert 4 * CHUNK < slab.geometry.nbytes < 5 * CHUNK
     return slab
@@ -52,8 +52,8 @@ def chunks(slab: Slab) -> list[int]:
     return [CHUNK] * 4 + [slab.geometry.nbytes - 4 * CHUNK]
 
 
-def soon(what: str, probe: Callable[[], bool]) -> None:
-    eventually(what, probe)
+def soon(event: str, probe: Callable[[], bool]) -> None:
+    eventually(event, probe)
 
 
 def await_end(pinned: PinnedSlab) -> None:
@@ -62,7 +62,7 @@ def await_end(pinned: PinnedSlab) -> None:
 
 
 class Gate:
-    """Blocks a call of the runtime until it is opened."""
+    """A refusal that blocks calls of the runtime until `open` is called."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -80,13 +80,11 @@ class Gate:
             self.waiting -= 1
 
     def open(self, calls: int) -> None:
-        """Let so many calls through."""
+        """Let `calls` blocked calls continue."""
         self._tickets.release(calls)
 
 
-def test_one_thread_locks_all_chunks_in_order_on_the_device_of_the_rank(
-    node: Node, slab: Slab
-) -> None:
+def test_one_thread_locks_all_chunks_in_order_on_the_rank_s_device(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     assert pinned.covers(slab.geometry.nbytes)
@@ -95,7 +93,7 @@ def test_one_thread_locks_all_chunks_in_order_on_the_device_of_the_rank(
     assert list(node.runtime.locked) == begins
     first = node.calls[0]
     assert (first.name, first.thread) == ("set_device", THREAD)
-    assert torch.cuda.current_device() == 0, "of the training thread"
+    assert torch.cuda.current_device() == 0, "the training thread keeps its device"
     pinned.unpin()
 
 
@@ -135,15 +133,13 @@ def test_chunks_locked_before_a_failure_stay_usable(
         "page-lock nothing"
     )
     assert "ulimit" not in warning
-    made.add_(1)  # raises nothing here: the error is left behind in the other thread
+    made.add_(1)  # does not raise here: the error stays in the other thread
     assert made.item() == 8
     pinned.unpin()
     assert node.runtime.locked == {}
 
 
-def test_unpinning_unlocks_all_chunks_from_the_thread_that_locked_them(
-    node: Node, slab: Slab
-) -> None:
+def test_the_thread_that_locked_the_chunks_also_unlocks_them(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     pinned.unpin()
@@ -154,14 +150,14 @@ def test_unpinning_unlocks_all_chunks_from_the_thread_that_locked_them(
     assert calls == [(THREAD, 5)] * 5
 
 
-def test_unpinning_in_mid_locking_unlocks_what_was_locked(node: Node, slab: Slab) -> None:
+def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Slab) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
     gate.open(1)
     soon("the second chunk is being locked", lambda: pinned.nbytes == CHUNK and gate.waiting == 1)
     unpinning = threading.Thread(target=pinned.unpin)
     unpinning.start()
-    soon("the thread is told", pinned._ended.is_set)
+    soon("the thread is asked to end", pinned._ended.is_set)
     gate.open(1)
     unpinning.join(PATIENCE_S)
     await_end(pinned)
@@ -170,7 +166,7 @@ def test_unpinning_in_mid_locking_unlocks_what_was_locked(node: Node, slab: Slab
     assert node.here.latched is None
 
 
-def test_closing_unlocks_nothing_and_ends_the_thread(node: Node, slab: Slab) -> None:
+def test_closing_ends_the_thread_and_leaves_all_chunks_locked(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 0, None)
     pinned.wait()
     pinned.close()
@@ -181,7 +177,7 @@ def test_closing_unlocks_nothing_and_ends_the_thread(node: Node, slab: Slab) -> 
 
 
 def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
-    """CUDA goes on copying to the old pages, whatever is mapped at their addresses later."""
+    """CUDA still copies to the old pages, even if their addresses are mapped again."""
     slab = Slab.create(1, 100, 4 * CHUNK, "stays", huge_pages=False)
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
@@ -195,7 +191,7 @@ def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
     assert int(line.split("-")[0], 16) == address
 
 
-def test_closing_does_not_wait_for_a_driver_that_hangs(
+def test_closing_does_not_wait_for_a_hanging_driver(
     node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinning, "_CLOSE_S", 0.05)
@@ -206,10 +202,10 @@ def test_closing_does_not_wait_for_a_driver_that_hangs(
     assert pinned._thread.is_alive()
     gate.open(1)
     await_end(pinned)
-    assert len(node.runtime.registered_by) == 1, "no further chunk"
+    assert len(node.runtime.registered_by) == 1, "no further chunk is locked"
 
 
-def test_the_ranks_of_a_node_take_turns(node: Node, slab: Slab, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_lock_one_after_another(node: Node, slab: Slab, tmp_path: Path) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
     other_slab = new_slab()
     both = [PinnedSlab(slab, 0, tmp_path), PinnedSlab(other_slab, 1, tmp_path)]
@@ -224,7 +220,7 @@ def test_the_ranks_of_a_node_take_turns(node: Node, slab: Slab, tmp_path: Path) 
     other_slab.close()
 
 
-def test_a_rank_that_waits_for_its_turn_can_be_closed(
+def test_a_rank_that_waits_for_the_lock_can_be_closed(
     node: Node, slab: Slab, tmp_path: Path
 ) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
@@ -247,7 +243,7 @@ def test_a_rank_that_waits_for_its_turn_can_be_closed(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_forked_in_a_turn_does_not_keep_the_turn(
+def test_a_process_forked_while_locking_does_not_block_other_ranks(
     node: Node, slab: Slab, tmp_path: Path
 ) -> None:
     children = []
@@ -283,7 +279,7 @@ def refuse() -> None:
 
 
 @pytest.mark.parametrize("name", ["set_device", "cudaHostRegister"])
-def test_a_runtime_that_raises_leaves_all_unlocked(
+def test_if_the_runtime_raises_no_chunk_is_locked(
     node: Node, slab: Slab, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.refusals[name] = refuse
@@ -296,7 +292,7 @@ def test_a_runtime_that_raises_leaves_all_unlocked(
     assert not pinned._thread.is_alive()
 
 
-def test_a_failed_device_leaves_all_unlocked(node: Node, slab: Slab) -> None:
+def test_if_the_device_has_failed_no_chunk_is_locked(node: Node, slab: Slab) -> None:
     node.devices[5].fail("an illegal memory access was encountered")
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
@@ -305,7 +301,7 @@ def test_a_failed_device_leaves_all_unlocked(node: Node, slab: Slab) -> None:
     assert not pinned._thread.is_alive()
 
 
-def test_unpinning_ends_although_the_runtime_raises(node: Node, slab: Slab) -> None:
+def test_unpinning_ends_even_if_the_runtime_raises(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 0, None)
     pinned.wait()
     node.refusals["cudaHostUnregister"] = refuse
@@ -329,7 +325,7 @@ def test_exactly_the_memory_of_the_slab_is_locked(node: Node, slab: Slab) -> Non
     pinned.unpin()
 
 
-def test_a_missing_directory_for_turns_is_a_warning(
+def test_a_missing_lock_directory_is_logged_as_a_warning(
     node: Node, slab: Slab, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinned = PinnedSlab(slab, 0, tmp_path / "none")

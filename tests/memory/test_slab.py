@@ -28,7 +28,7 @@ from tests.support.mapped import times_mapped
 
 
 def open_fds() -> set[str]:
-    gc.collect()  # or what another test has left might go between two calls
+    gc.collect()  # so that objects of earlier tests do not vanish between two calls
     return set(os.listdir("/proc/self/fd"))
 
 
@@ -43,7 +43,7 @@ def test_a_slab_attached_by_descriptor_is_the_same_memory() -> None:
     assert attached.slots[1].header == header
     made.close()
     with attached.slots[1].data() as data:
-        assert bytes(data) == b"x" * 5000, "it lives on with its other holder"
+        assert bytes(data) == b"x" * 5000, "the other holder keeps the slab"
     attached.slots[0].set_header(header)
     attached.close()
 
@@ -62,13 +62,13 @@ def test_a_new_slab_is_empty() -> None:
     slab.close()
 
 
-def test_all_its_pages_are_there_from_the_start() -> None:
+def test_all_pages_of_a_slab_are_allocated_at_its_creation() -> None:
     slab = Slab.create(2, 0, 10_000_000, "0")
     assert os.fstat(slab.fd).st_blocks * 512 >= slab.geometry.nbytes
     slab.close()
 
 
-def test_its_descriptor_is_not_inherited_and_its_name_says_whose_it_is() -> None:
+def test_a_slab_s_descriptor_is_not_inherited_and_its_name_has_the_rank() -> None:
     slab = Slab.create(1, 0, 1, "17")
     assert not os.get_inheritable(slab.fd)
     assert "flashckpt-17" in os.readlink(f"/proc/self/fd/{slab.fd}")
@@ -86,7 +86,7 @@ def test_its_descriptor_is_not_inherited_and_its_name_says_whose_it_is() -> None
         (1, 1, 1, False),
     ],
 )
-def test_it_fits_what_is_no_larger_in_the_same_number_of_slots(
+def test_a_slab_fits_slots_of_equal_number_and_no_larger_size(
     meta: int, data: int, slots: int, expected: bool
 ) -> None:
     slab = Slab.create(2, PAGE, 2 * PAGE, "0")
@@ -95,7 +95,7 @@ def test_it_fits_what_is_no_larger_in_the_same_number_of_slots(
 
 
 @pytest.mark.parametrize("data_nbytes", [1 << 45, 1 << 61, 1 << 70])
-def test_memory_that_is_not_there_is_refused_with_its_size_before_any_is_taken(
+def test_an_error_names_the_missing_memory_before_any_is_allocated(
     data_nbytes: int,
 ) -> None:
     before = open_fds()
@@ -120,8 +120,8 @@ input()
 """
 
 
-def test_slabs_that_other_processes_are_making_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what one of them still lacks, no figure of the kernel knows."""
+def test_slabs_that_other_processes_are_allocating_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's figures do not include memory that another process has not yet allocated."""
     before = open_fds()
     mib = 2**20
     monkeypatch.setattr(slab_module, "available_nbytes", lambda: 100 * mib)
@@ -140,30 +140,30 @@ def test_slabs_that_other_processes_are_making_count(monkeypatch: pytest.MonkeyP
         with pytest.raises(StorageError) as raised:
             Slab.create(2, 0, 31 * mib, "3")
         assert raised.value.errno == errno.ENOMEM
-        said = r"\(100\.0 MiB available, of which rank 7 is taking 40\.0 MiB\)"
-        assert re.search(said, str(raised.value))
+        expected = r"\(100\.0 MiB available, of which rank 7 is taking 40\.0 MiB\)"
+        assert re.search(expected, str(raised.value))
         other.stdin.write("\n")
         other.stdin.flush()
         assert other.stdout.readline() == "allocated\n"
         assert of_rank_7(0) == {"7": 10 * mib}
         Slab.create(2, 0, 31 * mib, "3").close()
-    assert of_rank_7(0) == {}, "it has ended"
+    assert of_rank_7(0) == {}, "the other process has ended"
     assert open_fds() == before
 
 
-def test_a_slab_is_announced_by_no_byte_once_it_is_made() -> None:
+def test_a_complete_slab_is_no_longer_announced() -> None:
     slab = Slab.create(2, 0, 3 << 20, "of-this-test")
     assert "of-this-test" not in reservations.announced(0)
     slab.close()
 
 
 @pytest.mark.parametrize(("slots", "remedy"), [(1, "use more nodes"), (2, "lower 'slots'")])
-def test_the_remedy_is_one_that_the_job_has(slots: int, remedy: str) -> None:
+def test_the_remedy_fits_the_number_of_slots(slots: int, remedy: str) -> None:
     with pytest.raises(StorageError, match=f"free memory on this node or {remedy}"):
         Slab.create(slots, 0, 1 << 45, "5")
 
 
-def test_a_reservation_that_the_kernel_refuses_leaves_nothing() -> None:
+def test_a_refused_reservation_leaves_nothing_open() -> None:
     before = open_fds()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -196,7 +196,7 @@ def _memfd(contents: bytes) -> int:
     ],
     ids=["empty", "short", "one page", "zeros", "device", "directory"],
 )
-def test_attaching_what_is_not_a_slab_is_refused_and_closes_it(open_it: Callable[[], int]) -> None:
+def test_attaching_another_file_is_refused_and_closes_it(open_it: Callable[[], int]) -> None:
     before = open_fds()
     fd = open_it()
     with pytest.raises(FlashCkptError, match="slab"):
@@ -204,7 +204,7 @@ def test_attaching_what_is_not_a_slab_is_refused_and_closes_it(open_it: Callable
     assert open_fds() == before
 
 
-def test_nobody_who_has_a_slab_can_change_its_size() -> None:
+def test_no_holder_of_a_slab_can_change_its_size() -> None:
     slab = Slab.create(2, 0, 10 * PAGE, "0")
     seals = fcntl.fcntl(slab.fd, fcntl.F_GET_SEALS)
     for seal in (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
@@ -228,7 +228,7 @@ def _copy(slab: Slab, flags: int = os.MFD_ALLOW_SEALING) -> int:
     return fd
 
 
-def test_a_slab_of_another_make_is_sealed_as_it_is_attached_or_refused() -> None:
+def test_an_unsealed_slab_is_sealed_at_attach_or_refused() -> None:
     slab = Slab.create(2, 0, 10 * PAGE, "0")
     attached = Slab.attach(_copy(slab))
     with pytest.raises(PermissionError):
@@ -236,7 +236,7 @@ def test_a_slab_of_another_make_is_sealed_as_it_is_attached_or_refused() -> None
     attached.close()
     before = open_fds()
     with pytest.raises(StorageError, match="not a slab"):
-        Slab.attach(_copy(slab, 0))  # one that nothing can be sealed of
+        Slab.attach(_copy(slab, 0))  # a memfd that does not allow seals
     with tempfile.TemporaryFile() as file:
         file.write(slab.memory)
         file.flush()
@@ -246,7 +246,7 @@ def test_a_slab_of_another_make_is_sealed_as_it_is_attached_or_refused() -> None
     slab.close()
 
 
-def test_attaching_a_slab_that_was_cut_is_refused() -> None:
+def test_attaching_a_truncated_slab_is_refused() -> None:
     slab = Slab.create(2, 0, 10 * PAGE, "0")
     fd = _copy(slab)
     os.ftruncate(fd, slab.geometry.nbytes - PAGE)
@@ -255,7 +255,7 @@ def test_attaching_a_slab_that_was_cut_is_refused() -> None:
     slab.close()
 
 
-def test_closing_twice_is_closing_once() -> None:
+def test_a_second_close_has_no_effect() -> None:
     before = open_fds()
     slab = Slab.create(1, 0, 1, "0")
     slab.close()
@@ -264,20 +264,20 @@ def test_closing_twice_is_closing_once() -> None:
     assert open_fds() == before
 
 
-def test_closing_while_a_tensor_views_it_frees_it_when_the_tensor_goes() -> None:
+def test_a_closed_slab_is_freed_with_its_last_tensor() -> None:
     before = open_fds()
     slab = Slab.create(1, 0, PAGE, "0")
     tensor = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
     tensor[-1] = 9
     slab.close()
-    assert tensor[-1] == 9, "no torn mapping under a living tensor"
+    assert tensor[-1] == 9, "the slab stays mapped under a living tensor"
     del tensor, slab
     gc.collect()
     assert open_fds() == before
 
 
-def test_a_populated_slab_is_staged_into_without_page_faults() -> None:
-    """Every page counts as mapped before anything is written, and the bytes stay as they were."""
+def test_staging_into_a_populated_slab_causes_no_page_faults() -> None:
+    """`populate` maps every page before the first write and changes no byte."""
     nbytes = 64 * PAGE
     for populated in (False, True):
         slab = Slab.create(2, PAGE, nbytes, "populate")
@@ -324,7 +324,7 @@ NAME = "huge"
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_it_consists_of_huge_pages_if_that_is_wanted(huge_pages: bool) -> None:
+def test_a_slab_consists_of_huge_pages_if_requested(huge_pages: bool) -> None:
     if not kernel_collapses():
         pytest.skip("this kernel does not collapse pages (Linux 6.1)")
     made = Slab.create(2, 100, 9 * HUGE_NBYTES, NAME, huge_pages=huge_pages)
@@ -333,7 +333,9 @@ def test_it_consists_of_huge_pages_if_that_is_wanted(huge_pages: bool) -> None:
         assert bool(of_huge_pages(made)) == huge_pages
         if huge_pages:
             assert of_huge_pages(made) == made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES
-        assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, "and of the rest"
+        assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
+            "all other pages are allocated too"
+        )
         begin = made.geometry.slot_offset(0)
         assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
     finally:
@@ -341,7 +343,7 @@ def test_it_consists_of_huge_pages_if_that_is_wanted(huge_pages: bool) -> None:
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_all_who_have_it_see_the_same_bytes(huge_pages: bool) -> None:
+def test_all_holders_of_a_slab_see_the_same_bytes(huge_pages: bool) -> None:
     made = Slab.create(2, 100, 5 * 2**20, "7", huge_pages=huge_pages)
     attached = Slab.attach(os.dup(made.fd))
     content = os.urandom(made.memory.nbytes)
@@ -356,7 +358,7 @@ def test_all_who_have_it_see_the_same_bytes(huge_pages: bool) -> None:
     attached.close()
 
 
-def test_closing_unmaps_it_when_its_last_view_goes() -> None:
+def test_a_closed_slab_is_unmapped_with_its_last_view() -> None:
     slab = Slab.create(1, 0, PAGE, NAME)
     view = slab.memory[:PAGE]
     assert times_mapped(NAME) == 1
@@ -368,7 +370,7 @@ def test_closing_unmaps_it_when_its_last_view_goes() -> None:
     assert times_mapped(NAME) == 0
 
 
-def test_a_memfd_that_the_kernel_refuses_is_a_storage_error(
+def test_a_refused_memfd_is_a_storage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(name: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Headers survive everything or read as EMPTY; slots do not touch each other."""
+"""Slot headers, which read as written or as EMPTY, and slots that do not overlap."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page_of(packed: bytes) -> bytes:
 
 
 @given(header=headers)
-def test_a_header_reads_as_it_was_written(header: SlotHeader) -> None:
+def test_a_header_reads_as_written(header: SlotHeader) -> None:
     packed = header.pack()
     assert len(packed) <= PAGE
     assert SlotHeader.unpack(page_of(packed)) == header
@@ -55,7 +55,7 @@ def test_a_header_with_any_bit_flipped_reads_as_empty(header: SlotHeader, bit: i
 
 
 @given(old=headers, new=headers, cut=st.integers(0, len(EMPTY_HEADER.pack())))
-def test_a_half_written_header_reads_as_the_old_the_new_or_empty(
+def test_a_half_written_header_reads_as_old_new_or_empty(
     old: SlotHeader, new: SlotHeader, cut: int
 ) -> None:
     torn = new.pack()[:cut] + old.pack()[cut:]
@@ -63,7 +63,7 @@ def test_a_half_written_header_reads_as_the_old_the_new_or_empty(
 
 
 @given(start=st.binary(max_size=100))
-def test_a_page_that_was_never_a_header_reads_as_empty(start: bytes) -> None:
+def test_a_page_without_a_header_reads_as_empty(start: bytes) -> None:
     assert SlotHeader.unpack(page_of(start)) == EMPTY_HEADER
 
 
@@ -76,12 +76,12 @@ geometries = st.builds(
 
 
 @given(geometry=geometries)
-def test_a_geometry_reads_as_it_was_written(geometry: SlabGeometry) -> None:
+def test_a_geometry_reads_as_written(geometry: SlabGeometry) -> None:
     assert SlabGeometry.unpack(page_of(geometry.pack()), geometry.nbytes) == geometry
 
 
 @given(geometry=geometries)
-def test_slots_lie_page_by_page_without_gap_or_overlap(geometry: SlabGeometry) -> None:
+def test_slots_start_at_pages_without_gap_or_overlap(geometry: SlabGeometry) -> None:
     position = PAGE
     for index in range(geometry.slots):
         assert geometry.slot_offset(index) == position
@@ -109,7 +109,7 @@ def test_a_geometry_of_another_size_is_refused(geometry: SlabGeometry, differenc
     ],
     ids=["zeros", "ones", "another version", "no slots", "another mark"],
 )
-def test_memory_without_the_right_mark_is_refused(page: bytes) -> None:
+def test_memory_without_the_magic_bytes_is_refused(page: bytes) -> None:
     for nbytes in (PAGE, 2 * PAGE):
         with pytest.raises(CorruptCheckpointError, match="not a slab"):
             SlabGeometry.unpack(page, nbytes)
@@ -141,7 +141,7 @@ def meta_of(common: bytes = b"") -> SlotMeta:
     )
 
 
-def test_what_a_slot_describes_reads_as_it_was_written() -> None:
+def test_a_slot_s_metadata_reads_as_written() -> None:
     meta = meta_of(os.urandom(10_000))
     encoded = msgspec.msgpack.encode(meta)
     slab = Slab.create(2, len(encoded), 100, "0")
@@ -152,7 +152,7 @@ def test_what_a_slot_describes_reads_as_it_was_written() -> None:
     slab.close()
 
 
-def test_a_description_that_cannot_be_decoded_is_named_by_slot() -> None:
+def test_an_undecodable_metadata_error_names_the_slot() -> None:
     slab = Slab.create(2, 100, 100, "0")
     slot = slab.slots[1]
     slot.set_meta(b"\xc1" * 100)
@@ -163,7 +163,7 @@ def test_a_description_that_cannot_be_decoded_is_named_by_slot() -> None:
     slab.close()
 
 
-def test_a_description_with_any_byte_changed_is_refused() -> None:
+def test_metadata_with_any_changed_byte_is_refused() -> None:
     slab = Slab.create(1, 100, 100, "0")
     (slot,) = slab.slots
     slot.set_header(SlotHeader(SlotState.STAGED, 1, "ab", 100, 100))
@@ -184,14 +184,14 @@ def test_a_description_with_any_byte_changed_is_refused() -> None:
         SlotHeader(SlotState.STAGED, 1, "ab", 1, 2**60),
     ],
 )
-def test_a_header_that_claims_more_than_there_is_reads_as_empty(header: SlotHeader) -> None:
+def test_a_header_with_sizes_beyond_the_slot_reads_as_empty(header: SlotHeader) -> None:
     slab = Slab.create(1, 100, 100, "0")
     slab.slots[0].set_header(header)
     assert slab.slots[0].header == EMPTY_HEADER
     slab.close()
 
 
-def test_a_change_of_state_leaves_the_rest_of_the_header() -> None:
+def test_a_change_of_state_keeps_the_rest_of_the_header() -> None:
     slab = Slab.create(1, 1, 100, "0")
     (slot,) = slab.slots
     header = SlotHeader(SlotState.STAGING, 12, "ab", 1, 2)
@@ -202,7 +202,7 @@ def test_a_change_of_state_leaves_the_rest_of_the_header() -> None:
     slab.close()
 
 
-def test_slots_do_not_touch_each_other() -> None:
+def test_slots_do_not_overlap() -> None:
     slab = Slab.create(3, 2 * PAGE, 3 * PAGE, "0")
     for slot in slab.slots:
         mark = bytes([slot.index + 1])
@@ -221,7 +221,7 @@ def test_slots_do_not_touch_each_other() -> None:
     slab.close()
 
 
-def test_the_data_is_as_long_as_the_header_says() -> None:
+def test_the_data_has_the_length_in_the_header() -> None:
     slab = Slab.create(1, 0, 3 * PAGE, "0")
     (slot,) = slab.slots
     for nbytes in (0, 1, PAGE + 1, 3 * PAGE):

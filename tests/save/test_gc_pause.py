@@ -1,4 +1,4 @@
-"""The collector rests inside the context, and is left as it was found."""
+"""Pause of the garbage collector inside the context, and its restored state afterwards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 class OddError(Exception):
-    """What goes wrong in the context."""
+    """Error that a test raises inside the context."""
 
 
-def test_nothing_is_collected_inside_and_everything_after_it() -> None:
+def test_the_collector_is_off_inside_and_on_again_after_it() -> None:
     assert gc.isenabled()
     with gc_paused():
         assert not gc.isenabled()

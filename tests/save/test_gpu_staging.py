@@ -1,4 +1,4 @@
-"""Staging on a GPU: when copies are enqueued, and which streams and threads wait for them.
+"""Staging on a GPU: when copies are enqueued, and the streams and threads that wait for them.
 
 The GPU is `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
 """
@@ -28,13 +28,13 @@ RANK = 5
 PART = 1 << 20
 #: Elements of a float tensor that fills one part.
 PART_NUMEL = PART // 4
-#: How long a copy takes of which a test says that other work does not overtake it.
+#: Duration of a copy that other work must not overtake.
 COPY_S = 0.2
 
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """A node whose device 5 is this thread's, as Megatron sets it on local rank 5."""
+    """A node; device 5 is current in this thread, as Megatron sets it on local rank 5."""
     monkeypatch.setattr(stager_module, "PART_NBYTES", PART)
     with simulated_gpus(8) as made:
         torch.cuda.set_device(RANK)
@@ -79,7 +79,7 @@ def errors_of(finish: Finish) -> list[BaseException | None]:
 # ---------------------------------------------------------------------- order
 
 
-def test_the_step_waits_on_the_device_and_the_thread_continues(
+def test_the_step_waits_on_the_device_while_the_thread_continues(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     weight = torch.arange(1000.0, device="cuda")
@@ -88,14 +88,14 @@ def test_the_step_waits_on_the_device_and_the_thread_continues(
         stager.stage(copies(slab, [weight]), finish)
         stager.before_change()
         weight.mul_(2.0)
-        assert finish.calls == [], "nothing is handed over before all is copied"
+        assert finish.calls == [], "finish is called only when all is copied"
     stager.wait()
     assert errors_of(finish) == [None]
     assert torch.equal(staged(slab, 1000), torch.arange(1000.0))
     assert torch.equal(weight.cpu(), 2 * torch.arange(1000.0))
 
 
-def test_copies_follow_the_work_that_training_enqueued_before_the_save(
+def test_copies_run_after_the_work_that_training_enqueued_earlier(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     early, late = (torch.zeros(100, device="cuda") for _ in range(2))
@@ -107,7 +107,7 @@ def test_copies_follow_the_work_that_training_enqueued_before_the_save(
     assert torch.equal(staged(slab, 200), torch.tensor([1.0] * 100 + [2.0] * 100))
 
 
-def test_tensors_that_the_next_forward_changes_are_copied_before_it(
+def test_tensors_that_the_next_forward_changes_are_copied_first(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     buffer, weight = (torch.ones(10, device="cuda") for _ in range(2))
@@ -131,9 +131,7 @@ def test_the_host_waits_where_sources_are_in_host_memory(
     assert torch.equal(staged(slab, 20), torch.ones(20))
 
 
-def test_a_step_that_is_captured_waits_outside_of_its_graph(
-    node: Node, slab: Slab, stager: Stager
-) -> None:
+def test_a_captured_step_waits_outside_its_graph(node: Node, slab: Slab, stager: Stager) -> None:
     weight = torch.ones(10, device="cuda")
     finish = Finish()
     side = torch.cuda.Stream()
@@ -148,10 +146,10 @@ def test_a_step_that_is_captured_waits_outside_of_its_graph(
     assert torch.equal(weight.cpu(), torch.full((10,), 2.0))
 
 
-def test_memory_that_training_frees_under_a_copy_is_not_overwritten(
+def test_memory_that_training_frees_during_a_copy_is_not_overwritten(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
-    """Training frees memory by `untyped_storage().resize_(0)`; the tensor object remains."""
+    """Training frees memory by `untyped_storage().resize_(0)`, and the tensor object remains."""
     weight = torch.ones(PART_NUMEL, device="cuda")
     node.d2h_bytes_per_s = PART / COPY_S
     with node.devices[RANK].held():
@@ -168,10 +166,10 @@ def test_memory_that_training_frees_under_a_copy_is_not_overwritten(
 
 
 @pytest.mark.parametrize("device", [0, None])
-def test_tensors_of_another_device_are_refused_by_name(
+def test_tensors_of_another_device_are_refused_and_named(
     node: Node, slab: Slab, device: int | None
 ) -> None:
-    """Their copies would run on a stream that nothing waits for."""
+    """Copies on another device would run on a stream for which no step waits."""
     stager = Stager()
     stager.use(slab, device=device)
     finish = Finish()
@@ -188,7 +186,7 @@ def test_tensors_of_another_device_are_refused_by_name(
     stager.close()
 
 
-def test_the_stream_is_made_anew_for_another_device(node: Node, slab: Slab) -> None:
+def test_another_device_gets_a_new_stream(node: Node, slab: Slab) -> None:
     stager = Stager()
     stager.use(slab, device=0)
     stager.use(slab, device=RANK)
@@ -202,7 +200,7 @@ def test_the_stream_is_made_anew_for_another_device(node: Node, slab: Slab) -> N
     stager.close()
 
 
-def test_every_call_of_our_threads_is_made_on_the_rank_s_device(
+def test_our_threads_call_cuda_only_on_the_rank_s_device(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     stager.stage(copies(slab, [torch.ones(10, device="cuda")], early=0), Finish())
@@ -213,7 +211,7 @@ def test_every_call_of_our_threads_is_made_on_the_rank_s_device(
     assert len(ours) > len(entering)
 
 
-def test_the_side_stream_is_shared_with_no_stream_of_training(node: Node, stager: Stager) -> None:
+def test_training_never_uses_the_side_stream(node: Node, stager: Stager) -> None:
     others = [torch.cuda.Stream() for _ in range(40)]
     assert stager._stream not in others
 
@@ -248,7 +246,7 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
         left = engine.queued_nbytes
         waiting = threading.Thread(target=stager.before_change)
         waiting.start()
-        # The copy thread may be in a wait for one part; the device has to finish that one.
+        # The copy thread may wait for one part, which the device must finish first.
         node.devices[RANK].running.set()
         waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
@@ -258,10 +256,10 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
     assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
 
 
-def test_megatron_s_timers_and_small_copies_of_training_do_not_wait_for_a_save(
+def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
-    """Stock synchronizes the device behind every save (`Timer.stop`, `Timer.start`)."""
+    """Stock Megatron synchronizes the device after every save (`Timer.stop`, `Timer.start`)."""
     parts = 50
     tensors = in_parts(parts)
     loss = torch.tensor(3.5, device="cuda")
@@ -272,7 +270,7 @@ def test_megatron_s_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     node.d2h_bytes_per_s = parts * PART / 0.7  # the copies take 700 ms in all
 
     def waited_for(work: Callable[[], object]) -> int:
-        """Return the bytes to copy that this thread waited for in `work`, at most."""
+        """Return an upper bound of the copied bytes for which this thread waited in `work`."""
         before, me = len(node.waits), threading.current_thread().name
         work()
         return sum(wait.queued_nbytes for wait in node.waits[before:] if wait.thread == me)
@@ -284,20 +282,20 @@ def test_megatron_s_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     in_timers += waited_for(timers("interval-time").start)
     assert in_timers < parts * PART / 10
     assert waited_for(loss.item) <= PARTS_IN_FLIGHT * PART + loss.nbytes
-    assert waited_for(stager.before_change) == 0, "the thread asks for the step, and continues"
+    assert waited_for(stager.before_change) == 0, "only the step waits; the thread continues"
     at_step: list[int] = []
     engine = node.devices[RANK].to_host
     torch.cuda.current_stream().enqueue(lambda: at_step.append(engine.queued_nbytes))
     tensors[-1].mul_(0.0)
     torch.cuda.current_stream().synchronize()
-    assert at_step == [0], "the step waits for all copies that are left"
+    assert at_step == [0], "the step waits for all remaining copies"
     assert time.perf_counter() - started >= 0.7
     stager.wait()
     assert errors_of(finish) == [None]
     assert torch.equal(staged(slab, parts * PART_NUMEL)[-1], torch.tensor(49.0))
 
 
-def test_no_wait_of_ours_spins(node: Node, slab: Slab, stager: Stager) -> None:
+def test_our_waits_do_not_spin(node: Node, slab: Slab, stager: Stager) -> None:
     stager.stage(copies(slab, in_parts(6)), Finish())
     stager.wait()
     names = {call.name for call in node.calls if call.thread.startswith("flashckpt-")}
@@ -308,7 +306,7 @@ def test_no_wait_of_ours_spins(node: Node, slab: Slab, stager: Stager) -> None:
 # ---------------------------------------------------------------------- page-locking
 
 
-def test_copies_into_memory_that_is_not_locked_yet_are_plain(node: Node, slab: Slab) -> None:
+def test_copies_into_memory_not_yet_locked_are_plain(node: Node, slab: Slab) -> None:
     stager = Stager()
     stager.use(slab, device=RANK)
     finish = Finish()
@@ -342,7 +340,7 @@ def test_no_copy_crosses_the_border_of_two_locked_chunks(
 
 
 @pytest.mark.parametrize("limit", ["most_nbytes", "failing_call"])
-def test_a_failed_page_lock_disturbs_no_kernel_and_is_named(
+def test_a_failed_page_lock_is_logged_and_disturbs_no_kernel(
     node: Node, slab: Slab, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(node.runtime, limit, 0 if limit == "failing_call" else 1 << 20)
@@ -351,7 +349,7 @@ def test_a_failed_page_lock_disturbs_no_kernel_and_is_named(
     stager.pin(None)
     stager.wait_pinned()
     weight = torch.ones(10, device="cuda")
-    weight.mul_(2.0)  # would raise the error if it were left behind in this thread
+    weight.mul_(2.0)  # would raise an error that was left in this thread
     finish = Finish()
     stager.stage(copies(slab, [weight]), finish)
     stager.before_change()
@@ -365,7 +363,7 @@ def test_a_failed_page_lock_disturbs_no_kernel_and_is_named(
     stager.close()
 
 
-def test_a_slab_is_unlocked_when_another_takes_its_place_and_not_at_exit(
+def test_a_slab_is_unlocked_when_replaced_but_not_at_exit(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     locked = dict(node.runtime.locked)
@@ -382,7 +380,7 @@ def test_a_slab_is_unlocked_when_another_takes_its_place_and_not_at_exit(
     other.close()
 
 
-def test_a_slab_stays_mapped_and_locked_while_copies_into_it_are_under_way(
+def test_a_slab_stays_mapped_and_locked_during_copies_into_it(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     finish = Finish()
@@ -401,7 +399,7 @@ def test_a_slab_stays_mapped_and_locked_while_copies_into_it_are_under_way(
 # ---------------------------------------------------------------------- graphs
 
 
-def test_graphs_that_training_captures_during_a_save_are_whole(node: Node, slab: Slab) -> None:
+def test_training_captures_whole_graphs_during_a_save(node: Node, slab: Slab) -> None:
     stager = Stager()
     weight, tensors = torch.ones(10, device="cuda"), in_parts(20)
     errors: list[BaseException | None] = []
@@ -430,7 +428,7 @@ def test_graphs_that_training_captures_during_a_save_are_whole(node: Node, slab:
 
 # ---------------------------------------------------------------------- failures
 
-#: Refused, it only means that captures of training may fail.
+#: If this call is refused, the save succeeds, but captures of training may fail.
 CAPTURE_MODE = "cudaThreadExchangeStreamCaptureMode"
 CALLS_OF_A_SAVE = (
     *("set_device", "Stream.wait_event", "Event.record", "copy to host", "Event.synchronize"),
@@ -444,7 +442,7 @@ def refuse() -> None:
 
 @pytest.mark.parametrize("name", CALLS_OF_A_SAVE)
 @pytest.mark.parametrize("early", [0, 2])
-def test_a_save_fails_by_name_and_training_and_exit_continue(
+def test_a_save_reports_a_failed_cuda_call_and_training_continues(
     node: Node, slab: Slab, stager: Stager, name: str, early: int
 ) -> None:
     tensors = in_parts(4)
@@ -464,10 +462,10 @@ def test_a_save_fails_by_name_and_training_and_exit_continue(
     assert torch.equal(staged(slab, 4 * PART_NUMEL)[::PART_NUMEL], torch.arange(4.0))
 
 
-def test_a_failed_save_ends_when_no_copy_of_it_is_under_way(
+def test_a_failed_save_ends_after_its_last_running_copy(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
-    """Then the slab may be unmapped, and a copy into it would go wherever its address leads."""
+    """After its end the slab may be unmapped, so a running copy would write to foreign memory."""
     asked = itertools.count()
 
     def refuse_the_second() -> None:
@@ -486,9 +484,7 @@ def test_a_failed_save_ends_when_no_copy_of_it_is_under_way(
     assert "illegal memory access" in str(error)
 
 
-def test_the_calls_that_are_refused_are_all_that_a_save_makes(
-    node: Node, slab: Slab, stager: Stager
-) -> None:
+def test_the_list_of_calls_of_a_save_is_complete(node: Node, slab: Slab, stager: Stager) -> None:
     tensors = in_parts(4)
     before = len(node.calls)
     stager.stage(copies(slab, tensors, early=2), Finish())
@@ -497,20 +493,20 @@ def test_the_calls_that_are_refused_are_all_that_a_save_makes(
     assert {call.name for call in node.calls[before:]} == set(CALLS_OF_A_SAVE)
 
 
-def test_a_device_that_refuses_to_wait_makes_the_host_wait(
+def test_the_host_waits_if_the_device_refuses_to_wait(
     node: Node, slab: Slab, stager: Stager, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.ones(10, device="cuda")
     stager.stage(copies(slab, [weight]), Finish())
     eventually("the copies", lambda: stager._current.copied.is_set())
     node.refusals["Stream.wait_event"] = refuse
-    stager._current.copied.clear()  # as if they were still made
+    stager._current.copied.clear()  # as if the copies were still running
     threading.Timer(0.1, stager._current.copied.set).start()
     stager.before_change()
     assert "the GPU cannot wait for a save's copies (" in caplog.text
 
 
-def test_a_gpu_that_refuses_a_stream_is_named(node: Node, slab: Slab) -> None:
+def test_the_error_names_a_gpu_that_refuses_a_stream(node: Node, slab: Slab) -> None:
     stager = Stager()
     node.refusals["Stream"] = refuse
     with pytest.raises(SaveFailedError, match=r"cuda:5 cannot create a stream .* another GPU"):

@@ -1,4 +1,4 @@
-"""A save is announced once, with the time for which the training loop waited for it."""
+"""Announcement of a save: once, with the time for which the training loop waited."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.support.trainer import PATIENCE_S
 
 
 class Announced(list[tuple[float, str]]):
-    """Announced seconds, and the place where each was measured."""
+    """Announced seconds, with the place of each measurement."""
 
     def __call__(self, seconds: float, where: str) -> None:
         self.append((seconds, where))
 
 
-def test_a_save_outside_of_a_measured_call_is_announced_at_once() -> None:
+def test_a_save_outside_a_measured_call_is_announced_at_once() -> None:
     announced = Announced()
     LoopTimer().staged(Recorder(), 0.25, announced)
     assert announced == [(0.25, "in save_checkpoint")]
 
 
-def test_a_save_in_a_measured_call_is_announced_when_that_returns() -> None:
+def test_a_save_in_a_measured_call_is_announced_when_the_call_returns() -> None:
     timer, announced, recorder = LoopTimer(), Announced(), Recorder(in_loop=True)
     with timer.measure():
         assert timer.is_running
@@ -48,7 +48,7 @@ def test_a_measured_call_without_a_save_announces_nothing() -> None:
     assert announced == [(0.5, "in save_checkpoint")]
 
 
-def test_a_measured_call_that_raises_announces_its_save_and_ends() -> None:
+def test_a_failing_measured_call_announces_its_save_and_ends() -> None:
     timer, announced = LoopTimer(), Announced()
 
     def save_and_fail() -> None:
@@ -62,7 +62,7 @@ def test_a_measured_call_that_raises_announces_its_save_and_ends() -> None:
     assert not timer.is_running
 
 
-def test_who_waits_for_the_loop_continues_when_it_has_the_control_again() -> None:
+def test_a_thread_that_awaits_the_loop_continues_when_the_call_returns() -> None:
     timer, recorder = LoopTimer(), Recorder(in_loop=True)
     waiting = threading.Thread(target=recorder.await_loop, args=(2 * PATIENCE_S,))
     with timer.measure():

@@ -1,4 +1,4 @@
-"""Ranks of a node share its memory: slabs that fit one by one may not fit together."""
+"""Memory of a node, which all its ranks share: slabs that fit alone may not fit together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refusal(needs: list[Need]) -> str:
     return raised.value.strerror[len(BEGIN) : -len(REMEDY)]
 
 
-def test_slabs_that_fit_one_by_one_but_not_together_are_refused() -> None:
+def test_slabs_that_fit_alone_but_not_together_are_refused() -> None:
     check([need("n0", 60, 100)], 2)
     check([need("n0", 50, 100), need("n0", 50, 101)], 2)
     assert refusal([need("n0", 60, 100), need("n0", 60, 90)]) == (
@@ -54,7 +54,7 @@ def test_slabs_that_fit_one_by_one_but_not_together_are_refused() -> None:
     )
 
 
-def test_each_node_has_its_own_memory_and_all_that_lack_some_are_named() -> None:
+def test_the_error_names_every_node_with_too_little_memory() -> None:
     needs = [need(host, 60, 130) for host in ("n0", "n0", "n1", "n1")]
     check(needs, 2)
     assert refusal([need("n0", 60, 50), *needs[:2], need("n2", 9, 8.5)]) == (
@@ -69,7 +69,7 @@ def test_a_refusal_lists_at_most_ten_nodes() -> None:
     assert lines[-1] == "  and 2 more"
 
 
-def test_a_control_group_bounds_the_ranks_in_it_and_the_machine_all_of_its_containers() -> None:
+def test_a_control_group_limits_its_ranks_and_a_machine_all_its_containers() -> None:
     def pod(name: str, left: float) -> Need:
         return need("n0", 60, 500, (name, left))
 
@@ -85,7 +85,7 @@ def test_a_control_group_bounds_the_ranks_in_it_and_the_machine_all_of_its_conta
     )
 
 
-def test_of_several_limits_around_the_same_ranks_the_tightest_is_named() -> None:
+def test_the_tightest_limit_of_the_same_ranks_is_named() -> None:
     job = [need("n0", 60, 110, ("/job", 90), ("/", 100)) for _ in range(2)]
     assert refusal(job) == (
         "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /job has 90.0 GiB left"
@@ -103,37 +103,37 @@ def test_memory_held_for_other_nodes_counts() -> None:
 def test_memory_to_compare_copies_in_the_first_save_counts() -> None:
     ranks = [dataclasses.replace(need("n0", 50, 120), compared_nbytes=10 * GIB) for _ in range(2)]
     check(ranks, 2)
-    ranks = [dataclasses.replace(each, compared_nbytes=11 * GIB) for each in ranks]
+    ranks = [dataclasses.replace(entry, compared_nbytes=11 * GIB) for entry in ranks]
     assert refusal(ranks) == (
         "n0: 2 ranks (0 to 1) need 122.0 GiB, 22.0 GiB to compare copies in the first save; the "
         "machine has 120.0 GiB left"
     )
 
 
-def test_a_job_with_one_slot_is_not_told_to_have_fewer() -> None:
+def test_the_error_of_a_job_with_one_slot_suggests_no_fewer() -> None:
     with pytest.raises(StorageError) as raised:
         check([need("n0", 60, 50)], 1)
     assert "the checkpoint slot of each rank does not fit" in raised.value.strerror
     assert "lower 'slots'" not in raised.value.strerror
 
 
-def test_ranks_that_have_their_slabs_already_need_nothing() -> None:
+def test_ranks_with_existing_slabs_need_no_memory() -> None:
     there = need("n0", 60, 0.5, held=60, is_there=True)
     check([there, there], 2)
     check([need("n0", 60, 70, is_there=True), need("n0", 60, 70)], 2)
 
 
-def test_the_need_of_a_rank_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_its_need_with_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_memory.platform, "node", lambda: "n7")
-    (mine,) = gather_needs(5, 6, is_there=True)
-    assert (mine.host, mine.slab_nbytes, mine.held_nbytes, mine.is_there) == ("n7", 5, 6, True)
-    assert [limit[:2] for limit in mine.limits] == [limit[:2] for limit in limits()]
+    (own,) = gather_needs(5, 6, is_there=True)
+    assert (own.host, own.slab_nbytes, own.held_nbytes, own.is_there) == ("n7", 5, 6, True)
+    assert [limit[:2] for limit in own.limits] == [limit[:2] for limit in limits()]
 
 
-def test_a_limit_of_one_process_on_files_or_addresses_refuses_its_slab_until_it_is_there() -> None:
+def test_a_process_limit_refuses_a_slab_unless_the_slab_exists() -> None:
     needs = [need("n0", 6, 100) for _ in range(12)]
     bound = ProcessLimit("file size limit (ulimit -f)", 5 * GIB)
-    needs[1:] = [dataclasses.replace(each, process_limits=(bound,)) for each in needs[1:]]
+    needs[1:] = [dataclasses.replace(entry, process_limits=(bound,)) for entry in needs[1:]]
     with pytest.raises(StorageError) as raised:
         check(needs, 2)
     assert raised.value.errno == errno.EFBIG
@@ -146,22 +146,22 @@ def test_a_limit_of_one_process_on_files_or_addresses_refuses_its_slab_until_it_
         "  and 1 more",
         "raise that limit where the job is started, lower 'slots', or use more ranks",
     ]
-    check([dataclasses.replace(each, is_there=True) for each in needs], 2)
+    check([dataclasses.replace(entry, is_there=True) for entry in needs], 2)
 
 
-def test_the_limits_of_a_process_are_those_that_the_kernel_holds() -> None:
-    """The address space that is taken already does not count as left."""
+def test_process_limits_come_from_the_kernel() -> None:
+    """Address space in use does not count as left."""
     limit = 2**44
     former = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit, former[1]))
     try:
-        found = {bound.name: bound.left_nbytes for bound in process_limits()}
+        left = {bound.name: bound.left_nbytes for bound in process_limits()}
     finally:
         resource.setrlimit(resource.RLIMIT_AS, former)
-    assert 0 < found["address space limit (ulimit -v)"] < limit
+    assert 0 < left["address space limit (ulimit -v)"] < limit
 
 
-def test_a_refusal_names_who_holds_memory() -> None:
+def test_a_refusal_names_the_agent_that_holds_memory() -> None:
     held = "agent 77 holds 30.00 GiB: 30.00 GiB of rank 2 (iteration 5, being written)"
     needs = [dataclasses.replace(need("n0", 60, 50), holder=held) for _ in range(2)]
     assert refusal([*needs, need("n1", 60, 50)]) == (
@@ -170,7 +170,7 @@ def test_a_refusal_names_who_holds_memory() -> None:
     )
 
 
-def test_ranks_of_one_host_are_neighbours_if_they_have_one_agent() -> None:
+def test_ranks_of_one_host_and_agent_are_neighbours() -> None:
     places = [("n0", "/run/a"), ("n0", "/run/b"), ("n1", "/run/a"), ("n0", "/run/a")]
     needs = [dataclasses.replace(need(host, 1, 2), agent=agent) for host, agent in places]
     assert [neighbours(needs, rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]

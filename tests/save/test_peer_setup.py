@@ -1,4 +1,4 @@
-"""Which agents are the nodes of a job, how others reach them, and which saves ranks ask for."""
+"""Setup of the copies on other nodes: a job's nodes, their addresses, and the requested saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_flashckpt.load.offers import lacking_ranks, newest_saves
 from megatron_flashckpt.save import peer_setup
 
 
-def test_ranks_with_the_same_agent_are_a_node_in_the_order_of_their_first_ranks() -> None:
+def test_ranks_with_one_agent_form_a_node_and_nodes_follow_their_first_rank() -> None:
     one, other = ("10.0.0.1", 7, "key1"), ("10.0.0.2", 7, "key2")
     assert peer_setup.nodes_of([other, other, one, None, one]) == (
         PeerNode("10.0.0.2", 7, "key2", (0, 1)),
@@ -33,10 +33,10 @@ def test_a_rendezvous_on_loopback_is_reached_by_loopback(
     assert peer_setup.own_address() in ("127.0.0.1", "::1")
 
 
-def test_a_name_that_only_here_means_loopback_is_not_given_to_others(
+def test_a_name_that_resolves_to_loopback_only_here_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many distributions have it in /etc/hosts for the machine's own name."""
+    """Many distributions map the machine's own name to loopback in /etc/hosts."""
     asked: list[str] = []
 
     def source(host: str) -> str:
@@ -59,18 +59,22 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
         peer_setup.own_address()
 
 
-def test_ranks_that_lack_all_of_the_newest_saves_ask_for_them() -> None:
-    """Rank 1 is behind by one; rank 2 is new; rank 3 was away for long."""
+def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
+    """Rank 1 lacks the newest save, rank 2 is new, and rank 3 holds only an old save."""
     held = [[30, 20], [20, 10], [], [5]]
-    everyone = [[{"iteration": it, "save_id": f"s{it}"} for it in theirs] for theirs in held]
+    everyone = [
+        [{"iteration": it, "save_id": f"s{it}"} for it in iterations] for iterations in held
+    ]
     newest = newest_saves(everyone, 2)
     assert newest == ("s30", "s20")
     assert lacking_ranks(everyone, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()
 
 
-def test_ranks_that_hold_nothing_ask_for_the_newest_saves_of_their_nodes() -> None:
+def test_empty_ranks_request_the_newest_saves_that_their_nodes_hold() -> None:
     of_nodes = [((1, "old"), (2, "a")), (), ((2, "a"), (3, "b"))]
     assert newest_saves([[], [], []], 2, of_nodes) == ("b", "a")
     own = [{"iteration": 1, "save_id": "old"}]
-    assert newest_saves([own, [], []], 2, of_nodes) == ("old",), "what a rank holds comes first"
+    assert newest_saves([own, [], []], 2, of_nodes) == ("old",), (
+        "saves that ranks hold take precedence"
+    )

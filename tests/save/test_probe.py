@@ -1,4 +1,4 @@
-"""The save directory is tried out before the first step; two gloo ranks stand for two nodes."""
+"""Probe of the save directory before the first step; two gloo ranks stand for two nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.trainer import eventually
 
 
 class _Refusing(PosixStorage):
-    """Real storage on which one operation fails as it does on some mounts of object stores."""
+    """Real storage on which one operation fails, as on some mounts of object stores."""
 
     def __init__(self, root: Path, refused: str, number: int = errno.EPERM) -> None:
         super().__init__(root)
@@ -66,7 +66,7 @@ def left(root: Path) -> list[str]:
     return sorted(os.listdir(root)) if root.exists() else []
 
 
-def test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays(tmp_path: Path) -> None:
+def test_a_usable_directory_passes_and_stays_empty(tmp_path: Path) -> None:
     root = tmp_path / "save"
     check(PosixStorage(root))
     eventually("nothing is left", lambda: not left(root))
@@ -80,7 +80,7 @@ def test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays(tmp_path
         ("list", "cannot list a new file"),
     ],
 )
-def test_a_file_system_that_lacks_something_is_refused_by_name(
+def test_a_refusal_names_the_operation_that_the_file_system_lacks(
     tmp_path: Path, refused: str, message: str
 ) -> None:
     root = tmp_path / "save"
@@ -107,7 +107,7 @@ def test_storage_that_hangs_is_refused_in_time(
         healed.set()
 
 
-def test_a_probe_that_a_crash_left_is_swept(tmp_path: Path) -> None:
+def test_a_probe_file_left_by_a_crash_is_removed(tmp_path: Path) -> None:
     (tmp_path / probe_name(3)).touch()
     (tmp_path / ".notes.0123abcd.tmp").touch()
     sweeper = Sweeper(PosixStorage(tmp_path))
@@ -172,7 +172,7 @@ def test_two_nodes_that_share_the_directory_pass(results: list[dict[str, str | N
 
 
 @pytest.mark.parametrize("case", ["own", "late"])
-def test_nodes_that_do_not_see_each_other_are_refused_on_all_ranks(
+def test_all_ranks_refuse_nodes_that_do_not_share_the_directory(
     results: list[dict[str, str | None]], case: str
 ) -> None:
     for each in results:
@@ -182,17 +182,17 @@ def test_nodes_that_do_not_see_each_other_are_refused_on_all_ranks(
         assert "a directory of its own" in message
 
 
-def test_a_fault_of_one_node_is_raised_on_all(results: list[dict[str, str | None]]) -> None:
+def test_an_error_on_one_node_is_raised_on_all(results: list[dict[str, str | None]]) -> None:
     for each in results:
         assert each["one fails"] is not None
         assert "cannot rename a file" in each["one fails"]
 
 
 @pytest.mark.parametrize("off", [0, 1])
-def test_a_node_without_a_probe_makes_no_other_one_wait(
+def test_no_node_waits_for_a_node_without_a_probe(
     results: list[dict[str, str | None]], off: int
 ) -> None:
-    """Settings are read on every node: those that differ must not part the collectives."""
+    """Nodes may have different settings; all ranks must still make the same collective calls."""
     for each in results:
         message = each[f"off on {off}"]
         assert message is not None

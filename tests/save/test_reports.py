@@ -1,4 +1,4 @@
-"""A job of 1,024 ranks logs one line per event, not 1,024; and the end of a job names the truth."""
+"""Reports of saves: one log line per event for 1,024 ranks, and the verdict at the end of a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def outcome(iteration: int, error: str | None = None, failed: tuple[int, ...] = 
 
 
 def on_all_ranks(report: Callable[[SaveReports], None]) -> list[SaveReports]:
-    """Let every rank report the same event; return the reports."""
+    """Report the same event on every rank; return the reports."""
     jobs = [SaveReports("/ckpt", rank) for rank in range(RANKS)]
     for job in jobs:
         job.requested(8)
@@ -36,7 +36,7 @@ def _every_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
 
-def test_rank_0_and_the_rank_that_failed_speak(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_and_the_failed_rank_log_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def report(job: SaveReports) -> None:
         same_node = job.rank // PER_NODE == 17 // PER_NODE
         job.failed(outcome(8, ERROR, (17,) if same_node else ()))
@@ -46,10 +46,10 @@ def test_rank_0_and_the_rank_that_failed_speak(caplog: pytest.LogCaptureFixture)
         f"rank 0: iteration 8 was not saved: {ERROR}; there is no durable checkpoint in /ckpt",
         f"rank 17: iteration 8 was not saved: {ERROR}",
     ]
-    assert len(caplog.records) == RANKS, "the others say it in debug messages"
+    assert len(caplog.records) == RANKS, "the other ranks log debug messages"
 
 
-def test_if_all_ranks_fail_the_first_of_each_node_speaks_for_it(
+def test_if_all_ranks_fail_the_first_rank_of_each_node_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def report(job: SaveReports) -> None:
@@ -57,14 +57,14 @@ def test_if_all_ranks_fail_the_first_of_each_node_speaks_for_it(
         job.failed(outcome(8, ERROR, tuple(range(first, first + PER_NODE))))
 
     on_all_ranks(report)
-    said = lines(caplog)
-    assert len(said) == RANKS // PER_NODE
-    assert said[1] == (
+    messages = lines(caplog)
+    assert len(messages) == RANKS // PER_NODE
+    assert messages[1] == (
         f"rank 8: iteration 8 was not saved: {ERROR} (likewise rank 9, 10, 11, 12, 13, 14, 15)"
     )
 
 
-def test_rank_0_alone_says_that_a_save_is_durable_kept_skipped_or_waits(
+def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_all_ranks(lambda job: job.committed(outcome(8)))
@@ -78,7 +78,7 @@ def test_rank_0_alone_says_that_a_save_is_durable_kept_skipped_or_waits(
     assert [level_on(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
 
 
-def test_the_last_save_decides_how_a_job_has_ended() -> None:
+def test_the_last_save_decides_the_verdict_of_a_job() -> None:
     job = SaveReports("/ckpt", 0)
     job.note_durable(2)
     assert job.verdict() is None

@@ -1,4 +1,4 @@
-"""Nodes share templates through the job's store; an error of the store costs only the sharing."""
+"""Templates that nodes share through the job's store; if it fails, each rank computes its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_flashckpt.save.shared_templates import _JobStore
 
 
 class Nodes:
-    """One rank per node of a job, as far as its store knows them."""
+    """The store of a job with one rank per node."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -31,7 +31,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return Nodes(monkeypatch)
 
 
-def test_one_rank_computes_and_the_others_wait_for_it(nodes: Nodes) -> None:
+def test_one_rank_computes_a_template_and_the_others_wait(nodes: Nodes) -> None:
     first, second = nodes.rank(0), nodes.rank(1)
     assert first.fetch("a") is None
     got: list[bytes | None] = []
@@ -40,7 +40,7 @@ def test_one_rank_computes_and_the_others_wait_for_it(nodes: Nodes) -> None:
     first.publish("a", b"template" * 1000)
     waiting.join(60.0)
     assert got == [b"template" * 1000]
-    assert second.fetch("b") is None, "another template is for this rank to compute"
+    assert second.fetch("b") is None, "this rank computes another template"
 
 
 def test_a_template_too_large_for_the_store_is_computed_by_all(nodes: Nodes) -> None:
@@ -50,7 +50,7 @@ def test_a_template_too_large_for_the_store_is_computed_by_all(nodes: Nodes) -> 
     assert second.fetch("a") is None
 
 
-def test_a_rank_computes_if_the_other_one_takes_too_long(
+def test_a_rank_computes_the_template_if_another_takes_too_long(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
@@ -58,13 +58,13 @@ def test_a_rank_computes_if_the_other_one_takes_too_long(
     assert nodes.rank(1).fetch("a") is None
 
 
-def test_what_is_no_template_is_computed_anew(nodes: Nodes) -> None:
+def test_an_invalid_template_is_computed_again(nodes: Nodes) -> None:
     assert nodes.rank(0).fetch("a") is None
     nodes.store.set("run/a", "not compressed")
     assert nodes.rank(1).fetch("a") is None
 
 
-def test_a_store_that_fails_costs_only_the_sharing(
+def test_if_the_store_fails_each_rank_computes_its_template(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gone:
@@ -77,10 +77,10 @@ def test_a_store_that_fails_costs_only_the_sharing(
     rank.publish("a", b"template")
 
 
-def test_a_store_that_hangs_costs_one_wait(
+def test_a_hanging_store_costs_one_wait(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PyTorch's client waits without end for a store whose machine is gone or suspended."""
+    """PyTorch's client waits forever for a store whose machine is gone or suspended."""
     monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
     monkeypatch.setattr(shared_templates, "_ANSWER_S", 0.01)
     answers = threading.Event()

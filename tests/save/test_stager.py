@@ -1,4 +1,4 @@
-"""Copies: early ones before `stage` returns, late ones before `wait` does, errors to `finish`."""
+"""Copies of a save: early before `stage` returns, late before `wait` does, errors to `finish`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 
 class HeldStager(Stager):
-    """Its copy thread copies nothing before `gate` is set; what `stage` copies itself is free."""
+    """A stager whose late copies wait until `gate` is set; early copies run at once."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -31,7 +31,7 @@ class HeldStager(Stager):
 
 
 class Finish:
-    """Remembers how it was called."""
+    """A callback that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, BaseException | None]] = []
@@ -66,16 +66,14 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_early_copies_are_made_when_stage_returns_and_late_ones_are_not(
-    slab: Slab, stager: HeldStager
-) -> None:
+def test_when_stage_returns_only_early_copies_are_made(slab: Slab, stager: HeldStager) -> None:
     offset = slab.slots[0].data_offset
     early, late = torch.arange(100.0), torch.arange(100.0) + 1000
     finish = Finish()
     stager.stage([Copy(late, offset + 400, False), Copy(early, offset, True)], finish)
     assert bytes_at(slab, offset, 400) == raw(early)
     assert bytes_at(slab, offset + 400, 400) == bytes(400)
-    early.zero_()  # what the next forward may do
+    early.zero_()  # as the next forward may do
     assert finish.calls == []
     stager.gate.set()
     stager.wait()
@@ -83,7 +81,7 @@ def test_early_copies_are_made_when_stage_returns_and_late_ones_are_not(
     assert bytes_at(slab, offset + 400, 400) == raw(late)
 
 
-def test_wait_returns_only_when_late_copies_are_made_and_handed_over(
+def test_wait_returns_after_late_copies_and_the_call_of_finish(
     slab: Slab, stager: HeldStager
 ) -> None:
     offset = slab.slots[0].data_offset
@@ -101,24 +99,24 @@ def test_wait_returns_only_when_late_copies_are_made_and_handed_over(
     ((seconds, error),) = finish.calls
     assert error is None
     assert seconds >= 0
-    assert finish.thread == "flashckpt-stage", "the training thread is not held up by it"
+    assert finish.thread == "flashckpt-stage", "the training thread does not wait for it"
 
 
-def test_training_may_go_on_when_all_is_copied_but_the_next_save_not(
+def test_training_continues_after_the_copies_and_the_next_save_after_finish(
     slab: Slab, stager: HeldStager
 ) -> None:
     offset = slab.slots[0].data_offset
-    ringing, answered = threading.Event(), threading.Event()
+    finishing, answered = threading.Event(), threading.Event()
 
     def finish(seconds: float, error: BaseException | None) -> None:
-        ringing.set()
+        finishing.set()
         assert answered.wait(PATIENCE_S)
 
     stager.gate.set()
     stager.stage([Copy(torch.arange(50.0), offset, False)], finish)
     stager.wait_copied()
     assert bytes_at(slab, offset, 200) == raw(torch.arange(50.0))
-    assert ringing.wait(PATIENCE_S)
+    assert finishing.wait(PATIENCE_S)
     waiting = threading.Thread(target=stager.wait)
     waiting.start()
     waiting.join(0.2)
@@ -128,18 +126,18 @@ def test_training_may_go_on_when_all_is_copied_but_the_next_save_not(
     assert not waiting.is_alive()
 
 
-def test_nothing_is_waited_for_if_all_copies_were_early(slab: Slab, stager: HeldStager) -> None:
+def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, stager: HeldStager) -> None:
     offset = slab.slots[0].data_offset
     finish = Finish()
     stager.stage([Copy(torch.ones(4), offset, True)], finish)
     stager.wait_copied()
-    assert finish.calls == [], "the copy thread has not even looked at it"
+    assert finish.calls == [], "wait_copied does not wait for finish"
     stager.gate.set()
     stager.wait()
     assert len(finish.calls) == 1
 
 
-def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_places(
+def test_pieces_of_any_type_adjacent_or_not_land_at_their_offsets(
     slab: Slab, stager: HeldStager
 ) -> None:
     stager.gate.set()
@@ -158,10 +156,10 @@ def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_place
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
+def test_adjacent_large_and_small_pieces_land_at_their_offsets(
     slab: Slab, stager: HeldStager, early: bool
 ) -> None:
-    """Many small pieces are copied by another call than large ones."""
+    """The stager copies many small pieces with another call than large pieces."""
     stager.gate.set()
     position = slab.slots[0].data_offset
     copies = []
@@ -177,8 +175,10 @@ def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_what_was_copied_is_not_kept_alive(slab: Slab, stager: HeldStager, early: bool) -> None:
-    """Training may have moved it elsewhere since: device memory must not stay in use for us."""
+def test_the_stager_keeps_no_copied_tensor_alive(
+    slab: Slab, stager: HeldStager, early: bool
+) -> None:
+    """Training may have moved the tensor; the stager must not keep its old device memory in use."""
     stager.gate.set()
     source = torch.ones(64)
     memory = weakref.ref(source.untyped_storage())
@@ -208,7 +208,7 @@ def test_a_second_stage_waits_for_the_first(slab: Slab, stager: HeldStager) -> N
     thread.start()
     thread.join(0.2)
     assert order == []
-    assert bytes_at(slab, offset, 16) == bytes(16), "not even its early copies"
+    assert bytes_at(slab, offset, 16) == bytes(16), "early copies wait too"
     stager.gate.set()
     thread.join(PATIENCE_S)
     stager.wait()
@@ -232,7 +232,7 @@ def test_every_element_type_is_copied_bit_for_bit(
     offset = slab.slots[0].data_offset
     source = torch.randint(0, 2, (64,), dtype=torch.uint8)
     if dtype != torch.bool:
-        source = torch.randint(0, 256, (64,), dtype=torch.uint8)  # NaNs and all
+        source = torch.randint(0, 256, (64,), dtype=torch.uint8)  # includes NaNs
     source = source.view(dtype)
     stager.stage([Copy(source, offset + 64, early)], Finish())
     stager.wait()
@@ -254,9 +254,7 @@ def test_many_pieces_each_land_at_their_offset(slab: Slab, stager: HeldStager) -
     assert bytes_at(slab, offset, position - offset) == b"".join(map(raw, sources))
 
 
-def test_a_save_without_late_copies_and_one_without_any_are_finished_too(
-    slab: Slab, stager: HeldStager
-) -> None:
+def test_saves_without_late_or_any_copies_are_finished_too(slab: Slab, stager: HeldStager) -> None:
     stager.gate.set()
     for copies in ([Copy(torch.ones(1), slab.slots[0].data_offset, True)], []):
         finish = Finish()
@@ -295,7 +293,7 @@ def test_no_late_copy_is_made_after_an_early_one_has_failed(slab: Slab, stager: 
     assert bytes_at(slab, offset, 20) == bytes(20)
 
 
-def test_a_finish_that_raises_does_not_end_the_copying(
+def test_a_finish_that_raises_does_not_end_the_copy_thread(
     slab: Slab, stager: HeldStager, caplog: pytest.LogCaptureFixture
 ) -> None:
     stager.gate.set()
@@ -312,12 +310,12 @@ def test_a_finish_that_raises_does_not_end_the_copying(
     assert len(finish.calls) == 1
 
 
-def test_another_slab_is_used_from_the_next_stage_on(slab: Slab, stager: HeldStager) -> None:
+def test_the_next_stage_uses_another_slab(slab: Slab, stager: HeldStager) -> None:
     stager.gate.set()
     other = Slab.create(1, 0, 1 << 16, "1")
     offset = slab.slots[0].data_offset
     stager.stage([Copy(torch.ones(4), offset, False)], Finish())
-    stager.use(other, device=None)  # waits for what is under way
+    stager.use(other, device=None)  # waits for running copies
     assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
     stager.stage([Copy(torch.full((4,), 3.0), offset, False)], Finish())
     stager.wait()
@@ -327,7 +325,7 @@ def test_another_slab_is_used_from_the_next_stage_on(slab: Slab, stager: HeldSta
     other.close()
 
 
-def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
+def test_close_finishes_running_copies_and_joins_the_thread(slab: Slab) -> None:
     stager = HeldStager()
     stager.use(slab, device=None)
     offset = slab.slots[0].data_offset
@@ -342,7 +340,7 @@ def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
     stager.close()
 
 
-def test_close_lets_go_of_the_slab() -> None:
+def test_close_releases_the_slab() -> None:
     slab = Slab.create(1, 0, 4096, "let-go")
     stager = Stager()
     stager.use(slab, device=None)
@@ -351,7 +349,7 @@ def test_close_lets_go_of_the_slab() -> None:
     assert times_mapped("let-go") == 0
 
 
-def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() -> None:
+def test_a_closed_slab_stays_mapped_until_the_stager_releases_it() -> None:
     slab = Slab.create(1, 0, 4096, "held")
     offset = slab.slots[0].data_offset
     stager = Stager()

@@ -1,4 +1,4 @@
-"""No optimizer step begins before the copies of what it changes are made."""
+"""Hook of the optimizer step: the step waits for the copies of the tensors that it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parameter() -> torch.nn.Parameter:
 
 
 class Top:
-    """What training calls `step` on: changes masters itself, then steps the inner optimizer."""
+    """Top-level optimizer: its `step` changes masters, then steps the inner optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, master: torch.Tensor) -> None:
         self.inner = inner
@@ -37,7 +37,7 @@ class Top:
 
 
 class Waits:
-    """Counts waits and remembers what they saw of a tensor."""
+    """A wait function that records its calls and the watched tensor at each call."""
 
     def __init__(self, watched: torch.Tensor) -> None:
         self.watched = watched
@@ -57,7 +57,7 @@ class Waits:
         lambda p: torch.optim.AdamW([p], lr=0.1, fused=True),
     ],
 )
-def test_a_real_optimizer_waits_before_it_changes_anything(make: Any) -> None:
+def test_a_real_optimizer_waits_before_its_first_change(make: Any) -> None:
     weight = parameter()
     optimizer = make(weight)
     waits = Waits(weight)
@@ -92,11 +92,11 @@ def test_the_top_level_step_waits_before_it_changes_masters() -> None:
     hook.install(top, [inner])
     assert top.step(3.0, flag=False) == (3.0, False), "arguments and result pass through"
     assert torch.equal(waits.seen[0], torch.ones(4))
-    assert len(waits.seen) == 2, "once for the top, once for the inner one"
+    assert len(waits.seen) == 2, "one wait of the top-level, one of the inner optimizer"
     assert top.step.__doc__ == "Docstring of the real step."
 
 
-def test_steps_are_counted_once_each_and_those_of_the_inner_alone_are_not() -> None:
+def test_a_step_counts_once_and_inner_steps_alone_do_not_count() -> None:
     inner = torch.optim.SGD([parameter()], lr=0.1)
     top = Top(inner, torch.ones(1))
     hook = StepHook(lambda: None)
@@ -109,19 +109,19 @@ def test_steps_are_counted_once_each_and_those_of_the_inner_alone_are_not() -> N
     assert hook.steps == 3
 
 
-def test_installing_again_changes_nothing() -> None:
+def test_installing_the_hook_again_changes_nothing() -> None:
     inner = torch.optim.SGD([parameter()], lr=0.1)
     top = Top(inner, torch.ones(1))
     waits = Waits(top.master)
     hook = StepHook(waits)
-    for _ in range(5):  # every save does
+    for _ in range(5):  # every save installs the hook
         hook.install(top, [inner])
     top.step()
     assert len(waits.seen) == 2
     assert hook.steps == 1
 
 
-def test_an_optimizer_that_comes_later_is_hooked_too() -> None:
+def test_a_later_optimizer_is_hooked_too() -> None:
     first, second = (torch.optim.SGD([parameter()], lr=0.1) for _ in range(2))
     waits = Waits(torch.ones(1))
     hook = StepHook(waits)
@@ -134,7 +134,7 @@ def test_an_optimizer_that_comes_later_is_hooked_too() -> None:
     assert len(waits.seen) == 2
 
 
-def test_without_an_optimizer_there_is_nothing_to_hook() -> None:
+def test_without_an_optimizer_no_step_is_hooked() -> None:
     hook = StepHook(lambda: None)
     hook.install(None, [])
     assert hook.steps == 0
@@ -151,7 +151,7 @@ def test_the_hook_keeps_no_optimizer_alive() -> None:
     assert [reference() for reference in references] == [None, None]
 
 
-def test_an_error_in_a_step_passes_and_the_next_step_waits_again() -> None:
+def test_an_error_in_a_step_propagates_and_the_next_step_waits() -> None:
     class Broken:
         def step(self) -> None:
             raise ZeroDivisionError
@@ -166,7 +166,7 @@ def test_an_error_in_a_step_passes_and_the_next_step_waits_again() -> None:
 
 
 def test_the_slot_holds_the_weights_from_before_the_step() -> None:
-    """The stager and the hook together, with a copy that is still under way at the step."""
+    """The stager and the hook work together: a copy still runs at the step."""
     slab = Slab.create(1, 0, 4096, "0")
     stager = HeldStager()
     stager.use(slab, device=None)

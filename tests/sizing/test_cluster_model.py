@@ -1,4 +1,4 @@
-"""The arithmetic of a cluster: limits that can be seen, and Young's and Daly's own examples."""
+"""Cluster model: plausible limits, and the examples of Young and Daly."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def sizes() -> Sizes:
 
 
 def test_llama_3_70b_has_as_many_parameters_as_its_model_card_says() -> None:
-    found = sizes()
-    assert found.parameters == 70_553_706_496
-    assert found.total_nbytes == 14 * found.parameters
-    assert found.rank_nbytes >= found.total_nbytes / 1024
-    assert found.rank_nbytes <= found.largest_nbytes < 1.001 * found.rank_nbytes
+    result = sizes()
+    assert result.parameters == 70_553_706_496
+    assert result.total_nbytes == 14 * result.parameters
+    assert result.rank_nbytes >= result.total_nbytes / 1024
+    assert result.rank_nbytes <= result.largest_nbytes < 1.001 * result.rank_nbytes
 
 
-def test_one_rank_holds_everything() -> None:
+def test_a_single_rank_holds_everything() -> None:
     words = MODEL[: MODEL.index("--tensor-model-parallel-size")]
-    found = sizes_of(words, 1, None)
-    assert found.rank_nbytes == found.total_nbytes == found.group_nbytes
+    result = sizes_of(words, 1, None)
+    assert result.rank_nbytes == result.total_nbytes == result.group_nbytes
 
 
-def test_derived_weights_are_not_saved_but_a_gather_saves_them() -> None:
+def test_only_a_gathering_save_stores_derived_weights() -> None:
     stored, derived = sizes(), sizes_of(MODEL, 1024, None, "derive")
     assert derived.total_nbytes == 12 * derived.parameters
     assert derived.gathered_nbytes == stored.total_nbytes
@@ -63,12 +63,12 @@ def test_derived_weights_are_not_saved_but_a_gather_saves_them() -> None:
     )
 
 
-def test_young_and_daly() -> None:
-    """Daly's paper: the two agree while a save is short, and M is the limit where it is long."""
+def test_the_intervals_agree_with_young_and_daly() -> None:
+    """In Daly's paper, both intervals agree for short saves, and the MTBF limits the interval."""
     assert young(10.0, 72_000.0) == pytest.approx(1200.0)
     assert daly(1e-6, 1e6) == pytest.approx(young(1e-6, 1e6), rel=1e-3)
     assert daly(2e4, 1e4) == 1e4
-    # It is the optimum of Daly's complete model of the run time, which is flat around it.
+    # Daly's interval minimizes the complete model of the run time, which is flat near its minimum.
     cost, mtbf = 300.0, 6 * 3600.0
 
     def wall(interval: float) -> float:
@@ -78,7 +78,7 @@ def test_young_and_daly() -> None:
     assert daly(cost, mtbf) == pytest.approx(best, rel=0.01)
 
 
-def test_saves_are_never_more_frequent_than_storage_takes_them() -> None:
+def test_saves_are_never_more_frequent_than_storage_allows() -> None:
     slow = plan(sizes(), Cluster(storage_gb_s=1.0))
     assert slow.persist_s == pytest.approx(sizes().total_nbytes / 1e9)
     assert slow.ours.interval_s >= slow.ours.durable_s > slow.persist_s
@@ -87,21 +87,21 @@ def test_saves_are_never_more_frequent_than_storage_takes_them() -> None:
 
 
 @pytest.mark.parametrize("pcie_gb_s", [20.0, 0.01])
-def test_a_save_is_durable_when_it_was_copied_then_written_then_committed(pcie_gb_s: float) -> None:
+def test_the_time_to_durable_is_copy_plus_write_plus_commit(pcie_gb_s: float) -> None:
     result = plan(sizes(), Cluster(pcie_gb_s=pcie_gb_s))
     commit_s = 1024 * Cluster().commit_s_per_rank
     expected = result.stage_s + result.persist_s + commit_s
     assert result.ours.durable_s == pytest.approx(expected)
 
 
-def test_a_copy_that_does_not_fit_before_the_step_blocks_it() -> None:
-    found = plan(sizes(), Cluster(pcie_gb_s=0.1, iteration_s=2.0))
-    assert found.stage_s > 2.0
-    assert found.ours.blocked_s == pytest.approx(Cluster().blocked_s + found.stage_s - 1.8)
+def test_a_copy_longer_than_the_time_before_the_step_blocks_it() -> None:
+    result = plan(sizes(), Cluster(pcie_gb_s=0.1, iteration_s=2.0))
+    assert result.stage_s > 2.0
+    assert result.ours.blocked_s == pytest.approx(Cluster().blocked_s + result.stage_s - 1.8)
     assert plan(sizes(), Cluster()).ours.blocked_s == Cluster().blocked_s
 
 
-def test_a_gathering_save_costs_more_the_larger_the_model() -> None:
+def test_the_cost_of_a_gathering_save_grows_with_the_model() -> None:
     small, large = (
         plan(even_sizes(n, 64, 8, PerParameter(14, 14)), Cluster()) for n in (10**9, 10**10)
     )
@@ -110,25 +110,25 @@ def test_a_gathering_save_costs_more_the_larger_the_model() -> None:
     assert large.ours.blocked_s == small.ours.blocked_s
 
 
-def test_host_memory_is_all_slots_of_a_node() -> None:
-    found = plan(sizes(), Cluster(slots=3, host_memory_gb=1.0))
-    assert found.host_memory_nbytes == pytest.approx(3 * found.node_nbytes + 8 * 64e6)
-    assert not found.fits
+def test_host_memory_holds_all_slots_of_a_node() -> None:
+    result = plan(sizes(), Cluster(slots=3, host_memory_gb=1.0))
+    assert result.host_memory_nbytes == pytest.approx(3 * result.node_nbytes + 8 * 64e6)
+    assert not result.fits
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(("redundancy", "times"), [("none", 1), ("copy", 2), ("xor", 1 + 1 / 4)])
-def test_host_memory_counts_what_a_node_holds_for_others(
+def test_host_memory_includes_copies_for_other_nodes(
     slots: int, redundancy: Redundancy, times: float
 ) -> None:
-    beside = 8 * 64e6
+    other_nbytes = 8 * 64e6
     alone = plan(sizes(), Cluster()).node_nbytes
-    expected = pytest.approx(slots * times * alone + beside)
+    expected = pytest.approx(slots * times * alone + other_nbytes)
     held = host_memory(sizes(), Cluster(), slots, redundancy, 5)
     assert held.nbytes == expected
     chosen = Cluster(slots=slots, host_memory_gb=held.nbytes / 1e9 - 0.001)
-    found = plan(sizes(), chosen, redundancy=redundancy, group=5)
-    assert (found.host_memory_nbytes, found.fits) == (expected, False)
+    result = plan(sizes(), chosen, redundancy=redundancy, group=5)
+    assert (result.host_memory_nbytes, result.fits) == (expected, False)
 
 
 def test_the_command_prints_host_memory_over_gpus(capsys: pytest.CaptureFixture) -> None:
@@ -141,34 +141,36 @@ def test_the_command_prints_host_memory_over_gpus(capsys: pytest.CaptureFixture)
     rows = {line.split()[0]: re.split(r" {2,}", line.strip()) for line in lines[begin + 2 :]}
     assert list(rows) == ["4", "8", "16", "32", "64"]
     assert [cell.endswith("!") for cell in rows["16"][1:]] == [False] * 4 + [True] * 2
-    assert [rows["8"][n] for n in (2, 3, 5, 6)] == ["-"] * 4, "there is no other node"
+    assert [rows["8"][n] for n in (2, 3, 5, 6)] == ["-"] * 4, (
+        "one node has no other node for copies"
+    )
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["host_memory"]
-    assert len(told) == 2 * 2 + 3 * 6
-    by_choice = {(each["gpus"], each["slots"], each["redundancy"]): each for each in told}
+    choices = json.loads(capsys.readouterr().out)["host_memory"]
+    assert len(choices) == 2 * 2 + 3 * 6
+    by_choice = {(row["gpus"], row["slots"], row["redundancy"]): row for row in choices}
     one, parity = by_choice[32, 1, "none"]["nbytes"], by_choice[32, 1, "xor"]["nbytes"]
     assert parity - 8 * 64e6 == pytest.approx((one - 8 * 64e6) * 8 / 7)
-    assert all(each["fits"] == (each["nbytes"] <= 100e9) for each in told)
+    assert all(row["fits"] == (row["nbytes"] <= 100e9) for row in choices)
 
 
 def test_too_little_memory_for_redundancy_is_status_1(capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
     assert main([*words, "--redundancy", "copy"]) == 1
-    said = capsys.readouterr().err
-    assert "2 slots of a node's ranks, with 'redundancy: copy', need" in said
-    assert "(--slots 1, --redundancy xor, --weights derive)" in said
+    message = capsys.readouterr().err
+    assert "2 slots of a node's ranks, with 'redundancy: copy', need" in message
+    assert "(--slots 1, --redundancy xor, --weights derive)" in message
     assert main([*words, "--redundancy", "copy", "--slots", "1"]) == 0
     assert main([*words, "--redundancy-group", "1"]) == 2
 
 
-def test_bytes_per_day_are_those_of_the_recommended_interval() -> None:
-    found = plan(sizes(), Cluster())
+def test_bytes_per_day_follow_from_the_recommended_interval() -> None:
+    result = plan(sizes(), Cluster())
     for way, nbytes in (
-        (found.ours, sizes().total_nbytes),
-        (found.gather, sizes().gathered_nbytes),
+        (result.ours, sizes().total_nbytes),
+        (result.gather, sizes().gathered_nbytes),
     ):
         assert way.nbytes_per_day == pytest.approx(nbytes * 86400 / way.interval_s)
-    # As often as storage takes them: it is busy nearly all the time.
+    # Storage limits the frequency of saves, so it is busy nearly all the time.
     slow = Cluster(storage_gb_s=1.0)
     assert 0.9 * 86400e9 < plan(sizes(), slow).ours.nbytes_per_day <= 86400e9
 
@@ -197,16 +199,16 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     table = capsys.readouterr().out
     assert "70.554 billion" in table
     assert "gather, synchronous" in table
-    found = plan(sizes(), Cluster())
-    per_day = human_size(int(found.ours.nbytes_per_day))
+    result = plan(sizes(), Cluster())
+    per_day = human_size(int(result.ours.nbytes_per_day))
     (line,) = (line for line in table.splitlines() if line.startswith("--save-interval"))
-    assert f" {found.ours.interval_iterations}: every {human_time(found.ours.interval_s)}" in line
+    assert f" {result.ours.interval_iterations}: every {human_time(result.ours.interval_s)}" in line
     assert f" per hour, {per_day} per day" in line
     assert "'retention'" in line
     assert main(["plan", "--gpus", "1024", "--json", "--", *MODEL]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["plan"] == msgspec.to_builtins(plan(sizes(), Cluster()))
-    assert said["cluster"]["gpus_per_node"] == 8
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["plan"] == msgspec.to_builtins(plan(sizes(), Cluster()))
+    assert printed["cluster"]["gpus_per_node"] == 8
 
 
 def test_the_command_refuses_ranks_that_do_not_divide(capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Sizes from arguments against the models that Megatron itself builds of them, on one process."""
+"""Sizes computed from arguments, compared with Megatron's own models in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CASES = {
 
 
 def words_of(changes: dict) -> list[str]:
-    """Return a job's command line with the arguments of `arguments(**changes)`."""
+    """Return the command line of a job that has the arguments `arguments(**changes)`."""
     words = []
     for name, value in vars(arguments(**changes)).items():
         option = f"--{name.replace('_', '-')}"
@@ -62,7 +62,7 @@ def words_of(changes: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_writes_as_many_parameters_as_its_model_has(name: str) -> None:
+def test_every_rank_writes_the_number_of_parameters_of_its_model(name: str) -> None:
     changes = CASES[name]
     real = {**changes}
     if "disable_bias_linear" in real:
@@ -74,19 +74,19 @@ def test_every_rank_writes_as_many_parameters_as_its_model_has(name: str) -> Non
     assert len({model.pp for model in models}) == len(stages)
     for model in models:
         part = stages[model.pp]
-        found = [it for chunk in model.chunks for it in chunk.parameters if it.geometry.main]
-        assert sum(it.numel for it in found) == part.written(model.tp), (model.tp, model.pp)
+        main = [it for chunk in model.chunks for it in chunk.parameters if it.geometry.main]
+        assert sum(it.numel for it in main) == part.written(model.tp), (model.tp, model.pp)
         if changes.get("expert_model_parallel_size", 1) > 1:
-            assert sum(it.numel for it in found if it.expert) == part.experts
+            assert sum(it.numel for it in main if it.expert) == part.experts
         everything = [it for chunk in model.chunks for it in chunk.parameters]
         assert len(everything) >= part.tensors
 
 
-def test_defaults_are_megatrons() -> None:
+def test_defaults_are_megatron_s() -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --swiglu".split()
     args = gpt_size.parse([*words, "--vocab-size", "500", "--tokenizer-type", "NullTokenizer"])
     assert gpt_size.padded_vocabulary(args) == 512
-    # int(4 * 128 * 2 / 3 / 64) * 64 wide, and twice that of a gate.
+    # The MLP is int(4 * 128 * 2 / 3 / 64) * 64 wide, and the gate doubles the first matrix.
     assert gpt_size._mlp(args).sharded == 320 * 128 * 3 + 2 * 320
 
 
@@ -106,7 +106,7 @@ def test_defaults_are_megatrons() -> None:
         ),
     ],
 )
-def test_bytes_per_parameter(words: str, nbytes: int) -> None:
+def test_bytes_per_parameter_follow_from_the_arguments(words: str, nbytes: int) -> None:
     args = gpt_size.parse(words.split(), model_known=True)
     assert gpt_size.parameter_nbytes(args) == nbytes
 
@@ -115,11 +115,11 @@ def test_bytes_per_parameter(words: str, nbytes: int) -> None:
     ("words", "nbytes"),
     [("--bf16 --use-distributed-optimizer", 2), ("", 0), ("--bf16 --no-save-optim", 0)],
 )
-def test_bytes_that_are_derived(words: str, nbytes: int) -> None:
+def test_bytes_of_derived_weights_follow_from_the_arguments(words: str, nbytes: int) -> None:
     assert gpt_size.derived_nbytes(gpt_size.parse(words.split(), model_known=True)) == nbytes
 
 
-def test_masters_that_do_not_say_all_are_refused() -> None:
+def test_masters_in_fp16_are_refused() -> None:
     words = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
     args = gpt_size.parse([*words.split(), "--main-params-dtype", "fp16"], model_known=True)
     with pytest.raises(ConfigError, match="needs fp32 masters"):
@@ -127,22 +127,22 @@ def test_masters_that_do_not_say_all_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--num-layers 4", "--hidden-size, --num-attention-heads, --padded-vocab-size"),
         ("--mtp-num-layers 1", "--mtp-num-layers cannot be computed; give --parameters"),
         ("--num-layers many", "cannot be read"),
     ],
 )
-def test_what_is_not_enough_is_refused_with_the_remedy(words: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_insufficient_arguments_are_refused_with_the_remedy(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         gpt_size.parse(words.split())
 
 
 @pytest.mark.parametrize(
     "text", ["[0", "[0]*x", "7*7", "[0]*7+7", "[0]*9999999999", "__import__('os')"]
 )
-def test_a_pattern_is_read_and_not_run(text: str) -> None:
+def test_a_pattern_is_parsed_and_never_executed(text: str) -> None:
     words = words_of({**EXPERTS, "moe_layer_freq": f"[]+{text}"})
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         gpt_size.stages(gpt_size.parse(words))

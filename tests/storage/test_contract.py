@@ -1,7 +1,7 @@
-"""What every storage must do, written against `storage.base.Storage` and run for each backend.
+"""Contract of `storage.base.Storage`, tested for each backend.
 
-A backend's hooks bypass the storage under test, so that a storage cannot vouch for itself. To add
-a backend, write its hooks and name it in `BACKENDS`.
+A backend's hooks bypass the storage under test, so that its errors cannot hide. To add a backend,
+write its hooks and name it in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron_flashckpt.storage.scatter_read import KeptFiles
 
 
 class Backend(Protocol):
-    """A storage under test, and how to look behind it."""
+    """A storage under test, with functions that bypass it."""
 
     storage: Storage
 
     def plant(self, name: str, data: bytes) -> None:
-        """Make `name` hold `data` without the storage's help."""
+        """Write `data` under `name` without the storage."""
 
     def contents(self) -> dict[str, bytes]:
-        """Return everything that is there, also outside the storage's root, by name."""
+        """Return the bytes of all files by name, including files outside the storage's root."""
 
 
 class PosixBackend:
-    """A directory inside an outer one, to notice what lands outside."""
+    """A root inside an outer directory, so that the tests see files written outside the root."""
 
     def __init__(self, outer: Path) -> None:
         self._outer = outer
@@ -55,7 +55,7 @@ class PosixBackend:
 
 
 class PatientBackend(PosixBackend):
-    """The same, as loads see it."""
+    """The same directory through the storage that loads use."""
 
     def __init__(self, outer: Path) -> None:
         super().__init__(outer)
@@ -64,7 +64,7 @@ class PatientBackend(PosixBackend):
 
 BACKENDS = {"posix": PosixBackend, "patient": PatientBackend}
 DATA = bytes(range(256)) * 40
-#: An absolute name, which tests complete so that a storage that obeys it does no harm.
+#: Stands for an absolute name inside the test's directory, where a faulty storage does no harm.
 ABSOLUTE = "absolute"
 ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
 
@@ -74,14 +74,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     return BACKENDS[request.param](tmp_path)
 
 
-def test_put_makes_the_name_hold_the_data_and_nothing_else(backend):
+def test_put_writes_the_data_and_no_other_file(backend):
     backend.storage.put("iter_0000001/manifest.json", DATA)
     assert backend.contents() == {"iter_0000001/manifest.json": DATA}
     assert backend.storage.read("iter_0000001/manifest.json") == DATA
 
 
 @pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_put_replaces_what_was_there(backend, data):
+def test_put_replaces_the_old_contents(backend, data):
     backend.plant("tracker.txt", b"something longer than one byte")
     backend.storage.put("tracker.txt", data)
     assert backend.contents() == {"tracker.txt": data}
@@ -95,7 +95,7 @@ def test_a_put_is_seen_whole_or_not_at_all(backend):
 
     def watch() -> None:
         last = False
-        while not last:  # once more after the last put
+        while not last:  # reads once more after the last put
             last = done.is_set()
             seen.add(backend.storage.read("m"))
 
@@ -110,11 +110,11 @@ def test_a_put_is_seen_whole_or_not_at_all(backend):
     assert set(backend.contents()) == {"m"}
 
 
-def test_a_put_whose_guard_refuses_changes_nothing(backend):
+def test_a_put_refused_by_its_guard_changes_nothing(backend):
     backend.plant("tracker.txt", b"5")
 
     def refuse() -> None:
-        assert backend.storage.read("tracker.txt") == b"5", "it is asked before, not after"
+        assert backend.storage.read("tracker.txt") == b"5", "the guard runs before the write"
         raise ValueError("not now")
 
     with pytest.raises(ValueError, match="not now"):
@@ -122,14 +122,14 @@ def test_a_put_whose_guard_refuses_changes_nothing(backend):
     assert backend.contents() == {"tracker.txt": b"5"}
 
 
-def test_a_rewrite_replaces_what_it_expects(backend):
+def test_a_rewrite_replaces_the_expected_contents(backend):
     backend.plant("claim", b"mine 1")
     assert backend.storage.rewrite("claim", b"mine 1", b"mine 2")
     assert backend.contents() == {"claim": b"mine 2"}
 
 
 @pytest.mark.parametrize("stored", [b"theirs", b"mine", b"mine 1 and more", b"", None])
-def test_a_rewrite_leaves_what_it_does_not_expect(backend, stored):
+def test_a_rewrite_leaves_unexpected_contents(backend, stored):
     if stored is not None:
         backend.plant("claim", stored)
     assert not backend.storage.rewrite("claim", b"mine 1", b"mine 2")
@@ -138,7 +138,7 @@ def test_a_rewrite_leaves_what_it_does_not_expect(backend, stored):
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
 @pytest.mark.parametrize("nbytes", [None, 0, 1, 4097, len(DATA), len(DATA) + 1])
-def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes):
+def test_read_returns_the_range_or_less_at_the_end(backend, offset, nbytes):
     backend.plant("f", DATA)
     end = None if nbytes is None else offset + nbytes
     assert backend.storage.read("f", offset, nbytes) == DATA[offset:end]
@@ -146,29 +146,29 @@ def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, len(DATA), len(DATA) + 1])
-def test_read_into_fills_the_buffer_and_leaves_the_rest_alone_at_the_end(backend, offset, nbytes):
+def test_read_into_at_the_end_leaves_the_rest_of_the_buffer(backend, offset, nbytes):
     backend.plant("f", DATA)
     buffer = bytearray(b"?" * (nbytes + 2))
     filled = backend.storage.read_into("f", offset, [memoryview(buffer)[1 : 1 + nbytes]])
-    meant = DATA[offset : offset + nbytes]
-    assert filled == len(meant)
-    assert bytes(buffer) == b"?" + meant + b"?" * (nbytes + 1 - filled)
+    expected = DATA[offset : offset + nbytes]
+    assert filled == len(expected)
+    assert bytes(buffer) == b"?" + expected + b"?" * (nbytes + 1 - filled)
 
 
-def test_a_file_that_is_kept_for_the_next_read_is_read_like_any_other(backend):
+def test_a_file_kept_open_is_read_like_any_other(backend):
     kept = KeptFiles()
     names = [f"f{number}" for number in range(9)]
     for name in names:
         backend.plant(name, name.encode() * 99)
     for name in [*names, *reversed(names), names[0], names[0]]:
-        found = bytearray(4)
-        assert backend.storage.read_into(name, 2, [memoryview(found)], kept=kept) == 4
-        assert found == (name * 3).encode()[2:6]
+        data = bytearray(4)
+        assert backend.storage.read_into(name, 2, [memoryview(data)], kept=kept) == 4
+        assert data == (name * 3).encode()[2:6]
     with pytest.raises(FileNotFoundError):
         backend.storage.read_into("missing", 0, [memoryview(bytearray(1))], kept=kept)
 
 
-def test_files_that_were_kept_are_closed_when_nobody_reads_them_any_more(tmp_path):
+def test_files_kept_open_are_closed_with_their_holder(tmp_path):
     storage, kept = PosixStorage(tmp_path), KeptFiles()
     before = len(os.listdir("/proc/self/fd"))
     for number in range(20):
@@ -179,7 +179,7 @@ def test_files_that_were_kept_are_closed_when_nobody_reads_them_any_more(tmp_pat
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_read_into_fills_parts_end_to_end_and_shows_what_it_read(backend):
+def test_read_into_fills_parts_end_to_end_and_reports_the_bytes(backend):
     backend.plant("f", DATA)
     parts = [bytearray(b"?" * nbytes) for nbytes in (3, 0, len(DATA) // 2, 5, len(DATA))]
     seen: list[bytes] = []
@@ -193,14 +193,14 @@ def test_read_into_fills_parts_end_to_end_and_shows_what_it_read(backend):
 
 def test_several_threads_may_read_one_file(backend):
     backend.plant("f", DATA)
-    found = bytearray(len(DATA))
+    data = bytearray(len(DATA))
 
     def fill(at: int) -> int:
-        return backend.storage.read_into("f", at, [memoryview(found)[at : at + 512]])
+        return backend.storage.read_into("f", at, [memoryview(data)[at : at + 512]])
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(fill, range(0, len(DATA), 512))) == len(DATA)
-    assert found == DATA
+    assert data == DATA
 
 
 def test_size_is_the_number_of_bytes(backend):
@@ -220,13 +220,13 @@ def test_size_is_the_number_of_bytes(backend):
     ids=["read", "read_into", "size"],
 )
 @pytest.mark.parametrize("name", ["absent", "no/such/directory", "d/absent"])
-def test_what_is_not_there_is_a_file_not_found_error_with_its_name(backend, operation, name):
+def test_a_missing_file_is_a_file_not_found_error_with_its_name(backend, operation, name):
     backend.plant("d/f", b"")
     with pytest.raises(FileNotFoundError, match=name):
         operation(backend.storage, name)
 
 
-def test_list_names_what_is_directly_in_a_directory(backend):
+def test_list_names_the_direct_entries_of_a_directory(backend):
     for name in ("a", "d/b", "d/c", "d/e/f", "dd/g"):
         backend.plant(name, b"")
     assert sorted(backend.storage.list("")) == ["a", "d", "dd"]
@@ -247,17 +247,19 @@ def test_delete_removes_that_file_only(backend):
 
 
 @pytest.mark.parametrize("name", ["absent", "no/such/directory"])
-def test_deleting_what_is_not_there_is_no_error(backend, name):
+def test_deleting_a_missing_file_is_no_error(backend, name):
     backend.plant("f", b"")
     backend.storage.delete(name)
     assert set(backend.contents()) == {"f"}
 
 
-def test_a_directory_is_gone_once_it_is_deleted_empty(backend):
+def test_delete_directory_removes_only_an_empty_directory(backend):
     for name in ("iter_1/a", "iter_10/a", "xiter_1/a", "a"):
         backend.plant(name, b"")
     backend.storage.delete_directory("iter_1")
-    assert set(backend.contents()) == {"iter_1/a", "iter_10/a", "xiter_1/a", "a"}, "not empty"
+    assert set(backend.contents()) == {"iter_1/a", "iter_10/a", "xiter_1/a", "a"}, (
+        "the directory was not empty"
+    )
     backend.storage.delete("iter_1/a")
     backend.storage.delete_directory("iter_1")
     backend.storage.delete_directory("iter_1")
@@ -265,13 +267,13 @@ def test_a_directory_is_gone_once_it_is_deleted_empty(backend):
     assert "iter_1" not in backend.storage.list("")
 
 
-def test_the_kind_of_a_name(backend):
+def test_kind_tells_directories_files_and_missing_names(backend):
     backend.plant("iter_1/a", b"")
     kinds = [backend.storage.kind(name) for name in ("iter_1", "iter_1/a", "iter_2", "iter_1/b")]
     assert kinds == ["directory", "file", None, None]
 
 
-def test_names_that_are_there_now(backend):
+def test_present_returns_the_names_that_exist_now(backend):
     asked = ["a", "b", "c"]
     assert backend.storage.present("iter_1", asked) == set()
     backend.plant("iter_1/a", b"")
@@ -285,7 +287,7 @@ def test_names_that_are_there_now(backend):
     assert backend.storage.present("", asked) == {"b"}
 
 
-def test_a_moved_file_is_under_its_new_name_only(backend):
+def test_a_moved_file_has_only_its_new_name(backend):
     backend.plant("iter_1/manifest", DATA)
     backend.plant("gone", b"what had that name")
     backend.storage.move("iter_1/manifest", "gone")
@@ -295,7 +297,7 @@ def test_a_moved_file_is_under_its_new_name_only(backend):
     assert backend.contents() == {"gone": DATA}
 
 
-def test_a_finished_file_holds_what_was_written_in_any_order(backend):
+def test_a_file_may_be_written_in_any_order(backend):
     writer = backend.storage.create("iter_0000001/shard", len(DATA))
     writer.write_at(5000, memoryview(DATA)[5000:])
     writer.write_at(0, DATA[:4096])
@@ -314,7 +316,7 @@ def test_several_threads_may_write_one_file(backend):
 
 
 @pytest.mark.parametrize("before", [b"", DATA * 2])
-def test_create_replaces_whatever_had_that_name(backend, before):
+def test_create_replaces_an_existing_file(backend, before):
     backend.plant("f", before)
     writer = backend.storage.create("f", 3)
     writer.write_at(0, b"new")
@@ -322,7 +324,7 @@ def test_create_replaces_whatever_had_that_name(backend, before):
     assert backend.contents() == {"f": b"new"}
 
 
-def test_a_file_of_no_bytes_can_be_created(backend):
+def test_an_empty_file_can_be_created(backend):
     backend.storage.create("f", 0).finish()
     assert backend.contents() == {"f": b""}
 
@@ -358,7 +360,7 @@ def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
     assert backend.contents() == {"finished": b"abc"}
 
 
-def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
+def test_writers_of_two_names_are_independent(backend):
     one, other = backend.storage.create("one", 1), backend.storage.create("other", 1)
     other.write_at(0, b"2")
     one.write_at(0, b"1")
@@ -378,12 +380,12 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.kind(name),
-        lambda storage, name: storage.present(name or "..", ["b"]),  # this may be the root itself
+        lambda storage, name: storage.present(name or "..", ["b"]),  # "" would be the root
         lambda storage, name: storage.present("a", [name]),
         lambda storage, name: storage.move("a/b", name),
         lambda storage, name: storage.move(name, "x"),
         lambda storage, name: storage.delete_directory(name),
-        lambda storage, name: storage.list(name or ".."),  # as this
+        lambda storage, name: storage.list(name or ".."),  # "" would be the root
         lambda storage, name: storage.rewrite(name, b"stays", b"other"),
     ],
     ids=(
@@ -391,7 +393,7 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         "delete_directory list rewrite"
     ).split(),
 )
-def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):
+def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation, name):
     name = f"{tmp_path}/x" if name == ABSOLUTE else name
     backend.plant("a/b", b"stays")
     before = backend.contents()
@@ -402,7 +404,7 @@ def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operat
 
 
 @pytest.mark.parametrize("name", ["..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"])
-def test_odd_names_are_names(backend, name):
+def test_odd_names_are_allowed(backend, name):
     backend.storage.put(f"d/{name}", DATA)
     assert backend.storage.list("d") == [name]
     assert backend.contents() == {f"d/{name}": DATA}
@@ -410,7 +412,7 @@ def test_odd_names_are_names(backend, name):
     assert backend.contents() == {}
 
 
-def test_a_stamp_tells_a_file_from_the_one_that_replaced_it(backend: Backend) -> None:
+def test_a_stamp_distinguishes_a_file_from_its_replacement(backend: Backend) -> None:
     backend.storage.put("a/b", DATA)
     stamp = backend.storage.stamp("a/b")
     assert stamp.nbytes == len(DATA)

@@ -1,6 +1,6 @@
-"""Writes past the page cache: used where they can be, given up where they are refused or slow.
+"""Direct writes, which bypass the page cache and are given up if they are refused or slow.
 
-On the file system of the tests, with faults put under the writer at the system calls.
+The tests use their own file system and make system calls of the writer fail.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_direct(fd: int) -> bool:
 
 
 class Calls:
-    """What `os.pwrite` was asked for, and what it is to do."""
+    """A record of the calls of `os.pwrite`, with a function that can change their results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.direct: list[bool] = []
         self.act: Callable[[bool], int | None] = lambda direct: None
-        """Called before every write; returns how many bytes to write at most."""
+        """Called before every write; returns the most bytes to write, or None for no limit."""
         pwrite = os.pwrite
 
         def watched(fd: int, view: Any, offset: int) -> int:
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture(scope="module")
 def memory() -> mmap.mmap:
-    """Memory like that of a slab: whole pages, of random bytes."""
+    """Memory like that of a slab: whole pages of random bytes."""
     made = mmap.mmap(-1, 4 * MIB + 3 * ALIGNMENT)
     made[:] = os.urandom(len(made))
     return made
@@ -81,7 +81,7 @@ def write(store: PosixStorage, name: str, parts: dict[int, memoryview]) -> None:
 
 
 def is_cached(path: Path) -> bool:
-    """Return whether any of the file is in the page cache, without putting it there."""
+    """Return whether any page of the file is cached, without reading the file."""
     nbytes = path.stat().st_size
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
         pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
@@ -106,7 +106,7 @@ def test_every_size_and_alignment_gives_the_same_bytes(
     assert (tmp_path / "f").read_bytes() == first.tobytes() + view.tobytes()
 
 
-def test_whole_pages_of_a_slab_go_past_the_cache_and_the_rest_through_it(
+def test_whole_pages_bypass_the_cache_and_the_rest_goes_through_it(
     tmp_path: Path, memory: mmap.mmap, calls: Calls
 ) -> None:
     view = memoryview(memory)
@@ -131,7 +131,7 @@ def test_a_slot_is_aligned(memory: mmap.mmap) -> None:
 
 
 @pytest.mark.parametrize("mode", ["always", "never", "auto"])
-def test_nothing_of_a_file_stays_in_the_page_cache(
+def test_no_page_of_a_written_file_stays_cached(
     tmp_path: Path, memory: mmap.mmap, mode: DirectMode
 ) -> None:
     (tmp_path / "read").write_bytes(memory)
@@ -143,7 +143,7 @@ def test_nothing_of_a_file_stays_in_the_page_cache(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_opening_for_it_is_refused_files_are_written_as_ever(
+def test_if_o_direct_is_refused_files_are_written_through_the_cache(
     tmp_path: Path, memory: mmap.mmap, calls: Calls, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     asked = []
@@ -161,10 +161,10 @@ def test_where_opening_for_it_is_refused_files_are_written_as_ever(
         write(store, name, {0: memoryview(memory)})
         assert (tmp_path / name).read_bytes() == memory[:]
     assert calls.direct == [False, False]
-    assert len(asked) == 1, "a file system is asked once"
+    assert len(asked) == 1, "each file system is tried once"
 
 
-def test_where_the_first_write_is_refused_it_goes_through_the_cache_and_so_do_all_others(
+def test_after_a_refused_direct_write_all_writes_go_through_the_cache(
     tmp_path: Path, memory: mmap.mmap, calls: Calls
 ) -> None:
     def refuse(direct: bool) -> None:
@@ -180,7 +180,7 @@ def test_where_the_first_write_is_refused_it_goes_through_the_cache_and_so_do_al
 
 
 @pytest.mark.parametrize("most", [512, 4096, 5000])
-def test_a_write_that_is_cut_short_goes_on_where_it_ended(
+def test_a_short_write_continues_at_its_end(
     tmp_path: Path, memory: mmap.mmap, calls: Calls, most: int
 ) -> None:
     calls.act = lambda direct: most // 512 * 512 if len(calls.direct) < 3 else None
@@ -189,7 +189,7 @@ def test_a_write_that_is_cut_short_goes_on_where_it_ended(
     assert calls.direct == ([True, True, True] if most == 4096 else [True, False, False])
 
 
-def test_an_error_of_the_disk_is_told_and_not_tried_again_through_the_cache(
+def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
     tmp_path: Path, memory: mmap.mmap, calls: Calls
 ) -> None:
     def fail(direct: bool) -> None:
@@ -207,7 +207,7 @@ def test_an_error_of_the_disk_is_told_and_not_tried_again_through_the_cache(
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(True, False), (False, True)])
-def test_the_first_chunks_show_which_way_is_slower_and_it_is_given_up(
+def test_the_first_chunks_decide_for_the_faster_way(
     tmp_path: Path, memory: mmap.mmap, calls: Calls, slow: bool, verdict: bool
 ) -> None:
     def delay(direct: bool) -> None:
@@ -218,7 +218,7 @@ def test_the_first_chunks_show_which_way_is_slower_and_it_is_given_up(
     store = storage(tmp_path, "auto")
     view = memoryview(memory)[:MIB]
     write(store, "first", {number * MIB: view for number in range(16)})
-    assert calls.direct[:12] == [True, False] * 6, "in turn"
+    assert calls.direct[:12] == [True, False] * 6, "both ways alternate"
     assert calls.direct[12:] == [verdict] * 4
     calls.direct.clear()
     write(store, "next", {0: view, MIB: view})
@@ -227,7 +227,9 @@ def test_the_first_chunks_show_which_way_is_slower_and_it_is_given_up(
         assert (tmp_path / name).read_bytes() == memory[:MIB] * count
 
 
-def test_small_chunks_decide_nothing(tmp_path: Path, memory: mmap.mmap, calls: Calls) -> None:
+def test_small_chunks_are_written_directly_without_a_comparison(
+    tmp_path: Path, memory: mmap.mmap, calls: Calls
+) -> None:
     view = memoryview(memory)[: 8 * ALIGNMENT]
     write(storage(tmp_path, "auto"), "f", {i * len(view): view for i in range(20)})
     assert calls.direct == [True] * 20

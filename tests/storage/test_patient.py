@@ -1,4 +1,4 @@
-"""Reads of a load outlast errors that pass; what lasts has the class that the table gives it."""
+"""Retries of a load's reads after transient errors; lasting errors keep their class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def storage(tmp_path: Path) -> PatientStorage:
 
 
 class Refusing:
-    """A call that fails from call `first` on, `count` times."""
+    """A function that fails `count` times, from its call number `first` on."""
 
     def __init__(self, call: Callable[..., Any], number: int, count: int, first: int = 1) -> None:
         self._call, self._number = call, number
@@ -66,7 +66,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[PatientStorage], object], object]] = 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_each_read_outlasts_as_many_errors_as_there_are_retries(
+def test_each_read_succeeds_after_as_many_errors_as_retries(
     storage: PatientStorage,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -83,7 +83,7 @@ def test_each_read_outlasts_as_many_errors_as_there_are_retries(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_error_that_lasts_is_raised_as_it_is(
+def test_a_lasting_error_is_raised_unchanged(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     call, work, _ = OPERATIONS[operation]
@@ -92,11 +92,11 @@ def test_an_error_that_lasts_is_raised_as_it_is(
     with pytest.raises(StorageError, match="storage is unavailable") as caught:
         work(storage)
     assert refusing.calls == 4
-    assert not is_damage(caught.value), "no iteration is lost"
+    assert not is_damage(caught.value), "the error must not cost an iteration"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ELOOP, errno.EUCLEAN])
-def test_what_does_not_pass_is_not_retried(
+def test_a_permanent_error_is_not_retried(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refusing = Refusing(os.listdir, number, 1)
@@ -118,7 +118,7 @@ def test_a_missing_file_is_not_retried(
     "number", [n for n in PASSING if n != errno.EINTR], ids=errno.errorcode.get
 )
 @pytest.mark.parametrize("first", [1, 3], ids=["at once", "in mid-file"])
-def test_bytes_are_read_and_digested_once_whatever_fails_in_between(
+def test_retries_read_and_digest_each_byte_once(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
 ) -> None:
     monkeypatch.setattr(os, "preadv", Refusing(os.preadv, number, 2, first))
@@ -130,7 +130,7 @@ def test_bytes_are_read_and_digested_once_whatever_fails_in_between(
     assert digest.hexdigest() == xxhash.xxh3_64_hexdigest(CONTENT[10:])
 
 
-def test_a_file_that_another_host_replaced_is_opened_again_by_its_name(
+def test_a_file_replaced_by_another_host_is_opened_again(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     data, kept = bytearray(4), KeptFiles()
@@ -143,7 +143,7 @@ def test_a_file_that_another_host_replaced_is_opened_again_by_its_name(
 
 
 class Clock:
-    """Stands in for the module `time`: only what the test says takes time."""
+    """A stand-in for the module `time` whose clock only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -160,10 +160,10 @@ class Clock:
     [(0.0, [4, 4, 4, 4, 1, 1]), (20.0, [4, 2, 1, 1, 1, 1]), (180.0, [1, 1, 1, 1, 1, 1])],
     ids=["at once", "after 20 s", "a soft mount of NFS"],
 )
-def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
+def test_the_retries_of_a_load_end_before_waiting_ranks_time_out(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
 ) -> None:
-    """Each of a thousand files could take half a minute otherwise, or twelve minutes."""
+    """Without a common limit, each of a thousand files could take up to twelve minutes."""
     clock = Clock()
     monkeypatch.setattr(patient, "time", clock)
     monkeypatch.setattr(patient, "RETRIES_S", (2.0, 8.0, 20.0))
@@ -175,17 +175,17 @@ def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
 
     refusing = Refusing(refuse, errno.EIO, 0)
     monkeypatch.setattr(os, "listdir", refusing)
-    found = []
+    counts = []
     for _ in calls:
         refusing.calls = 0
         with pytest.raises(StorageError):
             storage.list("")
-        found.append(refusing.calls)
-    assert found == calls
+        counts.append(refusing.calls)
+    assert counts == calls
 
 
 @pytest.mark.parametrize(("minutes", "calls"), [(1, 3), (10, 4), (60, 4), (None, 4)])
-def test_a_job_whose_collectives_time_out_sooner_waits_for_less(
+def test_a_job_with_a_shorter_collective_timeout_retries_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int | None, calls: int
 ) -> None:
     monkeypatch.setattr(patient, "time", Clock())
@@ -198,7 +198,7 @@ def test_a_job_whose_collectives_time_out_sooner_waits_for_less(
     assert refusing.calls == calls
 
 
-def test_pauses_of_several_threads_count_once(
+def test_simultaneous_pauses_of_threads_count_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = PatientStorage(PosixStorage(tmp_path), 15.0)
@@ -216,11 +216,11 @@ def test_pauses_of_several_threads_count_once(
         thread.start()
     for thread in threads:
         thread.join(60.0)
-    assert len(slept) == 4, "each has waited, though all together would wait 8 s"
+    assert len(slept) == 4, "each thread has waited, though the sum is 8 s"
     assert all(1.8 <= seconds <= 2.2 for seconds in slept)
 
 
-def test_retries_draw_nothing_from_the_generator_that_a_checkpoint_holds(
+def test_retries_leave_the_global_random_generator_alone(
     storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = random.getstate()

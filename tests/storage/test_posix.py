@@ -1,6 +1,6 @@
-"""What only a directory can do wrong: symbolic links, permissions, read-only and full disks.
+"""Errors that only directories have: symbolic links, permissions, read-only and full disks.
 
-Real file systems throughout: a tmpfs is mounted where the machine allows it.
+All tests use real file systems. Some mount a tmpfs, if the machine allows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount small file systems; they go with the test."""
+    """Return a function that mounts small file systems, which are unmounted after the test."""
     mounted = []
 
     def mount(options: str, kind: str = "tmpfs") -> Path:
@@ -67,7 +67,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @contextlib.contextmanager
 def unprivileged() -> Iterator[None]:
-    """Give up root's exemption from permission bits."""
+    """Drop root's exemption from permission bits."""
     if os.geteuid() != 0:
         yield
         return
@@ -82,7 +82,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_root_is_made_by_the_first_write_only(tmp_path):
+def test_only_the_first_write_makes_the_root(tmp_path):
     storage = PosixStorage(tmp_path / "not" / "yet")
     assert storage.list("") == []
     assert not (tmp_path / "not").exists()
@@ -90,7 +90,7 @@ def test_the_root_is_made_by_the_first_write_only(tmp_path):
     assert (tmp_path / "not/yet/a").read_bytes() == b"1"
 
 
-def test_a_relative_root_stays_where_it_was_when_the_process_moves_on(tmp_path, monkeypatch):
+def test_a_relative_root_does_not_follow_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     storage = PosixStorage("ckpt")
     monkeypatch.chdir("/")
@@ -99,7 +99,7 @@ def test_a_relative_root_stays_where_it_was_when_the_process_moves_on(tmp_path, 
     assert storage.place == str(tmp_path / "ckpt")
 
 
-def test_put_never_writes_into_the_file_that_is_there(storage, root):
+def test_put_never_writes_into_the_existing_file(storage, root):
     storage.put("tracker", b"old")
     os.link(root / "tracker", root / "other_link")
     with open(root / "tracker", "rb") as reader:
@@ -110,7 +110,7 @@ def test_put_never_writes_into_the_file_that_is_there(storage, root):
 
 
 @pytest.mark.parametrize("data", [None, "text", 5])
-def test_a_put_that_fails_halfway_leaves_the_old_contents_and_no_temporary(storage, root, data):
+def test_a_failed_put_leaves_the_old_contents_and_no_temporary(storage, root, data):
     storage.put("tracker", b"old")
     with pytest.raises(TypeError):
         storage.put("tracker", data)
@@ -118,7 +118,7 @@ def test_a_put_that_fails_halfway_leaves_the_old_contents_and_no_temporary(stora
     assert (root / "tracker").read_bytes() == b"old"
 
 
-def test_a_put_does_not_remove_what_has_the_name_of_its_temporary(storage, root, monkeypatch):
+def test_a_put_does_not_remove_a_file_with_its_temporary_name(storage, root, monkeypatch):
     root.mkdir(exist_ok=True)
     (root / "taken").write_text("not ours")
     monkeypatch.setattr("megatron_flashckpt.storage.posix.temporary_name", lambda name: "taken")
@@ -146,7 +146,7 @@ def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
     ],
     ids=["put", "create", "read", "list", "delete_directory"],
 )
-def test_a_file_where_a_directory_should_be_is_named_with_the_remedy(storage, root, operation):
+def test_the_error_names_a_file_in_the_place_of_a_directory(storage, root, operation):
     (root / "file").write_bytes(b"stays")
     with pytest.raises(StorageError) as caught:
         operation(storage)
@@ -163,7 +163,7 @@ def read_into(storage, name):
 @pytest.mark.parametrize(
     "operation", [PosixStorage.read, read_into, PosixStorage.delete], ids=lambda it: it.__name__
 )
-def test_a_directory_where_a_file_should_be_is_named_with_the_remedy(storage, root, operation):
+def test_the_error_names_a_directory_in_the_place_of_a_file(storage, root, operation):
     (root / "d").mkdir()
     with pytest.raises(StorageError, match=f"{root}/d: .*a directory stands") as caught:
         operation(storage, "d")
@@ -171,7 +171,7 @@ def test_a_directory_where_a_file_should_be_is_named_with_the_remedy(storage, ro
     assert (root / "d").is_dir()
 
 
-def test_no_descriptor_stays_open_whatever_fails(storage, root, outside):
+def test_no_failed_operation_leaves_a_descriptor_open(storage, root, outside):
     (root / "d").mkdir()
     (root / "link").symlink_to(outside)
     storage.put("f", b"1")
@@ -218,7 +218,7 @@ def test_read_does_not_follow_a_link(storage, root, outside, operation):
     assert caught.value.errno == errno.ELOOP
 
 
-def test_size_is_not_that_of_the_target_of_a_link(storage, root, tmp_path):
+def test_size_does_not_follow_a_link(storage, root, tmp_path):
     (tmp_path / "big").write_bytes(b"x" * 5000)
     (root / "link").symlink_to(tmp_path / "big")
     assert storage.size("link") != 5000
@@ -239,9 +239,7 @@ def test_delete_removes_a_link_and_not_its_target(storage, root, outside):
     assert outside.read_bytes() == b"not ours"
 
 
-def test_a_link_is_neither_a_directory_nor_a_file_and_is_not_deleted_as_one(
-    storage, root, tmp_path
-):
+def test_a_link_is_neither_directory_nor_file_and_is_not_deleted(storage, root, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "f").write_bytes(b"1")
@@ -266,7 +264,7 @@ def test_a_link_is_neither_a_directory_nor_a_file_and_is_not_deleted_as_one(
     ids=["put", "create", "delete", "move", "delete_directory"],
 )
 def test_a_directory_without_write_permission_is_named_with_the_remedy(operation):
-    # Not below tmp_path: its parents are closed to the user that root turns into here.
+    # Not below tmp_path: the unprivileged user may not enter its parents.
     with tempfile.TemporaryDirectory() as made:
         root = Path(made)
         (root / "f").write_bytes(b"old")
@@ -309,7 +307,7 @@ def test_a_read_only_file_system_is_named_with_the_remedy(tmpfs, operation):
     assert os.listdir(root) == []
 
 
-def test_a_full_disk_is_found_out_before_the_first_byte(tmpfs):
+def test_a_full_disk_is_reported_before_the_first_byte(tmpfs):
     root = tmpfs("size=1m")
     with pytest.raises(StorageError, match=f"{root}/shard: cannot reserve 2097152") as caught:
         PosixStorage(root).create("shard", 2 * MIB)
@@ -319,13 +317,13 @@ def test_a_full_disk_is_found_out_before_the_first_byte(tmpfs):
 
 
 def writes() -> int:
-    """Return how many system calls that write this process has made."""
+    """Return the number of writing system calls of this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("syscw:")).split()[1])
 
 
-def test_a_file_system_that_cannot_reserve_space_is_not_written_to_for_it(tmpfs):
-    """glibc's posix_fallocate writes a byte per page there: 4,096 writes for these 16 MiB."""
+def test_reserving_space_writes_nothing_where_it_is_unsupported(tmpfs):
+    """On such a file system glibc's posix_fallocate writes one byte per page, 4,096 for 16 MiB."""
     storage = PosixStorage(tmpfs("size=32m", "ramfs"))
     before = writes()
     writer = storage.create("shard", 16 * MIB)
@@ -339,7 +337,7 @@ def test_a_file_system_that_cannot_reserve_space_is_not_written_to_for_it(tmpfs)
 def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
     writer = PosixStorage(root, DirectIo("always")).create("shard", MIB)
     ours = {writer._fd, writer._direct_fd} - {-1}
-    assert len(ours) == 2, "a second descriptor for direct writes"
+    assert len(ours) == 2, "direct writes have a second descriptor"
     real_close = os.close
 
     def close(fd: int) -> None:
@@ -359,7 +357,7 @@ def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
-def test_a_file_system_that_cannot_synchronize_directories_is_used(root, monkeypatch, number):
+def test_a_file_system_without_fsync_of_directories_is_accepted(root, monkeypatch, number):
     real_fsync = os.fsync
 
     def fsync(fd: int) -> None:
@@ -376,7 +374,7 @@ def test_a_file_system_that_cannot_synchronize_directories_is_used(root, monkeyp
     assert (storage.read("f"), storage.read("shard")) == (b"1", b"2")
 
 
-def test_an_io_error_of_a_directory_is_not_ignored(root, monkeypatch):
+def test_an_io_error_of_a_directory_s_fsync_is_raised(root, monkeypatch):
     real_fsync = os.fsync
 
     def fsync(fd: int) -> None:
@@ -389,7 +387,7 @@ def test_an_io_error_of_a_directory_is_not_ignored(root, monkeypatch):
         PosixStorage(root).put("f", b"1")
 
 
-def test_what_was_reserved_can_be_written_and_is_free_again_after_abandon(tmpfs):
+def test_reserved_space_is_writable_and_is_freed_by_abandon(tmpfs):
     storage = PosixStorage(tmpfs("size=1m"))
     for _ in range(3):
         writer = storage.create("shard", MIB)
@@ -400,7 +398,7 @@ def test_what_was_reserved_can_be_written_and_is_free_again_after_abandon(tmpfs)
         assert storage.list("") == []
 
 
-def test_writing_more_than_was_reserved_on_a_full_disk_is_told(tmpfs):
+def test_a_write_beyond_the_reserved_space_reports_a_full_disk(tmpfs):
     root = tmpfs("size=1m")
     writer = PosixStorage(root).create("shard", MIB)
     with pytest.raises(StorageError, match=f"{root}/shard: cannot write .*free space") as caught:
@@ -410,7 +408,7 @@ def test_writing_more_than_was_reserved_on_a_full_disk_is_told(tmpfs):
     assert os.listdir(root) == []
 
 
-def test_a_put_on_a_full_disk_keeps_the_old_contents_and_leaves_no_temporary(tmpfs):
+def test_a_put_on_a_full_disk_keeps_the_old_contents(tmpfs):
     root = tmpfs("size=1m")
     storage = PosixStorage(root)
     storage.put("tracker", b"old")
@@ -421,7 +419,7 @@ def test_a_put_on_a_full_disk_keeps_the_old_contents_and_leaves_no_temporary(tmp
     assert storage.read("tracker") == b"old"
 
 
-def test_an_error_of_storage_is_also_an_os_error_of_ours(storage, root):
+def test_a_storage_error_is_also_an_os_error(storage, root):
     (root / "d").mkdir()
     with pytest.raises(OSError, match="Is a directory") as caught:
         storage.read("d")
@@ -430,10 +428,10 @@ def test_an_error_of_storage_is_also_an_os_error_of_ours(storage, root):
 
 
 @pytest.mark.parametrize("way", ["read", "rewrite"])
-def test_storage_that_is_busy_is_not_taken_for_the_end_of_a_file(
+def test_busy_storage_is_not_taken_for_the_end_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Python's file objects return None, or the bytes so far, if a read fails with EAGAIN."""
+    """If a read fails with EAGAIN, Python's file objects return None or the bytes so far."""
     storage = PosixStorage(tmp_path)
     storage.put("file", b"12345678")
 
@@ -447,8 +445,8 @@ def test_storage_that_is_busy_is_not_taken_for_the_end_of_a_file(
     assert storage.read("file") == b"12345678"
 
 
-def test_a_read_of_a_few_bytes_asks_for_no_more(tmp_path: Path) -> None:
-    """A buffer would have st_blksize: 1 MiB on NFS, 4 MiB on Lustre."""
+def test_a_read_of_a_few_bytes_fetches_only_these(tmp_path: Path) -> None:
+    """A buffered read would fetch st_blksize bytes: 1 MiB on NFS, 4 MiB on Lustre."""
     (tmp_path / "file").write_bytes(bytes(100_000))
     before = _read_nbytes()
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Pieces of memory of any lengths are filled from a file, in blocks, whatever a call returns."""
+"""Reads of a file into memory parts of any length, in blocks, even if calls read less."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_flashckpt.storage.scatter_read import read_parts
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_parts_of_any_length_are_filled_and_seen_in_order(
+def test_parts_of_any_length_are_filled_and_reported_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """With short reads, and limits so low that blocks and parts cut each other in many ways."""
+    """Short reads and low limits make block borders and part borders differ in many ways."""
     dice = random.Random(seed)
     data = dice.randbytes(dice.randrange(1, 900))
     (tmp_path / "f").write_bytes(data)
