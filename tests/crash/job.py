@@ -22,14 +22,14 @@ from tests.support.trainer import agents_under, is_alive
 
 T = TypeVar("T")
 RANKS = 2
-#: Longest wait for anything; a cell that needs it has failed.
+#: Longest wait for any event; the cell fails after it.
 PATIENCE_S = 60.0
-#: How long an agent whose ranks have come to their end may take to come to its point.
+#: Seconds that an agent has to hit its failpoint after its ranks have ended.
 _LAST_S = 5.0
 
 
 class CellError(AssertionError):
-    """A cell of the matrix is not as it should be."""
+    """A check of a cell failed."""
 
 
 def eventually(what: str, probe: Callable[[], T | None]) -> T:
@@ -51,10 +51,10 @@ def state_of(pid: int) -> str:
 
 
 def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
-    """Wait until an agent stands at its step in the save of `iteration`; return its pid.
+    """Wait until an agent is stopped at its step in the save of `iteration`; return its pid.
 
-    On storage with faults an error may keep an agent from a removal until a later save. Then 0 is
-    returned, a while after `iteration` was committed, and the agent does not stop at that step.
+    On faulty storage an error may delay a removal until a later save. In that case return 0 some
+    seconds after `iteration` was committed, and wake the agent if it stops at that step later.
     """
     ended_at = math.inf
 
@@ -71,7 +71,7 @@ def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
                 return [0]
         return []
 
-    return eventually(f"the agent comes to {step}", probe)[0]
+    return eventually(f"the agent hits {step}", probe)[0]
 
 
 def _wake_at_its_step(agent: int) -> None:
@@ -82,7 +82,7 @@ def _wake_at_its_step(agent: int) -> None:
 
 
 class Job:
-    """The ranks, restarted any number of times under one agent's eyes, in `home`."""
+    """Ranks in the directory `home`, restartable any number of times, and their agent."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -93,9 +93,9 @@ class Job:
         self._lives = 0
 
     def start(self, life: Life, fault: str | None, *, linger: bool) -> None:
-        """Start all ranks; `fault` is WHO:POINT:COUNT, and whoever it is stops there.
+        """Start all ranks; `fault` is WHO:POINT:COUNT and stops that process there.
 
-        With `linger` the ranks do not end by themselves.
+        With `linger` the ranks wait for SIGKILL instead of ending by themselves.
         """
         self._lives += 1
         trouble.await_names(self.save)
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def reached(self) -> Path:
-        """The file that is made when the fault of this life happens."""
+        """The file that a process creates when it hits the fault of this run."""
         return self.home / f"life-{self._lives}.reached"
 
     def _log(self, rank: int) -> Path:
@@ -131,11 +131,11 @@ class Job:
         return self.home / f"life-{self._lives}-rank-{rank}.jsonl"
 
     def log(self) -> str:
-        """Return what the ranks of this life have printed."""
+        """Return the output of the ranks of this run."""
         return "".join(self._log(rank).read_text(errors="replace") for rank in range(RANKS))
 
     def reports(self, name: str) -> list[list[dict[str, Any]]]:
-        """Return, by rank, the events of this life that have `name`."""
+        """Return, by rank, the events of this run that have the key `name`."""
         found = []
         for rank in range(RANKS):
             with contextlib.suppress(FileNotFoundError):
@@ -154,10 +154,10 @@ class Job:
         return agents_under(self.runtime_dir)
 
     def stopped(self, who: str) -> int:
-        """Wait until the fault has happened; return the process that stands still.
+        """Wait until the fault has happened; return the stopped process.
 
-        An error of storage may keep an agent from a step (a removal, say), to which it then comes
-        once less in a life: with faults, 0 is returned when this life has come to its end.
+        On faulty storage an agent may hit a failpoint (of a removal, for example) once less per
+        run, because of an error. In that case return 0 when this run has ended.
         """
         ended_at = math.inf
 
@@ -173,7 +173,7 @@ class Job:
                     return [0]
             return []
 
-        return eventually(f"{who} comes to its point", probe)[0]
+        return eventually(f"{who} hits its failpoint", probe)[0]
 
     def everyone(self, name: str) -> None:
         """Wait until all ranks have reported `name`."""
@@ -201,7 +201,7 @@ class Job:
         eventually("the agent leaves", lambda: not self.agents)
 
     def kill_trainers(self) -> None:
-        """As torchrun or a scheduler would, but at once."""
+        """Kill the ranks as torchrun or a scheduler does, but without a delay."""
         for pid in self.trainers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -219,13 +219,13 @@ class Job:
 
     @contextlib.contextmanager
     def agent_at_rest(self) -> Iterator[None]:
-        """Let the agent do nothing meanwhile."""
+        """Stop the agent inside the `with` block."""
         woken = []
         for pid in self.agents:
             if state_of(pid) != "T":
                 os.kill(pid, signal.SIGSTOP)
                 woken.append(pid)
-                eventually("the agent rests", lambda pid=pid: state_of(pid) in "TXZ")  # type: ignore[misc]
+                eventually("the agent is stopped", lambda pid=pid: state_of(pid) in "TXZ")  # type: ignore[misc]
         try:
             yield
         finally:
@@ -239,7 +239,7 @@ class Job:
 
 
 def wake(pid: int) -> None:
-    """Let a process go on; none if `pid` is 0."""
+    """Continue a stopped process; do nothing if `pid` is 0."""
     if not pid:
         return
     with contextlib.suppress(ProcessLookupError):

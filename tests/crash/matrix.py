@@ -1,4 +1,4 @@
-"""Runs the cells and prints what became of them."""
+"""Runs the cells and prints a table of their results."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.crash.story import KILLED, Cell, Found, tell
 AnyCell = Cell | PeerCell | RivalCell | FamilyCell
 _RANDOM = "random"
 PLAIN, FAULTY = STORAGES = ("plain", "faulty")
-#: Of the table in a file, where no terminal says.
+#: Width of the table where no terminal sets it, as in a file.
 _WIDTH = 100
 
 
 class Matrix:
-    """Counts by row and column."""
+    """Table that counts cells by row and column."""
 
     def __init__(self, *columns: str) -> None:
-        """Args: `columns`: after process and point."""
+        """Args: `columns`: names of the columns after process and point."""
         self._columns = columns
         self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
         self.restored: collections.Counter[str] = collections.Counter()
@@ -43,7 +43,7 @@ class Matrix:
         return bool(self._done)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many cells are as they should be, and how many have ended."""
+        """Return the number of cells that passed, and the number that ended."""
         ended = [each for row in self._done.values() for cells in row.values() for each in cells]
         return sum(ended), len(ended)
 
@@ -161,12 +161,12 @@ def _tell(
     seed: int | None,
     met: collections.Counter[str],
 ) -> list[Found]:
-    """Let a cell happen in the new directory `home`.
+    """Run a cell in the new directory `home`.
 
     Args:
-        keep: gets a copy of what a cell leaves that is not as it should be.
-        seed: of the faults of its storage; None: it has none.
-        met: counts the calls that were refused.
+        keep: directory for a copy of the files of a failed cell.
+        seed: seed of the faults of the storage; None means storage without faults.
+        met: counter of the refused calls.
     """
     home.mkdir()
     if seed is not None:

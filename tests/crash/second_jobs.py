@@ -1,11 +1,11 @@
 """Cells of second starts of a job of real Megatron ranks, while its first start is at a step.
 
-The first start is stopped in a save (or in the load of a restart). The second one resumes, and is
-stopped itself when the same rank has staged its first save, which the agent does not know yet.
-Then the first start goes on to its end. Whatever it still copies, the save of the second start is
-committed as it was staged, and a third start restores it bit for bit. Each has its own contents.
+The first start is stopped in a save (or in the load of a restart). The second start resumes, and is
+stopped when the same rank has staged its first save, before the "staged" message to the agent. Then
+the first start continues to its end. Although it may still copy, the save of the second start is
+committed as it was staged, and a third start restores it bit for bit. Contents differ by start.
 
-`second_starts` has the steps of the agent.
+`second_starts` covers the steps of the agent.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _REFUSED = r"process \d+ of the same rank on this node has replaced this process
 
 @dataclasses.dataclass(frozen=True)
 class SecondJob(FamilyCell):
-    """`rank` of the first start is at `point` for the `count`th time when the second one comes."""
+    """The second start begins when `rank` of the first is at the `count`th hit of `point`."""
 
     rank: int
     point: str
     count: int
     source: str
-    """Where the third start finds the save of the second one."""
+    """Place where the third start finds the save of the second start."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -65,7 +65,7 @@ class SecondJob(FamilyCell):
 
 
 def second_jobs() -> list[FamilyCell]:
-    """Return all cells. Ranks take turns, and so do the sources of the third start."""
+    """Return all cells; the stopped rank and the source of the third start alternate."""
     steps = [*((point, 3) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
     return [
         SecondJob(number % RANKS, *step, ("memory", "storage")[number // RANKS % 2])
@@ -102,7 +102,7 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
     newest = expected.iteration + 1
     for rank, events in enumerate(second.reports("told")):
         if [(event["told"], event["error"]) for event in events] != [(newest, None)]:
-            raise CellError(f"rank {rank} of the second start is told {events}")
+            raise CellError(f"rank {rank} of the second start reported {events}")
     first.kill_trainers()
     second.kill_trainers()
     if cell.source == "storage":
@@ -117,11 +117,11 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
 
 
 def _check_refusal(first: Job) -> None:
-    """Wait until the first start has come to its end and knows why it saves nothing any more."""
+    """Wait until the first start has ended and logged that another process replaced it."""
 
     def is_over() -> bool:
         return all(first.reports("ended")) or not any(map(is_alive, first.trainers))
 
-    eventually("the first start comes to its end", is_over)
+    eventually("the first start ends", is_over)
     if not re.search(_REFUSED, first.log()):
-        raise CellError(f"the first start is not told: {first.log()[-3000:]}")
+        raise CellError(f"the first start logged no refusal: {first.log()[-3000:]}")

@@ -1,4 +1,4 @@
-"""One cell of the matrix: a job is killed at a point and goes on, and what must be true then."""
+"""One cell of the matrix: a job is killed at a failpoint, resumes, and is checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KILLED = (TRAINERS, AGENT, NODE)
 
 @dataclasses.dataclass(frozen=True)
 class Crash:
-    """Where a job comes to its end, and how."""
+    """A failpoint where a job is interrupted, and the processes that are killed."""
 
     who: str
     point: str
     count: int = 1
     killed: str = TRAINERS
-    """`trainers`: all ranks; the agent goes on. `agent`: it alone. `node`: everything."""
+    """`trainers`: all ranks, not the agent. `agent`: only the agent. `node`: all processes."""
 
     @property
     def fault(self) -> str:
@@ -35,14 +35,14 @@ class Crash:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Crashes, one after the other, each followed by a restart."""
+    """Successive crashes, each followed by a restart."""
 
     crashes: tuple[Crash, ...]
     seed: int = 0
     saves: int = 4
-    """In a life that ends with a crash."""
+    """Number of saves in a run that ends with a crash."""
     step: int = 1
-    """Between saves in the last life; more than 1 leaves out what a crash cut short."""
+    """Iterations between saves in the last run; above 1, the interrupted ones are not repeated."""
     hurried: bool = False
     broken: int = -1
     retain_interval: int | None = None
@@ -53,17 +53,17 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a start finds, or must find: nothing at first."""
+    """The checkpoint that a start restores or must restore; initially none."""
 
     iteration: int = 0
     source: str = "nothing"
 
 
 def tell(cell: Cell, home: Path) -> list[Found]:
-    """Let `cell` happen in the empty directory `home`; return what was restored in it.
+    """Run `cell` in the empty directory `home`; return the restored checkpoints.
 
     Raises:
-        CellError: something is not as it should be.
+        CellError: a check failed.
     """
     job = Job(home)
     trouble.begin(job.save)
@@ -95,17 +95,17 @@ def tell(cell: Cell, home: Path) -> list[Found]:
 
 
 def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
-    """Kill what the crash kills, at its point; return what the next life must find."""
-    there = job.stopped(crash.who)
+    """Kill the processes of `crash` at its failpoint; return what the next run must restore."""
+    stopped = job.stopped(crash.who)
     with job.agent_at_rest():
         check_storage(job.save)
     check_load(job, expected, all_ranks=False)
     if crash.killed == AGENT:
         job.kill_agents()
-        wake(there)
+        wake(stopped)
         job.everyone("ended")
         check_load(job, expected)
-    told = [
+    saved = [
         max((e["told"] for e in rank if e["error"] is None), default=0)
         for rank in job.reports("told")
     ]
@@ -116,7 +116,7 @@ def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
         job.kill_agents()
         check_storage(job.save)
         found = stored_in(job)
-        least = max(*told, before if expected.source == "storage" else 0)
+        least = max(*saved, before if expected.source == "storage" else 0)
     else:
         job.kill_trainers()
         with job.agent_at_rest():
@@ -125,23 +125,24 @@ def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
             found = stored_in(job)
         if memory is not None and memory >= found.iteration:
             found = Found(memory, "memory")
-        least = max(*told, min(staged), before)
+        least = max(*saved, min(staged), before)
         if crash.killed == TRAINERS:
-            wake(there)
+            wake(stopped)
     if found.iteration < least:
-        raise CellError(f"{found} is left, though iteration {least} was there")
+        raise CellError(f"{found} is left, although iteration {least} was complete")
     return found
 
 
 def stored_in(job: Job) -> Found:
-    found = committed(job.save)
-    return Found(found[-1], "storage") if found else Found()
+    """Return the newest committed checkpoint."""
+    iterations = committed(job.save)
+    return Found(iterations[-1], "storage") if iterations else Found()
 
 
 def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
-    """Refuse another checkpoint than the newest, from elsewhere, or not bit for bit.
+    """Fail unless the ranks loaded the expected checkpoint from the expected source, bit for bit.
 
-    Without `all_ranks`, some may not have come so far.
+    With `all_ranks` false, some ranks may not have loaded yet.
     """
     loaded = [event for events in job.reports("loaded") for event in events]
     for event in loaded:
@@ -149,16 +150,16 @@ def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
             raise CellError(f"loaded {event}, expected {expected}: {job.log()[-3000:]}")
     if len(loaded) < RANKS:
         if all_ranks:
-            raise CellError(f"a rank has not loaded: {job.log()[-3000:]}")
+            raise CellError(f"a rank did not load: {job.log()[-3000:]}")
         return
-    said = re.findall(r"iteration (\d+) was restored from (\w+)", job.log())
+    restored = re.findall(r"iteration (\d+) was restored from (\w+)", job.log())
     meant = [(str(expected.iteration), expected.source)] if expected.iteration else []
-    if said != meant:
-        raise CellError(f"restored {said}, expected {meant}")
+    if restored != meant:
+        raise CellError(f"restored {restored}, expected {meant}")
 
 
 def check_end(job: Job, newest: int) -> None:
-    """Refuse a last life in which something was not saved, and whatever is left behind."""
+    """Fail if a save of the last run failed, or if files are left over."""
     for events in job.reports("told"):
         errors = [event["error"] for event in events if event["error"] is not None]
         if errors or len(events) != 2:
