@@ -40,7 +40,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return unpacked(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_every_tensor_is_the_one_in_stocks_files(saved: Path) -> None:
+def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
     theirs = open_source(saved / "dlrover", None, Options())
     stocks = open_source(saved / "stock", None, Options())
     assert (theirs.format, stocks.format) == ("dlrover", "torch")
@@ -56,7 +56,7 @@ def test_every_tensor_is_the_one_in_stocks_files(saved: Path) -> None:
         ]
 
 
-def test_weights_that_were_saved_before_they_were_gathered_are_taken_from_the_masters(
+def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
     tmp_path: Path,
 ) -> None:
     """cb995d5 gathers them in the next step. Stock's file is of its last save, after training."""
@@ -71,7 +71,7 @@ def test_weights_that_were_saved_before_they_were_gathered_are_taken_from_the_ma
     assert ["may have saved the weights before" in it for it in weights.warnings] == [True]
 
 
-def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
+def test_a_legacy_gpt_is_written_only_in_formats_that_its_jobs_load(
     legacy: Path, tmp_path: Path
 ) -> None:
     opened = open_source(legacy / "dlrover", None, Options())
@@ -80,7 +80,7 @@ def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
     assert not (tmp_path / "destination").exists()
 
 
-def test_by_way_of_ours_it_becomes_the_files_that_stock_wrote(saved: Path, tmp_path: Path) -> None:
+def test_a_dlrover_save_converted_twice_equals_megatrons_files(saved: Path, tmp_path: Path) -> None:
     options = Options()
     convert(open_source(saved / "dlrover", None, options), tmp_path / "ours", "flashckpt", options)
     convert(open_source(tmp_path / "ours", None, options), tmp_path / "torch", "torch", options)
@@ -143,7 +143,7 @@ def broken(legacy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(legacy / "dlrover", tmp_path / "broken"))
 
 
-def test_without_param_groups_those_of_the_args_are_taken_and_the_step_is_said_to_be_a_guess(
+def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
     legacy: Path, broken: Path
 ) -> None:
     """As DLRover wrote at first: no `optimizer` in the model files."""
@@ -168,7 +168,7 @@ def test_without_param_groups_those_of_the_args_are_taken_and_the_step_is_said_t
 
 
 @pytest.mark.parametrize("flag", [{"decoupled_lr": 0.1}, {"use_mup": True}], ids=str)
-def test_without_param_groups_those_of_decoupled_lr_and_mup_are_not_made_up(
+def test_missing_param_groups_of_decoupled_lr_or_mup_are_refused(
     broken: Path, flag: dict[str, Any]
 ) -> None:
     for file in broken.rglob("model_optim_rng.pt"):
@@ -271,7 +271,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_written(
+def test_an_incomplete_or_mixed_dlrover_commit_is_refused_and_nothing_is_written(
     broken: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, says = DAMAGE[name]
@@ -292,7 +292,7 @@ def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_writt
         assert {tensor.kind for tensor in weights.tensors} == {"weight"}
 
 
-def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
+def test_a_dlrover_commit_without_files_is_refused_under_any_path(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(broken / NEWEST)
@@ -311,7 +311,7 @@ def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
     assert "committed without any file" in capsys.readouterr().out
 
 
-def test_commands_call_the_format_by_its_name_and_say_what_to_do(
+def test_commands_name_the_dlrover_format_and_the_remedy(
     legacy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = str(legacy / "dlrover")
@@ -327,7 +327,7 @@ def test_commands_call_the_format_by_its_name_and_say_what_to_do(
         assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in said
 
 
-def test_a_model_that_cannot_be_laid_out_is_refused_in_a_line_with_a_way_out(broken: Path) -> None:
+def test_a_model_that_cannot_be_rebuilt_is_refused_with_a_remedy(broken: Path) -> None:
     def change(**changes: Any) -> str:
         for file in (broken / NEWEST).rglob("model_optim_rng.pt"):
             state = torch.load(file, weights_only=False)

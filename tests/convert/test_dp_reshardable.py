@@ -63,7 +63,7 @@ def test_losses_go_on(jobs: Jobs) -> None:
     assert jobs.b.losses() == {n: expected[n] for n in (3, 4)}
 
 
-def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+def test_our_save_has_the_same_param_groups_as_megatrons_save(jobs: Jobs) -> None:
     stock, ours = (
         open_source(jobs.tmp_path / name, 4, Options()).contents.optimizer for name in "AB"
     )
@@ -72,13 +72,13 @@ def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
     assert [group for entry in ours for group in entry["param_groups"]] == groups
 
 
-def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
+def test_converted_tensors_equal_those_of_our_own_save(jobs: Jobs) -> None:
     ours = assemble(jobs.tmp_path / "B", 4)
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} == {kind for kind, _ in ours}
     assert_equal(ours, wholes(open_source(jobs.tmp_path / "A", 4, Options()).contents))
 
 
-def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shifted_bucket_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything one element further along, as if some alignment were another."""
     theirs = dp_reshardable._ranges
 
@@ -92,7 +92,7 @@ def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.Mo
         open_source(jobs.tmp_path / "A", 2, Options())
 
 
-def test_what_stock_saved_names_no_parameter(jobs: Jobs) -> None:
+def test_megatrons_default_optimizer_format_names_no_parameter(jobs: Jobs) -> None:
     """Control: nothing but the rebuilt model says where the optimizer's state belongs."""
     reader = Reader(jobs.tmp_path / "A/iter_0000002")
     of_optimizer = [name for name in reader.tensors if name.startswith(("optimizer.", "chained_"))]

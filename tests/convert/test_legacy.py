@@ -98,14 +98,14 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Jobs(tmp_path_factory.mktemp("legacy"), *LAYOUTS[request.param])
 
 
-def test_losses_go_on_after_either_conversion(jobs: Jobs) -> None:
+def test_training_continues_bit_for_bit_after_either_conversion(jobs: Jobs) -> None:
     expected = jobs.a.losses()
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
     assert jobs.b.losses() == {n: expected[n] for n in (3, 4, 5, 6)}
     assert jobs.c is None or jobs.c.losses() == {n: expected[n] for n in (5, 6)}
 
 
-def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+def test_our_save_has_the_same_param_groups_as_megatrons_save(jobs: Jobs) -> None:
     stock, ours = (open_source(jobs.tmp_path / name, 6, Options()).contents for name in "AB")
     assert {True, False} == {group["default_config"] for group in stocks_groups(stock)}
     assert stocks_groups(ours) == stocks_groups(stock)
@@ -117,7 +117,7 @@ def stocks_groups(contents: Contents) -> list[dict]:
     return groups
 
 
-def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
+def test_converted_tensors_equal_those_of_our_own_save(jobs: Jobs) -> None:
     ours = assemble(jobs.tmp_path / "B", 6)
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} <= {kind for kind, _ in ours}
     legacy = open_source(jobs.tmp_path / "A", 6, Options())
@@ -125,7 +125,7 @@ def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
     assert_equal(ours, wholes(legacy.contents))
 
 
-def test_what_is_written_is_what_stock_writes(jobs: Jobs) -> None:
+def test_our_legacy_files_equal_megatrons_files(jobs: Jobs) -> None:
     """Every file of the iteration, every entry in it, bit for bit."""
     written, stocks = (jobs.tmp_path / name / "iter_0000004" for name in "CA")
     names = sorted(path.relative_to(stocks) for path in stocks.rglob("*.pt"))

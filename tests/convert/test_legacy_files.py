@@ -98,7 +98,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
+def test_every_layout_survives_a_round_trip(layout: dict, tmp_path: Path) -> None:
     args = arguments(**layout)
     if "moe_router_enable_expert_bias" in layout:
         args.moe_router_score_function = "sigmoid"
@@ -129,7 +129,7 @@ def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
     assert read.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
 
 
-def test_groups_that_do_not_say_which_parameters_they_hold_are_refused(tmp_path: Path) -> None:
+def test_groups_without_the_names_of_their_parameters_are_refused(tmp_path: Path) -> None:
     made = contents(arguments(decoupled_lr=0.5))
     with pytest.raises(
         UnsupportedError, match=r"param group of embedding\.word_embeddings\.weight does not"
@@ -138,7 +138,7 @@ def test_groups_that_do_not_say_which_parameters_they_hold_are_refused(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path) -> None:
+def test_a_sharded_vocabulary_is_padded_for_the_layout_of_the_args(tmp_path: Path) -> None:
     """Rows that the source does not have are zeros, as Megatron fills them."""
     small = contents(arguments(padded_vocab_size=90))
     small.args.padded_vocab_size = 96
@@ -151,7 +151,7 @@ def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path
     assert not found[90:].any()
 
 
-def test_buckets_of_early_2024_have_two_parameters_at_least() -> None:
+def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
     """As its `GradBuffer` has it: `len(bucket_params) > 1`."""
     args = arguments(**LEGACY_GPT, **DISTRIBUTED, **BUCKETS)
     args.ddp_bucket_size = 1  # less than any parameter
@@ -188,7 +188,7 @@ def refused(save: Path, error: type[FlashCkptError]) -> str:
     return str(caught.value)
 
 
-def test_a_weight_that_its_master_does_not_round_to_is_named(save: Path) -> None:
+def test_a_weight_that_differs_from_its_rounded_master_is_named(save: Path) -> None:
     def damage(state: Any) -> None:
         state["model"]["decoder.final_layernorm.bias"][5] += 1
 
@@ -202,7 +202,7 @@ def test_a_weight_that_its_master_does_not_round_to_is_named(save: Path) -> None
     assert weights.optimizer is None
 
 
-def test_masters_in_another_place_are_noticed(save: Path) -> None:
+def test_shifted_masters_are_refused(save: Path) -> None:
     def damage(buffers: Any) -> None:
         (tensors,) = buffers[0].values()
         tensors["param"] = tensors["param"].roll(64)
@@ -211,7 +211,7 @@ def test_masters_in_another_place_are_noticed(save: Path) -> None:
     assert "differ from the rounded masters" in refused(save, CorruptCheckpointError)
 
 
-def test_other_buckets_than_the_args_say_are_refused(save: Path) -> None:
+def test_buckets_that_contradict_the_args_are_refused(save: Path) -> None:
     def damage(state: Any) -> None:
         state["args"].overlap_grad_reduce = False
 
@@ -221,7 +221,7 @@ def test_other_buckets_than_the_args_say_are_refused(save: Path) -> None:
     assert "by the args" in message
 
 
-def test_buffers_of_before_2024_are_refused_with_the_remedy(save: Path) -> None:
+def test_buffers_from_before_2024_are_refused_with_the_remedy(save: Path) -> None:
     change(save, "distrib_optim.pt", lambda buffers: buffers.pop("buckets_coalesced"))
     message = refused(save, UnsupportedError)
     assert "lacks the sizes of its buckets" in message
@@ -234,7 +234,7 @@ def test_files_of_two_iterations_are_refused(save: Path) -> None:
     assert "holds files of another save: mp_rank_00 of iteration 5" in message
 
 
-def test_another_model_than_the_args_describe_is_refused(save: Path) -> None:
+def test_a_model_that_contradicts_the_args_is_refused(save: Path) -> None:
     def damage(state: Any) -> None:
         state["args"].num_layers = 5
         state["args"].add_bias_linear = False
@@ -284,7 +284,7 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_args_that_lack_attributes_are_named_with_a_remedy(tmp_path: Path) -> None:
+def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
     source = tmp_path / "source"
     whole, opened = dict(vars(made.args)), Opened("flashckpt", source, source / "iter_1", made)

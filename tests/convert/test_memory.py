@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("torch_dist", "safetensors"),
     ],
 )
-def test_peak_memory_is_that_of_a_few_boxes(
+def test_a_conversion_holds_only_a_few_boxes_in_memory(
     tmp_path: Path, sources: Path, source: str, to: str
 ) -> None:
     whole = sources / f"{source}-whole"

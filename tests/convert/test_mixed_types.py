@@ -103,7 +103,7 @@ def made_with_random_state(made: Contents) -> Contents:
     return dataclasses.replace(made, rng={(0, 0): [{}]})
 
 
-def test_weights_made_of_masters_join_those_that_were_stored(tmp_path: Path) -> None:
+def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: Path) -> None:
     """What `weights: derive` leaves out are the 16-bit weights only."""
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
     stored = []
@@ -130,7 +130,7 @@ def test_each_layer_keeps_its_type_in_the_legacy_format(tmp_path: Path, layout: 
     assert_same(open_source(tmp_path, None, Options()).contents, made)
 
 
-def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
+def test_layers_without_masters_keep_their_stored_weights(
     tmp_path: Path,
 ) -> None:
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED, overlap_param_gather=True)))
@@ -138,7 +138,7 @@ def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
     assert_same(open_source(tmp_path, None, Options(accept_damage=True)).contents, made)
 
 
-def test_each_layer_is_exported_in_its_type(tmp_path: Path) -> None:
+def test_each_layer_keeps_its_type_in_an_export(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
     save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
@@ -151,7 +151,7 @@ def test_each_layer_is_exported_in_its_type(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected["weight", NORM, _layer(layer)].reshape(-1))
 
 
-def test_torch_dist_is_refused_as_megatron_refuses_to_save_it(tmp_path: Path) -> None:
+def test_torch_dist_refuses_layers_of_mixed_types_as_megatron_does(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
     save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
@@ -162,7 +162,7 @@ def test_torch_dist_is_refused_as_megatron_refuses_to_save_it(tmp_path: Path) ->
     assert snapshot(tmp_path) == before
 
 
-def test_what_no_forward_uses_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: Path) -> None:
     made = contents(arguments())
     key = f"output_layer.weight{UNUSED}"
     unused = held(key, "weight", torch.ones(4, 2), (((0, 0), (4, 2)),))

@@ -34,7 +34,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
-def test_every_weight_is_there_by_name(tmp_path: Path, limit_nbytes: int) -> None:
+def test_an_export_holds_every_weight_by_name(tmp_path: Path, limit_nbytes: int) -> None:
     write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
     found = {}
     for file in sorted((tmp_path / "hf").glob("*.safetensors")):
@@ -45,7 +45,7 @@ def test_every_weight_is_there_by_name(tmp_path: Path, limit_nbytes: int) -> Non
         assert torch.equal(found[name], tensor), name
 
 
-def test_the_index_leads_to_every_tensor(tmp_path: Path) -> None:
+def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
     write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=200))
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     total = sum(tensor.nbytes for tensor in expected().values())
@@ -63,14 +63,14 @@ def test_the_index_leads_to_every_tensor(tmp_path: Path) -> None:
     assert max(held) <= 200
 
 
-def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_an_export_does_not_change_a_directory_in_use(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         write_safetensors(contents(), tmp_path, Options())
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_boxes_of_the_source_are_read_once(tmp_path: Path) -> None:
+def test_an_export_reads_each_box_of_the_source_once(tmp_path: Path) -> None:
     """Rows that lie in several boxes are written box by box; columns need the boxes together."""
     made = contents()
     regions = []

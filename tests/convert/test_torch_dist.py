@@ -72,7 +72,7 @@ def test_torch_itself_reads_every_tensor(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_fp32_parameters_are_written_as_their_own_masters_and_read_once(tmp_path: Path) -> None:
+def test_fp32_parameters_are_written_as_masters_and_read_once(tmp_path: Path) -> None:
     made = contents()
     fp32 = [
         dataclasses.replace(tensor, kind="weight") if tensor.kind == "master" else tensor
@@ -128,7 +128,7 @@ def flatten(directory: Path, name: str, original: torch.Tensor, extent: tuple[in
         pickle.dump(metadata, file)
 
 
-def test_ranges_of_boxes_are_put_together(tmp_path: Path) -> None:
+def test_a_tensor_is_assembled_from_ranges_of_boxes(tmp_path: Path) -> None:
     made = contents()
     directory = write_torch_dist(made, tmp_path, Options())
     for tensor in made.tensors:
@@ -139,7 +139,7 @@ def test_ranges_of_boxes_are_put_together(tmp_path: Path) -> None:
     assert differing(made.tensors, found.tensors) == []
 
 
-def test_a_name_of_a_chained_optimizer_does_not_matter(tmp_path: Path) -> None:
+def test_any_name_of_a_chained_optimizer_is_accepted(tmp_path: Path) -> None:
     made = contents()
     directory = write_torch_dist(made, tmp_path, Options())
     with open(directory / ".metadata", "rb") as file:
@@ -199,7 +199,7 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
-def test_no_pickle_runs_code(tmp_path: Path, file: str) -> None:
+def test_reading_a_pickle_runs_no_code(tmp_path: Path, file: str) -> None:
     directory = write_torch_dist(contents(), tmp_path / "save", Options())
     trap = Trap(tmp_path / "sprung")
     if file == "common.pt":
@@ -221,7 +221,7 @@ def test_an_object_of_another_class_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "metadata", "common", "outside"])
-def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_source_is_named_and_nothing_is_written(tmp_path: Path, damage: str) -> None:
     directory = write_torch_dist(contents(), tmp_path / "save", Options())
     (file,) = directory.glob("*.distcp")
     place = file.name
@@ -250,7 +250,7 @@ def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> No
     assert snapshot(tmp_path) == before
 
 
-def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
+def test_empty_and_zero_dimensional_tensors_are_converted(tmp_path: Path) -> None:
     odd = [
         held("empty", "weight", torch.zeros((0, 3)), (((0, 0), (0, 3)),)),
         held("scalar", "buffer", torch.tensor(3.5), (((), ()),)),
@@ -264,7 +264,7 @@ def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
         assert float(found[1].read(((), ()))) == 3.5
 
 
-def test_a_release_is_iteration_0_in_ours_and_a_release_in_megatrons(tmp_path: Path) -> None:
+def test_a_megatron_release_becomes_iteration_0_and_a_release_again(tmp_path: Path) -> None:
     options = Options(weights_only=True)
     directory = write_torch_dist(contents(), tmp_path / "save", options)
     directory.rename(directory.with_name("release"))

@@ -81,7 +81,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
 
 
-def test_a_checkpoint_of_megatrons_trains_on_in_ours(jobs: Jobs) -> None:
+def test_our_job_continues_bit_for_bit_from_megatrons_checkpoint(jobs: Jobs) -> None:
     assert "iteration 2 was restored from storage" in jobs.b.log
     assert sorted(jobs.b.losses()) == [3, 4, 5, 6]
     for iteration, losses in jobs.b.losses().items():
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_megatrons_trains_on_in_ours(jobs: Jobs) -> None:
     assert differing(stock.tensors, ours.tensors) == []
 
 
-def test_a_checkpoint_of_ours_trains_on_in_megatron(jobs: Jobs) -> None:
+def test_megatron_continues_bit_for_bit_from_our_checkpoint(jobs: Jobs) -> None:
     assert sorted(jobs.c.losses()) == [5, 6]
     for iteration, losses in jobs.c.losses().items():
         assert losses == jobs.a.losses()[iteration]
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_ours_trains_on_in_megatron(jobs: Jobs) -> None:
     assert differing(stock.tensors, back.tensors) == []
 
 
-def test_side_state_is_the_same_in_all_three(jobs: Jobs) -> None:
+def test_side_state_is_equal_in_all_three_checkpoints(jobs: Jobs) -> None:
     stock = opened(jobs.tmp_path / "stock", 6)
     for name in ("ours", "back"):
         other = opened(jobs.tmp_path / name, 6)
@@ -113,7 +113,7 @@ def groups(contents: Contents) -> list[dict]:
     return [group for entry in contents.optimizer for group in entry["param_groups"]]
 
 
-def test_megatron_loads_ours_under_another_tensor_parallel_size(
+def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """From TP 2 to TP 1: stock, from what was converted, trains as ours does from its own."""
@@ -141,7 +141,7 @@ def test_megatron_loads_ours_under_another_tensor_parallel_size(
     assert groups(mine) == groups(stock)
 
 
-def test_the_damage_that_megatron_does_with_several_buckets_is_found(
+def test_state_that_megatron_damages_with_several_buckets_is_refused(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("damage")
