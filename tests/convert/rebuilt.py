@@ -1,4 +1,4 @@
-"""Contents for a given layout without a job: random tensors of the model that the args describe."""
+"""Contents for a layout without a job: random tensors of the model that the args describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITERATION = 10
 
 
 def arguments(**changes) -> argparse.Namespace:
-    """Args of a small GPT, without parallelism unless `changes` say so."""
+    """Return args of a small GPT without parallelism, with `changes` applied."""
     return argparse.Namespace(
         **{
             "num_layers": 4,
@@ -40,7 +40,7 @@ def arguments(**changes) -> argparse.Namespace:
 
 
 def contents(args: argparse.Namespace, seed: int = 0) -> Contents:
-    """Return what a save of `args` would hold."""
+    """Return the contents of a save of a job with `args`."""
     generator = torch.Generator().manual_seed(seed)
     boxes: dict[tuple[str, str, tuple[int, ...]], set[Box]] = {}
     experts = False

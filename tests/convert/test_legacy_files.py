@@ -1,4 +1,4 @@
-"""The legacy format without a job: every layout comes back bit for bit, and damage is refused."""
+"""The legacy format without a job: exact round trips of every layout, and refused damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "sw
 EP2 = {"expert_model_parallel_size": 2, "moe_router_enable_expert_bias": True}
 FUSED = {"transformer_impl": "transformer_engine"}
 BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
-#: As the args of early 2024 say it.
+#: Layout in the form of the args of early 2024.
 LEGACY_GPT = {
     "use_mcore_models": False,
     "group_query_attention": True,
@@ -139,20 +139,20 @@ def test_groups_without_the_names_of_their_parameters_are_refused(tmp_path: Path
 
 
 def test_a_sharded_vocabulary_is_padded_for_the_layout_of_the_args(tmp_path: Path) -> None:
-    """Rows that the source does not have are zeros, as Megatron fills them."""
+    """Rows that the source lacks are filled with zeros, as in Megatron."""
     small = contents(arguments(padded_vocab_size=90))
     small.args.padded_vocab_size = 96
     small.args.tensor_model_parallel_size = 2
     write_legacy(small, tmp_path, Options(weights_only=True))
     key = ("weight", "embedding.word_embeddings.weight")
-    found = wholes(open_source(tmp_path, None, Options()).contents)[key]
-    assert torch.equal(found[:90], wholes(small)[key])
-    assert found.shape[0] == 96
-    assert not found[90:].any()
+    padded = wholes(open_source(tmp_path, None, Options()).contents)[key]
+    assert torch.equal(padded[:90], wholes(small)[key])
+    assert padded.shape[0] == 96
+    assert not padded[90:].any()
 
 
 def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
-    """As its `GradBuffer` has it: `len(bucket_params) > 1`."""
+    """The `GradBuffer` of that time requires `len(bucket_params) > 1`."""
     args = arguments(**LEGACY_GPT, **DISTRIBUTED, **BUCKETS)
     args.ddp_bucket_size = 1  # less than any parameter
     (model,) = rank_models(args)
@@ -296,7 +296,7 @@ def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> N
     assert all(name in str(caught.value) for name in lacking)
     assert convert(opened, tmp_path / "dist", "torch_dist", Options()).is_dir()
     vars(made.args).update(whole)
-    del made.args.data_parallel_size  # bucket sizes follow from it
+    del made.args.data_parallel_size  # determines the sizes of buckets
     needs = r"nowhere: its training arguments lack 'data_parallel_size', which .* load and save it"
     with pytest.raises(UnsupportedError, match=needs):
         convert(opened, tmp_path / "torch", "torch", Options())

@@ -1,4 +1,4 @@
-"""A conversion needs memory for a few boxes, not for the model."""
+"""Peak memory of a conversion: a few boxes instead of the model."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def test_a_conversion_holds_only_a_few_boxes_in_memory(
         text=True,
         check=True,
     )
-    # 32 MiB of chunks are kept, and a box has 4 MiB.
+    # The cache holds 32 MiB of chunks, and a box has 4 MiB.
     assert int(done.stdout) < 80 << 20

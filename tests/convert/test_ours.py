@@ -25,15 +25,17 @@ from tests.support.megatron_jobs import same
 def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
     made = contents()
     directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert differing(made.tensors, found.tensors) == []
-    assert [tensor.boxes for tensor in found.tensors] == [tensor.boxes for tensor in made.tensors]
-    assert vars(found.args) == vars(made.args)
-    assert {**found.common, "args": 0} == {**made.common, "args": 0}
-    groups = [group for entry in found.optimizer for group in entry["param_groups"]]
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(made.tensors, reopened.tensors) == []
+    assert [tensor.boxes for tensor in reopened.tensors] == [
+        tensor.boxes for tensor in made.tensors
+    ]
+    assert vars(reopened.args) == vars(made.args)
+    assert {**reopened.common, "args": 0} == {**made.common, "args": 0}
+    groups = [group for entry in reopened.optimizer for group in entry["param_groups"]]
     assert groups == made.optimizer[0]["param_groups"]
-    assert same(found.rng, made.rng)
-    assert same(found.objects, made.objects)
+    assert same(reopened.rng, made.rng)
+    assert same(reopened.objects, made.objects)
     assert len(list(directory.glob("*.safetensors"))) > 4
     assert (tmp_path / TRACKER).read_text() == str(ITERATION)
 
@@ -51,8 +53,8 @@ def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
     made = contents(data_parallel_random_init=True)
     states = {place: [*of_place, {"mark": place}] for place, of_place in made.rng.items()}
     write_ours(dataclasses.replace(made, rng=states), tmp_path, Options(shard_nbytes=500))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert same({place: of_place[:2] for place, of_place in found.rng.items()}, states)
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert same({place: of_place[:2] for place, of_place in reopened.rng.items()}, states)
 
 
 @pytest.mark.parametrize("memory_nbytes", [1, 2**30])
@@ -61,8 +63,8 @@ def test_a_box_is_assembled_from_the_shards_of_all_ranks(
 ) -> None:
     made = contents()
     save_as_ranks(made, tmp_path, replicas=7)
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
-    assert differing(made.tensors, found.tensors) == []
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
+    assert differing(made.tensors, reopened.tensors) == []
 
 
 def test_a_region_across_boxes_equals_the_region_of_the_tensor(tmp_path: Path) -> None:
@@ -102,9 +104,9 @@ def test_a_changed_byte_is_reported_before_it_is_used(tmp_path: Path) -> None:
     damaged = bytearray(file.read_bytes())
     damaged[8192] ^= 1
     file.write_bytes(damaged)
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
     with pytest.raises(CorruptCheckpointError, match=r"rank_00001.*chunk 0 .*digest"):
-        differing(found.tensors, found.tensors)
+        differing(reopened.tensors, reopened.tensors)
 
 
 def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
@@ -130,8 +132,8 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
     write_ours(contents(), tmp_path, Options(overwrite=True))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert differing(contents().tensors, found.tensors) == []
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(contents().tensors, reopened.tensors) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 

@@ -28,7 +28,7 @@ DIRECTORY = iteration_dir(ITERATION)
 
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
-    """A save directory with the checkpoint of a job, in a directory with other things."""
+    """Return a save directory with a checkpoint of a job, next to foreign files."""
     root = tmp_path / "job" / "save"
     save_as_ranks(contents(), root, replicas=2)
     (root / "args.txt").write_text("--lr 1e-3")
@@ -124,7 +124,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(
     where: Callable[[Path], Path],
     form: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # and back, when `relative` has gone elsewhere
+    monkeypatch.chdir(tmp_path)  # restores the working directory that `relative` changes
     to = where(save)
     before = snapshot(tmp_path)
     assert convert(save, to, form, "--overwrite") == 2
@@ -136,7 +136,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """A function that shows a directory at another place too."""
+    """Yield a function that bind-mounts a directory at a second path."""
     points: list[Path] = []
 
     def mount(directory: Path) -> Path:
@@ -191,12 +191,12 @@ def test_a_destination_next_to_the_source_is_accepted(tmp_path: Path, save: Path
     assert snapshot(save) == before
 
 
-# ---------------------------------------------------------------------- what is replaced
+# ---------------------------------------------------------------------- replaced exports
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A save directory with a GPT that every format can hold."""
+    """Return a save directory with a GPT that every format can hold."""
     made = rebuilt.contents(rebuilt.arguments(use_distributed_optimizer=True))
     write_ours(made, tmp_path / "model", Options())
     return tmp_path / "model"
@@ -215,8 +215,8 @@ def test_a_new_export_replaces_an_earlier_export_of_any_format(tmp_path: Path, m
             assert convert(model, to, form, "--overwrite") == 0
         alone = tmp_path / f"alone-{form}-{before}"
         assert convert(model, alone, form) == 0
-        names = [_names(it / iteration_dir(rebuilt.ITERATION)) for it in (to, alone)]
-        assert names[0] == names[1], "nothing of the former one is left"
+        names = [_names(root / iteration_dir(rebuilt.ITERATION)) for root in (to, alone)]
+        assert names[0] == names[1], "a file of the earlier export is left"
         assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
 
 
@@ -259,7 +259,7 @@ def put_link_to_directory(directory: Path) -> str:
 
 
 def put_in_place_of_a_file(directory: Path) -> str:
-    """Somebody has trained on and saved the result under the names of the export."""
+    """Replace a file of the export, as a user does who saves a trained model under its name."""
     file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
     file.unlink()
     file.write_bytes(b"another")
@@ -296,7 +296,7 @@ def test_a_foreign_file_in_an_export_is_named_and_kept(
     for form in FORMATS:
         to = tmp_path / form
         if form == "flashckpt" and put is put_in_place_of_a_file:
-            continue  # those names are of one save; nobody else comes to use them
+            continue  # these names hold the id of one save, so no other file gets them
         assert convert(model, to, form) == 0
         foreign = put(directory_of(to, form))
         before = snapshot(tmp_path)
@@ -311,11 +311,11 @@ def test_a_foreign_file_in_an_export_is_named_and_kept(
 
 
 def nothing(directory: Path) -> None:
-    """A checkpoint of a job, as it is."""
+    """Leave the checkpoint of a job unchanged."""
 
 
 def another_format(directory: Path) -> None:
-    """Megatron's own checkpoint, which looks like an export but is none."""
+    """Replace it by Megatron's own checkpoint, which looks like an export."""
     for path in directory.iterdir():
         path.unlink()
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
@@ -383,7 +383,7 @@ def test_damaged_and_interrupted_exports_do_not_block_a_new_export(
     def die(*_: object) -> None:
         raise SystemExit("killed")
 
-    # What a conversion leaves that is killed: no line of Python runs any more.
+    # Leave the files of a killed conversion, which runs no cleanup.
     for step in ("_sync", "_replace"):
         with monkeypatch.context() as patched:
             patched.setattr(output_dir, step, die)
@@ -397,7 +397,9 @@ def test_damaged_and_interrupted_exports_do_not_block_a_new_export(
     alone = tmp_path / "alone"
     assert convert(save, alone, "safetensors") == 0
     assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
-    assert [snapshot(path) for path in left] == before, "another conversion may still write there"
+    assert [snapshot(path) for path in left] == before, (
+        "temporary files of another conversion were changed"
+    )
 
 
 def test_a_file_added_to_an_export_during_its_replacement_is_kept(

@@ -1,12 +1,12 @@
-"""torch_dist both ways with real Megatron: its checkpoint trains on in ours, and ours in its.
+"""Conversion of torch_dist to our format and back, with training in real Megatron.
 
-Per layout three real jobs of two ranks: stock trains 6 iterations and saves at 2, 4 and 6. Its
-iteration 2 is converted, our load trains on to 6 and saves at 4. That one is converted back, and
-stock trains on from it. All losses, and all global tensors at iteration 6, must be stock's own, bit
-for bit. Dropout is on, so random states count too.
+Each layout runs three real jobs of two ranks. Stock trains 6 iterations and saves at 2, 4 and 6.
+Our job resumes from its converted iteration 2, trains to iteration 6 and saves at 4. Stock resumes
+from that checkpoint, converted back. All losses, and all global tensors at iteration 6, must equal
+those of the first job bit for bit. Dropout is on, so random states are checked too.
 
-Megatron's `fully_reshardable` is right only as long as there is one bucket, as here. A job with
-several shows that their damage is found.
+Megatron's `fully_reshardable` is correct only with one bucket, as in these jobs. A job with several
+buckets shows that the damage is detected.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Jobs:
         convert(open_source(ours, 4, Options()), back, "torch_dist", Options())
         self.c = self._run("c", [*arguments, *schedule(back, back)], "stock")
 
-    def _run(self, name: str, arguments: list[str], door: str) -> Result:
-        return run(self.tmp_path, name, arguments, door)
+    def _run(self, name: str, arguments: list[str], entry_point: str) -> Result:
+        return run(self.tmp_path, name, arguments, entry_point)
 
 
-def run(tmp_path: Path, name: str, arguments: list[str], door: str) -> Result:
-    env = GROUP_MARKS if door == "stock" else {}
-    job = run_job(tmp_path, name, arguments, ranks=2, door=door, env=env, timeout_s=400)
+def run(tmp_path: Path, name: str, arguments: list[str], entry_point: str) -> Result:
+    env = GROUP_MARKS if entry_point == "stock" else {}
+    job = run_job(tmp_path, name, arguments, ranks=2, door=entry_point, env=env, timeout_s=400)
     return succeeded(job)
 
 
@@ -116,7 +116,7 @@ def groups(contents: Contents) -> list[dict]:
 def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """From TP 2 to TP 1: stock, from what was converted, trains as ours does from its own."""
+    """At TP 1, stock trains from the converted TP 2 save as our job does from the original."""
     tmp_path = tmp_path_factory.mktemp("cross")
     arguments = LAYOUTS["dp2-swiglu-untied"]
     ours, dist = tmp_path / "ours", tmp_path / "dist"
@@ -131,14 +131,14 @@ def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
         "0",
     ]
     results = {}
-    for name, load, door in (("mine", ours, "launch"), ("stock", dist, "stock")):
+    for name, load, entry_point in (("mine", ours, "launch"), ("stock", dist, "stock")):
         job = [*arguments, *schedule(load, tmp_path / f"saved-{name}", 4), *changed]
-        results[name] = run(tmp_path, name, job, door)
+        results[name] = run(tmp_path, name, job, entry_point)
     assert sorted(results["stock"].losses()) == [3, 4]
     assert results["stock"].losses() == results["mine"].losses()
-    mine, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
-    assert differing(mine.tensors, stock.tensors) == []
-    assert groups(mine) == groups(stock)
+    ours_saved, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
+    assert differing(ours_saved.tensors, stock.tensors) == []
+    assert groups(ours_saved) == groups(stock)
 
 
 def test_state_that_megatron_damages_with_several_buckets_is_refused(
@@ -146,7 +146,7 @@ def test_state_that_megatron_damages_with_several_buckets_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("damage")
     arguments = ["--num-layers", "2", "--bf16", *DISTRIBUTED, "--overlap-grad-reduce"]
-    # A hidden size of 72 makes buckets whose ends are padded.
+    # With a hidden size of 72, Megatron pads the ends of buckets.
     arguments += ["--ddp-bucket-size", "20000", "--hidden-size", "72", "--kv-channels", "18"]
     job = [*arguments, *schedule(tmp_path / "stock", tmp_path / "stock", 2)]
     run(tmp_path, "stock", job, "stock")

@@ -200,20 +200,20 @@ LIES = {
         rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
     ),
     "a header of a newer release": Lie(
-        lambda made: forge_metadata(made, lambda held: held.update(version=FORMAT_VERSION + 1)),
+        lambda made: forge_metadata(made, lambda fields: fields.update(version=FORMAT_VERSION + 1)),
         rf"{SHARD_1}: format version {FORMAT_VERSION + 1}; .* upgrade megatron_flashckpt, or load",
         FormatVersionError,
     ),
     "a header with fewer digests": Lie(
-        lambda made: forge_metadata(made, lambda held: held.update(digests="")),
+        lambda made: forge_metadata(made, lambda fields: fields.update(digests="")),
         rf"{SHARD_1}: 0 digests of \d+ bytes do not stand for \d+ bytes of data; {OLDER}",
     ),
     "a header that moves a tensor": Lie(
-        lambda made: forge_metadata(made, lambda held: held["pieces"][-1].__setitem__(3, 1)),
+        lambda made: forge_metadata(made, lambda fields: fields["pieces"][-1].__setitem__(3, 1)),
         rf"{SHARD_1}: .*range \[1, \d+\) leaves the box; {OLDER}",
     ),
     "a header that puts a tensor outside the global one": Lie(
-        lambda made: forge_metadata(made, lambda held: held["pieces"][0][1].__setitem__(0, 99)),
+        lambda made: forge_metadata(made, lambda fields: fields["pieces"][0][1].__setitem__(0, 99)),
         rf"{SHARD_1}: .*box leaves the global shape .*; {OLDER}",
     ),
     # ------------------------------------------------------------------ common

@@ -179,7 +179,7 @@ def test_sigterm_before_the_time_limit_leaves_a_checkpoint_in_storage(
     assert "it is started again" not in job.log
     print(facts["JobState"], facts["ExitCode"], facts["RunTime"])
     assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "143:0"), (
-        "README documents this state and exit code"
+        "docs/how-to/slurm.md documents this state and exit code"
     )
 
 
