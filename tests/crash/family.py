@@ -11,7 +11,7 @@ from tests.crash.truth import committed
 from tests.support.trainer import FakeTrainer, content
 
 #: Largest number of runs in a cell. A run lasts from one start of a rank to the next.
-_LIVES = 5
+_MAX_RUNS = 5
 
 
 class FamilyCell(abc.ABC):
@@ -23,7 +23,7 @@ class FamilyCell(abc.ABC):
         """The row of the table (process, step), and the column (what happens there)."""
 
     @abc.abstractmethod
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         """Run the cell in the empty directory `home`.
 
         Raises:
@@ -31,28 +31,28 @@ class FamilyCell(abc.ABC):
         """
 
 
-def bytes_of(life: int, trainer: FakeTrainer, iteration: int) -> bytes:
-    """Return the state of a rank at an iteration; it differs between runs (`life`)."""
-    return content(trainer.rank + 100 * life, iteration, trainer.layout.nbytes)
+def bytes_of(run: int, trainer: FakeTrainer, iteration: int) -> bytes:
+    """Return the state of a rank at an iteration; it differs between runs (`run`)."""
+    return content(trainer.rank + 100 * run, iteration, trainer.layout.nbytes)
 
 
-def life_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
+def run_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
     """Return the run whose state `data` is.
 
     Raises:
         CellError: no run has this state.
     """
-    for life in range(1, _LIVES + 1):
-        if data == bytes_of(life, trainer, iteration):
-            return life
+    for run in range(1, _MAX_RUNS + 1):
+        if data == bytes_of(run, trainer, iteration):
+            return run
     raise CellError(f"rank {trainer.rank}: iteration {iteration} is the state of no run")
 
 
-def lives_in(root: Path, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
+def runs_in(root: Path, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
     """Return, by committed iteration, the runs whose state its ranks have."""
     return {
         iteration: {
-            life_of(read_rank(stored(root, iteration), trainer), trainer, iteration)
+            run_of(read_rank(stored(root, iteration), trainer), trainer, iteration)
             for trainer in trainers
         }
         for iteration in committed(root)

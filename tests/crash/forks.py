@@ -19,8 +19,8 @@ from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.helpers import end_helpers, helpers_in
 from tests.crash.job import RANKS, CellError, Job
-from tests.crash.start import Life
-from tests.crash.story import TRAINERS, Crash, Found, check_end, check_load, crash_job
+from tests.crash.start import RunPlan
+from tests.crash.story import TRAINERS, Crash, RestorePoint, check_end, check_load, crash_job
 from tests.crash.truth import check_storage
 from tests.support.trainer import is_alive
 
@@ -43,10 +43,10 @@ class Forks(FamilyCell):
     def __str__(self) -> str:
         return f"forks: rank{self.rank}:{self.point}:{self.count}, {HAPPENS}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         job = Job(home)
         try:
-            _happen(self, job)
+            _run_scenario(self, job)
         finally:
             end_helpers(home)
             job.close()
@@ -58,15 +58,15 @@ def forks() -> list[FamilyCell]:
     return [Forks(number % RANKS, *step) for number, step in enumerate(steps)]
 
 
-def _happen(cell: Forks, job: Job) -> None:
+def _run_scenario(cell: Forks, job: Job) -> None:
     trouble.begin(job.save)
-    life = Life(save=str(job.save), seed=1, saves=_SAVES)
-    forking = dataclasses.replace(life, forks=f"{cell.point}:{cell.count}")
-    expected = Found()
+    plan = RunPlan(save=str(job.save), seed=1, saves=_SAVES)
+    forking = dataclasses.replace(plan, forks=f"{cell.point}:{cell.count}")
+    expected = RestorePoint()
     if cell.point.startswith("load."):
-        told = Crash("rank0", "save.told", 2, TRAINERS)
-        job.start(life, told.fault, linger=True)
-        expected = crash_job(job, told, expected)
+        first_crash = Crash("rank0", "save.told", 2, TRAINERS)
+        job.start(plan, first_crash.fault, linger=True)
+        expected = crash_job(job, first_crash, expected)
     crash = Crash(f"rank{cell.rank}", cell.point, cell.count, TRAINERS)
     job.start(forking, crash.fault, linger=True)
     expected = crash_job(job, crash, expected)

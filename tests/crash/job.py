@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.crash import trouble
-from tests.crash.start import Life, start
+from tests.crash.start import RunPlan, start
 from tests.support.forked.nursery import nursery
 from tests.support.trainer import agents_under, is_alive
 
@@ -35,11 +35,11 @@ class CellError(AssertionError):
 def eventually(what: str, probe: Callable[[], T | None]) -> T:
     """Return the first true value of `probe`, which is called until the deadline."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := probe()):
+    while not (value := probe()):
         if time.monotonic() > deadline:
             raise CellError(f"not within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.003)
-    return found
+    return value
 
 
 def state_of(pid: int) -> str:
@@ -90,14 +90,14 @@ class Job:
         self.runtime_dir = home / "run"
         self._nursery = nursery()
         self._ranks: list[BaseProcess] = []
-        self._lives = 0
+        self._runs = 0
 
-    def start(self, life: Life, fault: str | None, *, linger: bool) -> None:
+    def start(self, plan: RunPlan, fault: str | None, *, linger: bool) -> None:
         """Start all ranks; `fault` is WHO:POINT:COUNT and stops that process there.
 
         With `linger` the ranks wait for SIGKILL instead of ending by themselves.
         """
-        self._lives += 1
+        self._runs += 1
         trouble.await_names(self.save)
         for rank in range(RANKS):
             environment = {
@@ -113,7 +113,7 @@ class Job:
                 environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"
             process = self._nursery.Process(
                 target=start,
-                args=(environment, str(self._log(rank)), life, self._report(rank), linger),
+                args=(environment, str(self._log(rank)), plan, self._report(rank), linger),
                 daemon=True,
             )
             process.start()
@@ -122,13 +122,13 @@ class Job:
     @property
     def reached(self) -> Path:
         """The file that a process creates when it hits the fault of this run."""
-        return self.home / f"life-{self._lives}.reached"
+        return self.home / f"run-{self._runs}.reached"
 
     def _log(self, rank: int) -> Path:
-        return self.home / f"life-{self._lives}-rank-{rank}.log"
+        return self.home / f"run-{self._runs}-rank-{rank}.log"
 
     def _report(self, rank: int) -> Path:
-        return self.home / f"life-{self._lives}-rank-{rank}.jsonl"
+        return self.home / f"run-{self._runs}-rank-{rank}.jsonl"
 
     def log(self) -> str:
         """Return the output of the ranks of this run."""
@@ -136,12 +136,12 @@ class Job:
 
     def reports(self, name: str) -> list[list[dict[str, Any]]]:
         """Return, by rank, the events of this run that have the key `name`."""
-        found = []
+        events = []
         for rank in range(RANKS):
             with contextlib.suppress(FileNotFoundError):
                 lines = self._report(rank).read_text().splitlines()
-                found.append([event for event in map(json.loads, lines) if name in event])
-        return found + [[]] * (RANKS - len(found))
+                events.append([event for event in map(json.loads, lines) if name in event])
+        return events + [[]] * (RANKS - len(events))
 
     # ------------------------------------------------------------------ processes
 
@@ -166,7 +166,7 @@ class Job:
             if self.reached.exists():
                 pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
                 return [pid for pid in pids if state_of(pid) == "T"]
-            self._complain_of_the_dead()
+            self._fail_if_a_rank_ended()
             if who == "agent" and trouble.is_troubled(self.save) and all(self.reports("ended")):
                 ended_at = min(ended_at, time.monotonic())
                 if time.monotonic() > ended_at + _LAST_S:
@@ -181,12 +181,12 @@ class Job:
         def probe() -> bool:
             if all(self.reports(name)):
                 return True
-            self._complain_of_the_dead()
+            self._fail_if_a_rank_ended()
             return False
 
         eventually(f"all ranks report '{name}'", probe)
 
-    def _complain_of_the_dead(self) -> None:
+    def _fail_if_a_rank_ended(self) -> None:
         if any(not is_alive(pid) for pid in self.trainers):
             raise CellError(f"a rank ended by itself: {self.log()[-3000:]}")
 

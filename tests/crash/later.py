@@ -21,7 +21,7 @@ class Later:
     """Handle of the process, for the test."""
 
     def __init__(self, home: Path, *arguments: Any) -> None:
-        """Start a process that creates `second_starts.Life(*arguments)` at the first request."""
+        """Start a process that creates `second_starts.RankRun(*arguments)` at the first request."""
         made = nursery()
         self._connection, other = made.Pipe()
         # Imported here: the forked process imports this module before its environment is set.
@@ -63,19 +63,19 @@ class Later:
 
 def _serve(environment: dict[str, str], log: str, connection: Connection, *arguments: Any) -> None:
     settle_in(environment, log)
-    from tests.crash.second_starts import Life
+    from tests.crash.second_starts import RankRun
     from tests.crash.trouble import retry_at_once
 
     if environment:
         retry_at_once()
-    life = Life(*arguments)
+    run = RankRun(*arguments)
     while True:
         try:
             name, given = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = "", getattr(life, name)(*given)
+            answer = "", getattr(run, name)(*given)
         except BaseException as error:  # the matrix prints the first line
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None
         connection.send(answer)

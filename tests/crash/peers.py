@@ -29,7 +29,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
-from tests.crash.story import Found
+from tests.crash.story import RestorePoint
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
 from tests.support.cluster import Cluster, cluster
 from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id
@@ -125,24 +125,24 @@ def agent_fault(fault: str | None) -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
 
 
-def tell_of_peers(cell: PeerCell, home: Path) -> list[Found]:
+def run_peer_cell(cell: PeerCell, home: Path) -> list[RestorePoint]:
     """Run `cell` in the empty directory `home`; return the restored checkpoint.
 
     Raises:
         CellError: a check failed.
     """
     with cluster(home, [1] * NODES[cell.scheme], numel=_NUMEL) as made:
-        story = _Story(cell, made, home / "reached")
-        story.begin()
-        story.crash()
-        found = story.restore()
-        if found.iteration not in cell.may_find:
-            raise CellError(f"{found} was restored, expected one of {cell.may_find}")
-        story.end(found.iteration)
-        return [found]
+        scenario = _Scenario(cell, made, home / "reached")
+        scenario.begin()
+        scenario.crash()
+        restored = scenario.restore()
+        if restored.iteration not in cell.may_find:
+            raise CellError(f"{restored} was restored, expected one of {cell.may_find}")
+        scenario.end(restored.iteration)
+        return [restored]
 
 
-class _Story:
+class _Scenario:
     """The scenario of one cell, step by step."""
 
     def __init__(self, cell: PeerCell, made: Cluster, reached: Path) -> None:
@@ -288,7 +288,7 @@ class _Story:
             self._await_held(3, self._asked_again(), before)
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
-    def restore(self) -> Found:
+    def restore(self) -> RestorePoint:
         """Start the job again, as `held_in_memory` does; return the checkpoint that it restores.
 
         Raises:
@@ -303,21 +303,21 @@ class _Story:
         check_storage(made.root)
         shared = common_saves(self._offers())
         if shared:
-            found = Found(shared[0][0]["iteration"], "memory")
+            restored = RestorePoint(shared[0][0]["iteration"], "memory")
             save_id = shared[0][0]["save_id"]
         else:
-            found = Found(committed(made.root)[-1], "storage")
-            save_id = stored(made.root, found.iteration).manifest.save_id
+            restored = RestorePoint(committed(made.root)[-1], "storage")
+            save_id = stored(made.root, restored.iteration).manifest.save_id
         for rank, trainer in made.trainers.items():
             if shared:
                 data = trainer.bytes_in(shared[0][rank]["slot"])
             else:
-                data = read_rank(stored(made.root, found.iteration), trainer)
-            if data != content(rank, found.iteration, trainer.layout.nbytes):
-                raise CellError(f"rank {rank}: other bytes than it had at {found}")
+                data = read_rank(stored(made.root, restored.iteration), trainer)
+            if data != content(rank, restored.iteration, trainer.layout.nbytes):
+                raise CellError(f"rank {rank}: other bytes than it had at {restored}")
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, found.iteration)
-        return found
+            trainer.client.adopt(save_id, restored.iteration)
+        return restored
 
     def _offers(self) -> list[list[dict[str, Any]]]:
         trainers = [trainer for _, trainer in sorted(self._made.trainers.items())]

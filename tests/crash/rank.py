@@ -32,7 +32,7 @@ from megatron_flashckpt.megatron_lm.stock import unwrap
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 from tests.crash import trouble
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.support.megatron_jobs import TINY
 
 #: Arguments for two ranks with several chunks each. After a restart each rank needs both slots.
@@ -45,8 +45,8 @@ MODEL = (
 class Rank:
     """Model, optimizer and report of a rank."""
 
-    def __init__(self, life: Life, report: Path) -> None:
-        self.life, self.rank = life, int(os.environ["RANK"])
+    def __init__(self, plan: RunPlan, report: Path) -> None:
+        self.plan, self.rank = plan, int(os.environ["RANK"])
         self._report = report
         self._kept: dict[tuple[str, str], torch.Tensor] = {}
         # A file instead of a port, because another process could take the port.
@@ -56,13 +56,13 @@ class Rank:
             rank=self.rank,
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        sys.argv = ["pretrain", *TINY, *MODEL, "--save", life.save]
+        sys.argv = ["pretrain", *TINY, *MODEL, "--save", plan.save]
         initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
         logging.getLogger().setLevel(logging.INFO)
         self.args = get_args()
-        self.args.save_retain_interval = life.retain_interval
+        self.args.save_retain_interval = plan.retain_interval
         self.job = setup_model_and_optimizer(tiny.model_provider, tiny.ModelType.encoder_or_decoder)
-        self.args.load = life.save
+        self.args.load = plan.save
 
     def say(self, **event: Any) -> None:
         with open(self._report, "a") as file:
@@ -93,14 +93,14 @@ class Rank:
 
     def train(self, iteration: int) -> None:
         """Set all tensors to their contents at `iteration`, once the optimizer may step."""
-        session.checkpointer(self.life.save).link.stager.wait()
+        session.checkpointer(self.plan.save).link.stager.wait()
         for local in self.pieces():
-            local.tensor.copy_(self.content(local.piece, iteration, self.life.seed))
-        torch.set_rng_state(self.random_state(iteration, self.life.seed))
+            local.tensor.copy_(self.content(local.piece, iteration, self.plan.seed))
+        torch.set_rng_state(self.random_state(iteration, self.plan.seed))
 
     def wrong(self, iteration: int, operations: int) -> list[str]:
         """Return the names of the states that differ from `iteration`."""
-        seed = self.life.seed if self.life.loads is None else self.life.loads
+        seed = self.plan.seed if self.plan.loads is None else self.plan.loads
         names = [
             f"{local.piece.kind}/{local.piece.key}"
             for local in self.pieces()
@@ -125,27 +125,27 @@ class Rank:
         dist.barrier()
         self.say(began=iteration)
         save_checkpoint(iteration, *self.job, 7 * iteration)
-        checkpointer = session.checkpointer(self.life.save)
-        if self.life.hurried:
+        checkpointer = session.checkpointer(self.plan.save)
+        if self.plan.hurried:
             outcomes = checkpointer.saves.poll()
         else:
             checkpointer.link.stager.wait()
             self.say(staged=iteration)
             outcomes = checkpointer.wait()
         for outcome in outcomes:
-            self.say(told=outcome.iteration, error=outcome.error)
+            self.say(reported=outcome.iteration, error=outcome.error)
 
-    def live(self) -> None:
+    def run(self) -> None:
         staged = AgentClient.staged
         first = self.load()
-        for number in range(self.life.saves):
-            broken = number == self.life.broken and self.rank == 1
-            if self.life.recovers and self.rank == 0 and number == self.life.saves - 1:
-                trouble.end(Path(self.life.save))
+        for number in range(self.plan.saves):
+            broken = number == self.plan.broken and self.rank == 1
+            if self.plan.recovers and self.rank == 0 and number == self.plan.saves - 1:
+                trouble.end(Path(self.plan.save))
             AgentClient.staged = _not_sent if broken else staged  # type: ignore[method-assign]
-            self.save(first + (number + 1) * self.life.step)
-        for outcome in session.checkpointer(self.life.save).wait():
-            self.say(told=outcome.iteration, error=outcome.error)
+            self.save(first + (number + 1) * self.plan.step)
+        for outcome in session.checkpointer(self.plan.save).wait():
+            self.say(reported=outcome.iteration, error=outcome.error)
         self.say(ended=True)
 
 
@@ -153,9 +153,9 @@ def _not_sent(self: AgentClient, slot: int) -> None:
     raise ValueError("this rank sends no message")
 
 
-def main(life: Life, report: Path, linger: bool) -> None:
-    """Run `life`; then end as Megatron does, or with `linger` wait for SIGKILL."""
-    Rank(life, report).live()
+def main(plan: RunPlan, report: Path, linger: bool) -> None:
+    """Run `plan`; then end as Megatron does, or with `linger` wait for SIGKILL."""
+    Rank(plan, report).run()
     while linger:
         time.sleep(60)
     atexit._run_exitfuncs()

@@ -2,7 +2,7 @@
 
 A job of two ranks has two of three nodes, with real agents. Iteration 1 is committed. In the save
 of iteration 2 the agent of one node is stopped at its step, and both trainers die. The job starts
-again on the remaining node and a third node, with the ranks assigned according to `dealt`. It
+again on the remaining node and a third node, with the ranks assigned according to `assigned`. It
 resumes from the newest committed checkpoint and commits three more iterations. Then the stopped
 agent continues; the job is killed and starts once more, on the node that is back. The bytes of each
 run differ.
@@ -30,7 +30,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
-from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS
@@ -75,7 +75,7 @@ class Requeue(FamilyCell):
     rank: int
     point: str
     count: int
-    dealt: str
+    assigned: str
     """`kept`: the remaining node keeps its rank; `moved`: it gets the other rank."""
 
     @property
@@ -83,12 +83,12 @@ class Requeue(FamilyCell):
         return (f"agent of rank {self.rank}, requeued", self.point), HAPPENS
 
     def __str__(self) -> str:
-        return f"requeue: rank {self.rank}, agent:{self.point}:{self.count}, ranks {self.dealt}"
+        return f"requeue: rank {self.rank}, agent:{self.point}:{self.count}, ranks {self.assigned}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         nodes = [Node(home / name) for name in ("a", "b", "c")]
         try:
-            _Story(self, home, nodes).happen()
+            _Scenario(self, home, nodes).run()
         finally:
             for node in nodes:
                 node.close()
@@ -105,17 +105,17 @@ def requeues() -> list[FamilyCell]:
     return [Requeue(*step, ("kept", "moved")[number % 2]) for number, step in enumerate(steps)]
 
 
-class _Story:
+class _Scenario:
     """The scenario of one cell, step by step."""
 
     def __init__(self, cell: Requeue, home: Path, nodes: list[Node]) -> None:
         self._cell, self._nodes = cell, nodes
         self._root, self._reached = home / "save", home / "reached"
-        self._life = 0
+        self._run = 0
         #: Trainers of this run, by rank.
         self._ranks: list[FakeTrainer] = []
 
-    def happen(self) -> None:
+    def run(self) -> None:
         cell = self._cell
         lost, stays, new = self._nodes
         places = [lost, stays] if cell.rank == 0 else [stays, lost]
@@ -128,14 +128,14 @@ class _Story:
 
         where = {lost: new, stays: stays}
         places = [where[node] for node in places]
-        if cell.dealt == "moved":
+        if cell.assigned == "moved":
             places.reverse()
         self._start(places)
-        found = self._restore()
-        if found < 1:
-            raise CellError(f"the second run restored {found}")
-        newest = found + 3
-        for iteration in range(found + 1, newest + 1):
+        resumed = self._restore()
+        if resumed < 1:
+            raise CellError(f"the second run restored {resumed}")
+        newest = resumed + 3
+        for iteration in range(resumed + 1, newest + 1):
             self._save(iteration)
         wake(stopped)
         if cell.rank == 0:  # another agent waits for the id of the run with the claim
@@ -154,17 +154,17 @@ class _Story:
         self._save(newest + 2)
         trouble.end(self._root)
         self._save(newest + 3)
-        self._check_end(found, newest)
+        self._check_end(resumed, newest)
 
-    def _check_end(self, found: int, newest: int) -> None:
+    def _check_end(self, resumed: int, newest: int) -> None:
         check_storage(self._root)
         # The node that is back may still write files of iteration 2; the last commit removes them.
         await_tidy(self._root, newest + 3)
-        for iteration, lives in lives_in(self._root, self._ranks).items():
-            expected = 1 if iteration <= found else 2 if iteration <= newest + 1 else 3
-            if lives != {expected}:
+        for iteration, runs in runs_in(self._root, self._ranks).items():
+            expected = 1 if iteration <= resumed else 2 if iteration <= newest + 1 else 3
+            if runs != {expected}:
                 raise CellError(
-                    f"iteration {iteration} has the state of runs {lives}, not {expected}"
+                    f"iteration {iteration} has the state of runs {runs}, not {expected}"
                 )
         for trainer in self._ranks:
             agent = trainer.client.agent_pid
@@ -178,7 +178,7 @@ class _Story:
 
     def _start(self, places: list[Node], stopping: Node | None = None) -> None:
         """Start a rank on each of `places`; rank 0 claims the directory."""
-        self._life += 1
+        self._run += 1
         fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
         self._ranks = []
         for rank, node in enumerate(places):
@@ -189,10 +189,10 @@ class _Story:
                         rank,
                         RANKS,
                         config=node.config(answer_timeout_s=600.0),
-                        retention=_FIRST if self._life == 1 else _LATER[self._cell.dealt],
+                        retention=_FIRST if self._run == 1 else _LATER[self._cell.assigned],
                     )
                 )
-        if self._life == 2:
+        if self._run == 2:
             # The stopped agent does not renew its claim; a start needs 12 s to notice that.
             key = self._ranks[0].claim("take_over", 0.0)
         else:
@@ -203,7 +203,7 @@ class _Story:
         slot = trainer.begin(iteration, save_id, PATIENCE_S)
         if slot is None:
             raise CellError(f"rank {trainer.rank}: no slot for iteration {iteration}")
-        trainer.fill(slot, bytes_of(self._life, trainer, iteration))
+        trainer.fill(slot, bytes_of(self._run, trainer, iteration))
         slot.set_state(SlotState.STAGED)
         trainer.client.staged(slot.index)
 
@@ -262,12 +262,12 @@ class _Story:
             checkpoint = stored(self._root, newest)
             iteration, save_id = newest, checkpoint.manifest.save_id
             states = [read_rank(checkpoint, trainer) for trainer in self._ranks]
-        lives = {
-            life_of(state, trainer, iteration)
+        runs = {
+            run_of(state, trainer, iteration)
             for state, trainer in zip(states, self._ranks, strict=True)
         }
-        if lives != {self._life - 1}:
-            raise CellError(f"run {self._life} restored the state of runs {lives}")
+        if runs != {self._run - 1}:
+            raise CellError(f"run {self._run} restored the state of runs {runs}")
         for trainer in self._ranks:
             trainer.client.adopt(save_id, iteration)
         return int(iteration)

@@ -65,7 +65,7 @@ class RivalCell:
     """The manifest of its iteration 2 cannot be stored."""
 
     @property
-    def swept(self) -> bool:
+    def cleaned_up(self) -> bool:
         """True if the second job removes the first job's files before the first agent wakes.
 
         Without its temporary files, the first job could not continue even without any check.
@@ -100,7 +100,7 @@ def rival_sample() -> list[RivalCell]:
     ]
 
 
-def tell_of_rivals(cell: RivalCell, home: Path) -> None:
+def run_rival_cell(cell: RivalCell, home: Path) -> None:
     """Run `cell` in the empty directory `home`.
 
     Raises:
@@ -129,9 +129,9 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             later = second.trainer(root, retention=_SECOND)
         run = later.claim("take_over").run_id
         newest = committed(root)[-1]
-        if cell.swept:
+        if cell.cleaned_up:
             later.client.adopt(stored(root, newest).manifest.save_id, newest)
-        for iteration in (3, 4, 5) if cell.swept else (5,):
+        for iteration in (3, 4, 5) if cell.cleaned_up else (5,):
             if iteration == 5:
                 trouble.end(root)
             _saved(later, iteration)

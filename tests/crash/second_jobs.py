@@ -19,11 +19,11 @@ from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job, eventually, wake
 from tests.crash.second_starts import HAPPENS
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.story import (
     TRAINERS,
     Crash,
-    Found,
+    RestorePoint,
     check_end,
     check_load,
     crash_job,
@@ -53,12 +53,12 @@ class SecondJob(FamilyCell):
     def __str__(self) -> str:
         return f"second start: rank{self.rank}:{self.point}:{self.count}, then {self.source}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         (home / "second").mkdir()
         first, second = Job(home), Job(home / "second")
         second.save, second.runtime_dir = first.save, first.runtime_dir
         try:
-            _happen(self, first, second)
+            _run_scenario(self, first, second)
         finally:
             second.kill_trainers()
             first.close()
@@ -73,25 +73,25 @@ def second_jobs() -> list[FamilyCell]:
     ]
 
 
-def _happen(cell: SecondJob, first: Job, second: Job) -> None:
+def _run_scenario(cell: SecondJob, first: Job, second: Job) -> None:
     trouble.begin(first.save)
-    life = Life(save=str(first.save), seed=1, saves=_SAVES)
-    before = Found()
+    plan = RunPlan(save=str(first.save), seed=1, saves=_SAVES)
+    before = RestorePoint()
     if cell.point.startswith("load."):
-        told = Crash("rank0", "save.told", 2, TRAINERS)
-        first.start(life, told.fault, linger=True)
-        before = crash_job(first, told, before)
+        first_crash = Crash("rank0", "save.told", 2, TRAINERS)
+        first.start(plan, first_crash.fault, linger=True)
+        before = crash_job(first, first_crash, before)
     who = f"rank{cell.rank}"
-    first.start(life, f"{who}:{cell.point}:{cell.count}", linger=True)
+    first.start(plan, f"{who}:{cell.point}:{cell.count}", linger=True)
     stopped = first.stopped(who)
     with first.agent_at_rest():
         check_storage(first.save)
         memory = in_memory(first.agents, RANKS)
         expected = stored_in(first)
     if memory is not None and memory >= expected.iteration:
-        expected = Found(memory, "memory")
+        expected = RestorePoint(memory, "memory")
 
-    later = Life(save=str(first.save), seed=2, loads=1, saves=1)
+    later = RunPlan(save=str(first.save), seed=2, loads=1, saves=1)
     second.start(later, f"{who}:stage.staged:1", linger=True)
     held = second.stopped(who)
     check_load(second, expected)
@@ -100,8 +100,8 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
     wake(held)
     second.everyone("ended")
     newest = expected.iteration + 1
-    for rank, events in enumerate(second.reports("told")):
-        if [(event["told"], event["error"]) for event in events] != [(newest, None)]:
+    for rank, events in enumerate(second.reports("reported")):
+        if [(event["reported"], event["error"]) for event in events] != [(newest, None)]:
             raise CellError(f"rank {rank} of the second start reported {events}")
     first.kill_trainers()
     second.kill_trainers()
@@ -109,10 +109,10 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
         first.kill_agents()
     check_storage(first.save)
 
-    last = Life(save=str(first.save), seed=3, loads=2, saves=2, recovers=True)
+    last = RunPlan(save=str(first.save), seed=3, loads=2, saves=2, recovers=True)
     second.start(last, None, linger=False)
     second.join()
-    check_load(second, Found(newest, cell.source))
+    check_load(second, RestorePoint(newest, cell.source))
     check_end(second, newest + 2)
 
 

@@ -26,7 +26,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank
 from tests.crash import trouble
-from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.later import Later
 from tests.crash.peers import agent_fault
@@ -46,11 +46,11 @@ class Restored(NamedTuple):
 
     iteration: int
     source: str
-    life: int
+    run: int
     """Number of the run that saved this state; 0: nothing was restored."""
 
 
-class Life:
+class RankRun:
     """One run of the only rank of a job."""
 
     def __init__(self, root: Path, runtime_dir: Path, number: int) -> None:
@@ -72,12 +72,12 @@ class Life:
         if newest is not None and newest.iteration >= done:
             iteration, save_id = newest.iteration, newest.save_id
             data = trainer.bytes_in(newest.slot)
-            restored = Restored(iteration, "memory", life_of(data, trainer, iteration))
+            restored = Restored(iteration, "memory", run_of(data, trainer, iteration))
         elif done:
             checkpoint = stored_patiently(self._root, done)
             save_id = checkpoint.manifest.save_id
             data = read_rank(checkpoint, trainer)
-            restored = Restored(done, "storage", life_of(data, trainer, done))
+            restored = Restored(done, "storage", run_of(data, trainer, done))
         if trainer.slab is not None and trainer.slab.read_only:
             trainer.slab.close()  # like `NodeLink`, which saves into a new slab
             trainer.slab = None
@@ -117,7 +117,7 @@ class Life:
         slot.set_state(SlotState.STAGED)
         return slot
 
-    def ring(self, slot: Slot | None = None) -> None:
+    def send_staged(self, slot: Slot | None = None) -> None:
         """Send the "staged" message for a slot; by default for the slot of the last `begin`."""
         assert self._half is not None
         self.trainer.client.staged((slot or self._half[0]).index)
@@ -129,7 +129,7 @@ class Life:
             raise CellError(f"iteration {iteration}: {outcome}")
 
     def save(self, iteration: int) -> None:
-        self.ring(self.stage(iteration))
+        self.send_staged(self.stage(iteration))
         self.outcome(iteration)
 
     def stage_aside(self, iteration: int) -> None:
@@ -161,14 +161,14 @@ class SecondStart(FamilyCell):
         """The newest iteration that the first process has certainly staged."""
         return {"agent.attached": 0, "agent.granted": self.count - 1}.get(self.point, 2)
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         root, node = home / "save", Node(home / "run")
         later: list[Later] = []
         try:
             with agent_fault(f"agent:{self.point}:{self.count}:STOP:{home / 'reached'}"):
-                first = Life(root, node.runtime_dir, 1)
+                first = RankRun(root, node.runtime_dir, 1)
             try:
-                _Story(self, home, root, node, first, later).happen()
+                _Scenario(self, home, root, node, first, later).run()
             finally:
                 for process in later:
                     process.kill()
@@ -187,16 +187,22 @@ def second_starts() -> list[FamilyCell]:
     ]
 
 
-class _Story:
+class _Scenario:
     """The scenario of one cell, step by step."""
 
     def __init__(
-        self, cell: SecondStart, home: Path, root: Path, node: Node, first: Life, later: list[Later]
+        self,
+        cell: SecondStart,
+        home: Path,
+        root: Path,
+        node: Node,
+        first: RankRun,
+        later: list[Later],
     ) -> None:
         self._cell, self._home, self._root, self._node = cell, home, root, node
         self._first, self._later = first, later
 
-    def happen(self) -> None:
+    def run(self) -> None:
         first = self._first
         (agent,) = self._node.agents()
         first.trainer.claim()
@@ -207,21 +213,21 @@ class _Story:
             (self._root / iteration_dir(2) / MANIFEST).rmdir()
         second = self._start(2, connections=2)
         wake(stopped)
-        found = second.answer()
-        if found.iteration < self._cell.least or found.life not in (0, 1):
-            raise CellError(f"the second process restored {found}")
+        resumed = second.answer()
+        if resumed.iteration < self._cell.least or resumed.run not in (0, 1):
+            raise CellError(f"the second process restored {resumed}")
         # The first process must copy its rest into none of the slots granted to the second process.
-        second.do("stage_aside", found.iteration + 1)
+        second.do("stage_aside", resumed.iteration + 1)
         training.join()
         first.copy_rest()
-        second.do("ring")
-        second.do("outcome", found.iteration + 1)
+        second.do("send_staged")
+        second.do("outcome", resumed.iteration + 1)
         self._check_refusal(second.pid)
-        second.do("save", found.iteration + 2)
+        second.do("save", resumed.iteration + 2)
         check_storage(self._root)
         second.kill()
 
-        newest = found.iteration + 2
+        newest = resumed.iteration + 2
         third = self._start(3)
         restored = third.answer()
         if restored != Restored(newest, "memory", 2):
@@ -233,11 +239,11 @@ class _Story:
         check_storage(self._root)
         check_tidy(self._root, newest + 1)
         check_left(self._node.runtime_dir)
-        for iteration, lives in lives_in(self._root, [first.trainer]).items():
-            expected = 1 if iteration <= found.iteration else 2 if iteration <= newest else 3
-            if lives != {expected}:
+        for iteration, runs in runs_in(self._root, [first.trainer]).items():
+            expected = 1 if iteration <= resumed.iteration else 2 if iteration <= newest else 3
+            if runs != {expected}:
                 raise CellError(
-                    f"iteration {iteration} has the state of runs {lives}, not {expected}"
+                    f"iteration {iteration} has the state of runs {runs}, not {expected}"
                 )
 
     def _train(self) -> None:
@@ -252,7 +258,7 @@ class _Story:
                 (self._root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
             slot = first.stage(2)
             first.begin(3)
-            first.ring(slot)
+            first.send_staged(slot)
             first.outcome(2)
 
     def _start(self, number: int, connections: int = 0) -> Later:

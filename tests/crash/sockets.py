@@ -59,10 +59,10 @@ class LostSocket(FamilyCell):
         then = "trainer dies" if self.at_once else "trainer goes on"
         return f"lost socket: agent:{self.point}:{self.count}, {self.gone}, {then}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         node = Node(home / "run")
         try:
-            _happen(self, home, node)
+            _run_scenario(self, home, node)
         finally:
             node.close()
 
@@ -82,7 +82,7 @@ def lost_sockets() -> list[FamilyCell]:
     ]
 
 
-def _happen(cell: LostSocket, home: Path, node: Node) -> None:
+def _run_scenario(cell: LostSocket, home: Path, node: Node) -> None:
     root = home / "save"
     config = node.config(answer_timeout_s=600.0)
     with agent_fault(f"agent:{cell.point}:{cell.count}:STOP:{home / 'reached'}"):

@@ -17,7 +17,7 @@ from tests.support.forked.nursery import settle_in
 
 
 @dataclasses.dataclass(frozen=True)
-class Life:
+class RunPlan:
     """Plan of a run: the steps of the ranks from one start to the next."""
 
     save: str
@@ -40,11 +40,11 @@ class Life:
     """Step (POINT:COUNT) at which each rank forks helpers; see `helpers.fork_at`."""
 
 
-def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) -> None:
+def start(environment: dict[str, str], log: str, plan: RunPlan, *arguments: Any) -> None:
     """Set the environment, then import the package. Returns when the rank has ended."""
     settle_in(environment, log)
-    if life.forks:
-        fork_at(life.forks, Path(life.save).parent)
+    if plan.forks:
+        fork_at(plan.forks, Path(plan.save).parent)
     if "FAULTY_STORAGE" in environment:
         from tests.crash.trouble import retry_at_once
 
@@ -52,7 +52,7 @@ def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) ->
     from tests.crash.rank import main
 
     try:
-        main(life, *arguments)
+        main(plan, *arguments)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

@@ -81,22 +81,22 @@ class FaultyCell(FamilyCell):
     def __str__(self) -> str:
         return f"{self.trouble}: agent:{self.point}:{self.count}, {self.killed}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         """Run the cell in the empty directory `home`.
 
         Raises:
             CellError: a checkpoint is lost or partial, or files are left over.
         """
-        story = _Story(self, home)
+        scenario = _Scenario(self, home)
         try:
-            story.begin()
+            scenario.begin()
             if self.killed == AGENT:
-                story.succeed()
+                scenario.succeed()
             else:
-                story.restart()
-            story.end()
+                scenario.restart()
+            scenario.end()
         finally:
-            story.close()
+            scenario.close()
 
 
 def faulty_cells() -> list[FaultyCell]:
@@ -126,7 +126,7 @@ def faulty_sample() -> list[FaultyCell]:
     ]
 
 
-class _Story:
+class _Scenario:
     """The scenario of one cell, step by step."""
 
     def __init__(self, cell: FaultyCell, home: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.crash import trouble
 from tests.crash.job import RANKS, CellError, Job, wake
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.truth import await_tidy, check_left, check_storage, committed, in_memory
 
 TRAINERS, AGENT, NODE = "trainers", "agent", "node"
@@ -52,14 +52,14 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class RestorePoint:
     """The checkpoint that a start restores or must restore; initially none."""
 
     iteration: int = 0
     source: str = "nothing"
 
 
-def tell(cell: Cell, home: Path) -> list[Found]:
+def run_cell(cell: Cell, home: Path) -> list[RestorePoint]:
     """Run `cell` in the empty directory `home`; return the restored checkpoints.
 
     Raises:
@@ -67,11 +67,11 @@ def tell(cell: Cell, home: Path) -> list[Found]:
     """
     job = Job(home)
     trouble.begin(job.save)
-    expected = Found()
+    expected = RestorePoint()
     restored = []
     try:
         for number, crash in enumerate(cell.crashes):
-            life = Life(
+            plan = RunPlan(
                 save=str(job.save),
                 seed=cell.seed,
                 saves=cell.saves,
@@ -79,13 +79,13 @@ def tell(cell: Cell, home: Path) -> list[Found]:
                 broken=-1 if number else cell.broken,
                 retain_interval=cell.retain_interval,
             )
-            job.start(life, crash.fault, linger=True)
+            job.start(plan, crash.fault, linger=True)
             expected = crash_job(job, crash, expected)
             restored.append(expected)
-        life = dataclasses.replace(
-            life, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
+        plan = dataclasses.replace(
+            plan, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
         )
-        job.start(life, None, linger=False)
+        job.start(plan, None, linger=False)
         job.join()
         check_load(job, expected)
         check_end(job, expected.iteration + 2 * cell.step)
@@ -94,7 +94,7 @@ def tell(cell: Cell, home: Path) -> list[Found]:
         job.close()
 
 
-def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
+def crash_job(job: Job, crash: Crash, expected: RestorePoint) -> RestorePoint:
     """Kill the processes of `crash` at its failpoint; return what the next run must restore."""
     stopped = job.stopped(crash.who)
     with job.agent_at_rest():
@@ -106,8 +106,8 @@ def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
         job.everyone("ended")
         check_load(job, expected)
     saved = [
-        max((e["told"] for e in rank if e["error"] is None), default=0)
-        for rank in job.reports("told")
+        max((e["reported"] for e in rank if e["error"] is None), default=0)
+        for rank in job.reports("reported")
     ]
     staged = [max((e["staged"] for e in rank), default=0) for rank in job.reports("staged")]
     before = expected.iteration
@@ -115,31 +115,31 @@ def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
         job.kill_trainers()
         job.kill_agents()
         check_storage(job.save)
-        found = stored_in(job)
+        left = stored_in(job)
         least = max(*saved, before if expected.source == "storage" else 0)
     else:
         job.kill_trainers()
         with job.agent_at_rest():
             check_storage(job.save)
             memory = in_memory(job.agents, RANKS)
-            found = stored_in(job)
-        if memory is not None and memory >= found.iteration:
-            found = Found(memory, "memory")
+            left = stored_in(job)
+        if memory is not None and memory >= left.iteration:
+            left = RestorePoint(memory, "memory")
         least = max(*saved, min(staged), before)
         if crash.killed == TRAINERS:
             wake(stopped)
-    if found.iteration < least:
-        raise CellError(f"{found} is left, although iteration {least} was complete")
-    return found
+    if left.iteration < least:
+        raise CellError(f"{left} is left, although iteration {least} was complete")
+    return left
 
 
-def stored_in(job: Job) -> Found:
+def stored_in(job: Job) -> RestorePoint:
     """Return the newest committed checkpoint."""
     iterations = committed(job.save)
-    return Found(iterations[-1], "storage") if iterations else Found()
+    return RestorePoint(iterations[-1], "storage") if iterations else RestorePoint()
 
 
-def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
+def check_load(job: Job, expected: RestorePoint, *, all_ranks: bool = True) -> None:
     """Fail unless the ranks loaded the expected checkpoint from the expected source, bit for bit.
 
     With `all_ranks` false, some ranks may not have loaded yet.
@@ -160,7 +160,7 @@ def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
 
 def check_end(job: Job, newest: int) -> None:
     """Fail if a save of the last run failed, or if files are left over."""
-    for events in job.reports("told"):
+    for events in job.reports("reported"):
         errors = [event["error"] for event in events if event["error"] is not None]
         if errors or len(events) != 2:
             raise CellError(f"the saves after the restart: {events}")

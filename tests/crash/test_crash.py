@@ -20,12 +20,12 @@ from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job
-from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
-from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
+from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, run_peer_cell
+from tests.crash.rivals import RivalCell, rival_cells, rival_sample, run_rival_cell
 from tests.crash.sockets import SOCKET_GONE, LostSocket
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.storage_faults import RULES, faulty_cells
-from tests.crash.story import KILLED, Cell, tell
+from tests.crash.story import KILLED, Cell, run_cell
 from tests.crash.truth import await_tidy, check_storage, check_tidy
 from tests.faulty_storage.preload import CALLS
 
@@ -46,26 +46,26 @@ OF_RANKS = (
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
-    assert len(tell(cell, tmp_path)) == len(cell.crashes)
+    assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
 
 
 @pytest.mark.parametrize("cell", peer_sample(), ids=str)
 def test_a_job_resumes_from_the_newest_complete_copies_on_other_nodes(
     cell: PeerCell, tmp_path: Path
 ) -> None:
-    assert len(tell_of_peers(cell, tmp_path)) == 1
+    assert len(run_peer_cell(cell, tmp_path)) == 1
 
 
 @pytest.mark.parametrize("cell", rival_sample(), ids=str)
 def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
     cell: RivalCell, tmp_path: Path
 ) -> None:
-    tell_of_rivals(cell, tmp_path)
+    run_rival_cell(cell, tmp_path)
 
 
 @pytest.mark.parametrize("cell", family_sample(), ids=str)
 def test_runs_of_a_job_are_never_mixed_or_lost(cell: FamilyCell, tmp_path: Path) -> None:
-    cell.tell(tmp_path)
+    cell.run(tmp_path)
 
 
 #: Cheap cells without Megatron, each with two nodes, jobs or runs of a rank. Megatron's ranks are
@@ -80,7 +80,7 @@ FAULTY_SAMPLE = (
 def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) -> None:
     trouble.prepare(tmp_path, 1, cell)
     with trouble.everywhere():
-        cell.tell(tmp_path)
+        cell.run(tmp_path)
     assert trouble.met(tmp_path).count("fallocate") >= 4, "the agents did not run on faulty storage"
 
 
@@ -147,12 +147,12 @@ def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
     first, second = Job(tmp_path), Job(tmp_path / "second")
     second.runtime_dir = tmp_path / "run2"  # the path of a socket must be short
     try:
-        life = Life(save=str(first.save), seed=1, saves=1)
-        first.start(life, None, linger=True)
+        plan = RunPlan(save=str(first.save), seed=1, saves=1)
+        first.start(plan, None, linger=True)
         first.everyone("ended")
         (agent,) = first.agents
         before = {path for path in first.save.rglob("*") if path.suffix != ".tmp"}
-        second.start(life, None, linger=False)
+        second.start(plan, None, linger=False)
         with pytest.raises(CellError, match=r"exit codes \[1, 1\]"):
             second.join()
         assert second.log().count("OtherWriterError") >= RANKS, "not all ranks refused to start"
@@ -192,8 +192,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_the_checks_of_a_cell_report_every_kind_of_damage(job: Job) -> None:
     """The checks report damage, a tracker that is ahead, a stray file, and other contents."""
-    life = Life(save=str(job.save), seed=1, saves=2)
-    job.start(life, None, linger=False)
+    plan = RunPlan(save=str(job.save), seed=1, saves=2)
+    job.start(plan, None, linger=False)
     job.join()
     check_storage(job.save)
     await_tidy(job.save, 2)
@@ -207,7 +207,7 @@ def test_the_checks_of_a_cell_report_every_kind_of_damage(job: Job) -> None:
     with pytest.raises(CellError, match=stray.name):
         check_tidy(job.save, 2)
     stray.unlink()
-    job.start(Life(save=str(job.save), seed=2, saves=0), None, linger=False)
+    job.start(RunPlan(save=str(job.save), seed=2, saves=0), None, linger=False)
     job.join()
     for (event,) in job.reports("loaded"):
         assert event["loaded"] == 2

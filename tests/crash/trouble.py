@@ -46,7 +46,7 @@ _RATE = 100
 _DONE_RATE = 300
 #: Half of the errors that the shortest retries of the package tolerate.
 _MOST, _WITHIN_S = 2, 10
-_PASSING = sorted(number for number, it in TABLE.items() if it.may_pass)
+_PASSING = sorted(number for number, error in TABLE.items() if error.may_pass)
 #: close(2) documents this error, and the package treats it as transient.
 _OF_CLOSE = (errno.EIO,)
 #: A client that repeats a request may get an error although the first request succeeded.
