@@ -528,7 +528,7 @@ def test_a_progress_bar_shows_one_unit_system_and_the_time_left() -> None:
     assert isinstance(columns[4], TimeRemainingColumn)
 
 
-def test_an_interrupted_verify_says_so(
+def test_an_interrupted_verify_reports_the_interruption(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(save)

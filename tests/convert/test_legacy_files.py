@@ -262,7 +262,7 @@ def test_a_truncated_file_is_named(save: Path) -> None:
     assert "mp_rank_01/model_optim_rng.pt" in refused(save, CorruptCheckpointError)
 
 
-def test_a_file_that_wants_to_run_code_is_refused(save: Path, tmp_path: Path) -> None:
+def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
     class Evil:

@@ -22,7 +22,7 @@ from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
 
 
-def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     made = contents()
     directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
     reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())

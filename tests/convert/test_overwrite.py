@@ -357,7 +357,7 @@ def test_a_safetensors_export_never_replaces_a_save_directory(
     assert snapshot(tmp_path) == before
 
 
-def test_a_link_to_an_export_is_kept_but_a_linked_checkpoint_is_refused(
+def test_a_link_to_an_export_is_kept_but_a_linked_iteration_is_refused(
     tmp_path: Path, save: Path
 ) -> None:
     assert convert(save, tmp_path / "hf", "safetensors") == 0

@@ -42,7 +42,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
+def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
     made = contents()
     made.args.use_distributed_optimizer = distributed
     directory = write_torch_dist(made, tmp_path, Options(shard_nbytes=500))

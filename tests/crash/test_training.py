@@ -14,7 +14,7 @@ from tests.support.megatron_jobs import await_no_agent, run_job, succeeded
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
 
-def test_a_job_killed_during_a_save_resumes_bit_for_bit_from_the_previous_save(
+def test_a_job_killed_during_a_save_resumes_exactly_from_the_previous_save(
     tmp_path: Path,
 ) -> None:
     save, reached = tmp_path / "save", tmp_path / "reached"

@@ -47,7 +47,7 @@ def test_a_range_within_one_box_is_one_piece() -> None:
     assert torch.equal(only.tensor, flat[13:20])
 
 
-def test_a_tensor_that_is_not_contiguous_is_copied_once_for_all_its_pieces() -> None:
+def test_a_non_contiguous_tensor_is_copied_once_for_all_pieces() -> None:
     transposed = torch.arange(24.0).view(6, 4).t()
     pieces = cut(halves(), "weight", transposed, 0, 24)
     assert len(storages(pieces)) == 1

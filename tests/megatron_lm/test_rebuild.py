@@ -167,7 +167,7 @@ def names(**changes) -> list[str]:
     ]
 
 
-def test_transformer_engine_names_and_order_of_a_dense_layer() -> None:
+def test_a_dense_layer_has_transformer_engines_names_and_order() -> None:
     """The norm of a fused layer directly precedes its weight."""
     assert names() == [
         "self_attention.linear_proj.weight",
@@ -185,7 +185,7 @@ def test_transformer_engine_names_and_order_of_a_dense_layer() -> None:
     ]
 
 
-def test_transformer_engine_names_order_and_keys_of_a_layer_with_grouped_experts() -> None:
+def test_grouped_experts_have_transformer_engines_names_order_and_keys() -> None:
     changes = {**EXPERTS, "moe_grouped_gemm": True}
     assert names(**changes) == [
         "self_attention.linear_proj.weight",

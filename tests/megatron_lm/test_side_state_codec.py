@@ -354,14 +354,14 @@ unknown = pytest.mark.parametrize(
 
 
 @unknown
-def test_a_value_without_a_plain_form_is_refused_with_its_place_and_type(unknown):
+def test_a_refusal_names_place_and_type_of_a_value_without_plain_form(unknown):
     kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
     tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
     assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
 
 
 @unknown
-def test_a_value_without_a_plain_form_is_left_out_under_a_lossy_key(unknown):
+def test_values_without_plain_form_are_left_out_under_lossy_keys(unknown):
     tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
     back = lossy_round_trip(tree)
     assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
