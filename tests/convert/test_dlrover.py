@@ -52,9 +52,9 @@ def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
     assert same(dlrovers.contents.optimizer, stocks.contents.optimizer)
     notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
     for source in (dlrovers, stocks):
-        assert [note in it for note, it in zip(notes, source.contents.warnings, strict=True)] == [
-            True for _ in notes
-        ]
+        assert [
+            note in warning for note, warning in zip(notes, source.contents.warnings, strict=True)
+        ] == [True for _ in notes]
 
 
 def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
@@ -69,7 +69,9 @@ def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
     assert_equal(wholes(dlrovers), wholes(stocks))
     assert ["--overlap-param-gather" in warning for warning in dlrovers.warnings] == [True]
     weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
-    assert ["may have saved the weights before" in it for it in weights.warnings] == [True]
+    assert ["may have saved the weights before" in warning for warning in weights.warnings] == [
+        True
+    ]
 
 
 def test_a_legacy_gpt_is_written_only_in_formats_that_its_jobs_load(
@@ -153,16 +155,15 @@ def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
         del state["optimizer"]
         torch.save(state, file)
     guessed = open_source(broken, None, Options()).contents
-    (found,), (expected,) = (
-        it.optimizer for it in (guessed, open_source(legacy / "dlrover", None, Options()).contents)
-    )
+    complete = open_source(legacy / "dlrover", None, Options()).contents
+    (rebuilt,), (expected,) = guessed.optimizer, complete.optimizer
     assert [group["step"] for group in expected["param_groups"]] == [4, 4]
-    assert found["step"] == 4
+    assert rebuilt["step"] == 4
     # Fields that the saved scheduler sets at its load, and fields of later releases.
     unlike = ("step", "lr", "weight_decay", "max_lr", "min_lr", "is_decoupled_lr", "default_config")
     kept = [
         [{key: value for key, value in group.items() if key not in unlike} for group in groups]
-        for groups in (found["param_groups"], expected["param_groups"])
+        for groups in (rebuilt["param_groups"], expected["param_groups"])
     ]
     assert kept[0] == kept[1]
     assert [NOTE in warning for warning in guessed.warnings] == [True]

@@ -159,5 +159,5 @@ def differences(one: object, other: object, path: str) -> list[str]:
         return paths
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = zip(one, other, strict=True)
-        return [it for n, pair in enumerate(pairs) for it in differences(*pair, f"{path}/{n}")]
+        return [line for n, pair in enumerate(pairs) for line in differences(*pair, f"{path}/{n}")]
     return [] if same(one, other) or IGNORED.fullmatch(f"/{path}") else [path]

@@ -157,7 +157,7 @@ def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
     args.ddp_bucket_size = 1  # less than any parameter
     (model,) = rank_models(args)
     (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
-    dtypes = {(0, it.name): torch.bfloat16 for it in model.chunks[0].parameters}
+    dtypes = {(0, parameter.name): torch.bfloat16 for parameter in model.chunks[0].parameters}
     (buffer,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.EARLY)
     counts = Counter(place.bucket for place in buffer.places)
     assert set(list(counts.values())[:-1]) == {2}

@@ -82,7 +82,7 @@ def relative(save: Path) -> Path:
 
 
 def where_the_checkpoint_really_is(save: Path) -> Path:
-    """The save directory only links to the checkpoint, which lies elsewhere."""
+    """Move the checkpoint elsewhere, leave a link to it, and return its new parent."""
     elsewhere = save.parent.parent / "disk"
     elsewhere.mkdir()
     (save / DIRECTORY).rename(elsewhere / DIRECTORY)

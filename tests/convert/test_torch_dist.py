@@ -151,7 +151,7 @@ def test_any_name_of_a_chained_optimizer_is_accepted(tmp_path: Path) -> None:
         return f"chained_1.{name}" if name.startswith("optimizer.") else name
 
     described = metadata.state_dict_metadata
-    metadata.state_dict_metadata = {chained(name): it for name, it in described.items()}
+    metadata.state_dict_metadata = {chained(name): entry for name, entry in described.items()}
     metadata.storage_data = {
         MetadataIndex(chained(index.fqn), index.offset): info
         for index, info in metadata.storage_data.items()
@@ -276,7 +276,7 @@ def test_a_megatron_release_becomes_iteration_0_and_a_release_again(tmp_path: Pa
     assert (opened.contents.iteration, opened.contents.common["iteration"]) == (0, 0)
     convert(opened, tmp_path / "back", "torch_dist", options)
     assert (tmp_path / "back" / TRACKER).read_text() == "release"
-    weights = [it for it in contents().tensors if it.kind in ("weight", "buffer")]
+    weights = [entry for entry in contents().tensors if entry.kind in ("weight", "buffer")]
     reopened = open_source(tmp_path / "back", None, options).contents
     assert differing(weights, reopened.tensors) == []
 
