@@ -49,7 +49,7 @@ class Scene:
         return [*shards, self.newest.manifest, self.newest.common]
 
 
-Tell = Callable[[Scene, random.Random], object]
+Damage = Callable[[Scene, random.Random], object]
 
 
 # ---------------------------------------------------------------- bytes
@@ -407,7 +407,7 @@ def pickle_bomb(scene: Scene, dice: random.Random) -> None:
 
 
 #: Damage that a load detects; the load then uses the older checkpoint.
-PLAIN: list[Tell] = [
+PLAIN: list[Damage] = [
     truncate,
     flip,
     flip_one,
@@ -425,4 +425,11 @@ PLAIN: list[Tell] = [
 ]
 #: Damage by an attacker with right digests. An attacker with write access can also write an intact
 #: checkpoint, but no file may harm its reader.
-FORGED: list[Tell] = [forge_manifest, forge_manifest, forge_header, forge_header, deep, pickle_bomb]
+FORGED: list[Damage] = [
+    forge_manifest,
+    forge_manifest,
+    forge_header,
+    forge_header,
+    deep,
+    pickle_bomb,
+]

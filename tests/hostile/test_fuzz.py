@@ -43,7 +43,7 @@ from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
-from tests.hostile.lies import FORGED, PLAIN, Scene, Tell
+from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
 from tests.support.checkpoints import Made, expected, make, pieces_of_rank, read, snapshot, stage
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
@@ -160,31 +160,31 @@ def damages(scene: Scene) -> list[FlashCkptError]:
 
 def run_seeds(
     copies: Copies,
-    tells: list[Tell],
+    kinds: list[Damage],
     seeds: range,
-    check: Callable[[Scene, Tell, random.Random], None],
+    check: Callable[[Scene, Damage, random.Random], None],
 ) -> None:
     """Apply one kind of damage per seed, run `check`, and check files outside and memory."""
     before = peak_kib()
     for seed in seeds:
         dice = random.Random(seed)
-        tell = tells[seed % len(tells)]
+        damage = kinds[seed % len(kinds)]
         scene = copies.scene()
-        tell(scene, dice)
+        damage(scene, dice)
         outside = snapshot(scene.outside)
         signal.alarm(HANG_S)
         try:
-            check(scene, tell, dice)
+            check(scene, damage, dice)
             assert snapshot(scene.outside) == outside
         except Exception as error:
-            raise AssertionError(f"seed {seed}, {tell.__name__}: {error!r}") from error
+            raise AssertionError(f"seed {seed}, {damage.__name__}: {error!r}") from error
     assert peak_kib() - before < MEMORY_KIB
 
 
 def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Copies) -> None:
     """Digests cover every bit of a checkpoint, including padding."""
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
         iteration, tensors = load(scene)
         assert iteration == 10
@@ -199,7 +199,7 @@ def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -
     """A forgery may change fields that no load reads, such as the description."""
     refused = 0
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         nonlocal refused
         save = snapshot(scene.root)
         try:
@@ -211,7 +211,7 @@ def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -
             assert is_exact(tensors, iteration)
             refused += iteration == 10
             if iteration == 10:
-                assert damages(scene) or tell is lies.pickle_bomb
+                assert damages(scene) or damage is lies.pickle_bomb
         assert snapshot(scene.root) == save
 
     run_seeds(copies, FORGED, range(SEEDS // 4), check)
@@ -221,7 +221,7 @@ def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -
 def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
     """A tracker has no digest, so a load follows a tracker that names another iteration."""
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         named = None
         if scene.tracker.is_file() and not scene.tracker.is_symlink():
             with open(scene.tracker, "rb") as file:
@@ -236,7 +236,7 @@ def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
 
 
 def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         iteration, tensors = load(scene)
         assert iteration == 20
         assert is_exact(tensors, 20)
@@ -251,14 +251,14 @@ def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
 def test_the_command_line_reports_damage_without_a_traceback(
     copies: Copies, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
         command = [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]][dice.randrange(4)]
         status = main([*command, str(scene.root)])
         shown = capsys.readouterr()
         assert status in (0, 1)
         assert "Traceback" not in shown.out + shown.err
-        if command == ["verify"] and tell in PLAIN:
+        if command == ["verify"] and damage in PLAIN:
             assert status == 1
             assert "iter_0000020" in shown.out + shown.err
         assert snapshot(scene.root) == save
@@ -275,11 +275,11 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
     copies = Copies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
     converted = 0
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         nonlocal converted
         save, result = snapshot(scene.root), tmp_path / "result"
         status = main(["convert", str(scene.root), str(result), "--to", "flashckpt"])
-        assert status == 1 or (status == 0 and tell not in PLAIN)
+        assert status == 1 or (status == 0 and damage not in PLAIN)
         if status == 0:
             converted += 1
             written = open_ours(PosixStorage(result), ITERATION, Options())
@@ -289,8 +289,8 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         shutil.rmtree(result, ignore_errors=True)
 
     beside = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
-    tells = [tell for tell in PLAIN + FORGED if tell not in beside]
-    run_seeds(copies, tells, range(20_000, 20_000 + SEEDS // 12), check)
+    kinds = [damage for damage in PLAIN + FORGED if damage not in beside]
+    run_seeds(copies, kinds, range(20_000, 20_000 + SEEDS // 12), check)
     assert converted < SEEDS // 24
 
 
@@ -366,9 +366,9 @@ def place_lie(scene: Scene, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("of_node", [1, 2])
-@pytest.mark.parametrize("tell", [record_lie, record_forgery, place_lie])
+@pytest.mark.parametrize("damage", [record_lie, record_forgery, place_lie])
 def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
-    good: Path, tmp_path: Path, tell: Tell, of_node: int
+    good: Path, tmp_path: Path, damage: Damage, of_node: int
 ) -> None:
     shutil.copytree(good, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
@@ -376,7 +376,7 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
     copies = Copies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         storage = PosixStorage(scene.root)
         save = dataclasses.replace(pending, storage=storage, error=None)
         before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
@@ -387,18 +387,18 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
             try:
                 iteration, tensors = load(scene)
             except FlashCkptError:
-                assert tell is record_forgery
+                assert damage is record_forgery
             else:
-                assert iteration == 30 or (tell is record_forgery and iteration == 20)
+                assert iteration == 30 or (damage is record_forgery and iteration == 20)
                 assert is_exact(tensors, iteration)
         elif finished:
             forget(save)
         after = [snapshot(made.directory) for made in (scene.older, scene.newest)]
         assert after == before
 
-    run_seeds(copies, [tell], range(SEEDS // 10), check)
+    run_seeds(copies, [damage], range(SEEDS // 10), check)
     assert outcomes[False]
-    assert outcomes[True] or tell is record_lie
+    assert outcomes[True] or damage is record_lie
 
 
 # ---------------------------------------------------------------- host memory
