@@ -249,9 +249,8 @@ class _Scenario:
     def _train(self) -> None:
         """Save with the first process until the agent closes its connection."""
         first = self._first
-        with contextlib.suppress(
-            AgentError, AssertionError
-        ):  # results of saves do not count either
+        # Failed saves are ignored as well.
+        with contextlib.suppress(AgentError, AssertionError):
             first.save(1)
             trouble.begin(self._root)  # earlier errors would shift the hits of `cell.count`
             if self._cell.fails:
