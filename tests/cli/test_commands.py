@@ -1,4 +1,4 @@
-"""The command line: what it shows, its exit status, and one line for every mistake."""
+"""The command line: output, exit status, and one-line errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., "Ran"]
 
 
 class Ran:
-    """What a command printed and returned."""
+    """Output and exit status of a command."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status = status
@@ -49,10 +49,10 @@ class Ran:
         self.lines = [line.rstrip() for line in out.splitlines()]
 
     def row(self, *start: str) -> list[str]:
-        """Return the cells of the one table row that starts with these cells."""
+        """Return the cells of the only table row that starts with the cells `start`."""
         rows = [re.split(r"\s{2,}", line.strip()) for line in self.lines]
-        (found,) = (row for row in rows if tuple(row[: len(start)]) == start)
-        return found
+        (match,) = (row for row in rows if tuple(row[: len(start)]) == start)
+        return match
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def save(tmp_path: Path) -> Path:
 
 
 def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
-    """Assert that a command failed with exactly one line, and said it on stderr."""
+    """Assert that a command failed with exactly one line, on stderr."""
     assert ran.status == status
     assert ran.out == ""
     assert re.fullmatch(rf"flashckpt: {pattern}\n", ran.err), ran.err
@@ -96,7 +96,7 @@ def test_ls_shows_every_checkpoint_and_marks_the_tracked_one(run: Run, save: Pat
     assert ran.lines[-1] == f"* named by {TRACKER}"
 
 
-def test_ls_says_which_rule_keeps_what_if_there_are_rules(
+def test_ls_names_the_retention_rules_that_keep_each_checkpoint(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 15, 20):
@@ -108,7 +108,7 @@ def test_ls_says_which_rule_keeps_what_if_there_are_rules(
     assert kept == ["every 10", "nothing", "tracker, every 10"]
 
 
-def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
+def test_ls_reports_an_interrupted_removal(run: Run, save: Path) -> None:
     made = make(save, 10)
     make(save, 20)
     manifest = save / "iter_0000010/manifest.json"
@@ -118,7 +118,7 @@ def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
     )
 
 
-def test_ls_says_how_far_an_uncommitted_save_came(run: Run, save: Path) -> None:
+def test_ls_shows_the_progress_of_an_uncommitted_save(run: Run, save: Path) -> None:
     make(save, 10)
     storage = PosixStorage(save)
     for rank in (0, 2):
@@ -128,13 +128,13 @@ def test_ls_says_how_far_an_uncommitted_save_came(run: Run, save: Path) -> None:
     )
 
 
-def test_ls_reads_the_ranks_of_a_node_from_the_name_of_its_record(run: Run, save: Path) -> None:
+def test_ls_reads_the_ranks_of_a_node_from_its_record_name(run: Run, save: Path) -> None:
     make(save, 10)
     storage, save_id = PosixStorage(save), "0123456789ab"
     persist(storage, 20, save_id, 0, 6, pieces_of_rank(0))
     directory = save / "iter_0000020"
     (directory / record_name(0, save_id)).rename(directory / record_name(1, save_id, 3))
-    # A name that claims more ranks than the job has, or than memory has room for, counts nothing.
+    # A record name that claims more ranks than the job has, or than fit into memory, is ignored.
     for name in (record_name(0, save_id, 7), f"ranks_00000-99999999999-{save_id}.commit"):
         (directory / name).touch()
     assert run("ls", save).row("20", "not committed")[-1] == (
@@ -142,7 +142,7 @@ def test_ls_reads_the_ranks_of_a_node_from_the_name_of_its_record(run: Run, save
     )
 
 
-def test_ls_tells_attempts_of_one_iteration_apart(run: Run, save: Path) -> None:
+def test_ls_distinguishes_attempts_of_one_iteration(run: Run, save: Path) -> None:
     storage = PosixStorage(save)
     persist(storage, 20, "00000000aaaa", 0, 2, pieces_of_rank(0))
     persist(storage, 20, "00000000bbbb", 1, 2, pieces_of_rank(1))
@@ -179,7 +179,7 @@ def test_ls_shows_a_shard_without_header_as_not_durable(run: Run, save: Path) ->
         ({"metadata.json": "not json"}, "?"),
     ],
 )
-def test_ls_lists_megatrons_own_formats_as_such(
+def test_ls_names_the_formats_of_megatrons_own_checkpoints(
     run: Run, save: Path, files: dict[str, str], remark: str
 ) -> None:
     for directory in ("iter_0000005", "release"):
@@ -193,10 +193,10 @@ def test_ls_lists_megatrons_own_formats_as_such(
     assert ran.row("*", "release") == ["*", "release", "Megatron's own", remark]
 
 
-def test_ls_goes_on_after_a_checkpoint_that_cannot_be_read(run: Run, save: Path) -> None:
+def test_ls_continues_after_an_unreadable_checkpoint(run: Run, save: Path) -> None:
     make(save, 10).manifest.write_text("{")
     newer = make(save, 20)
-    newer.change_manifest(lambda said: said.update(version=FORMAT_VERSION + 1))
+    newer.change_manifest(lambda manifest: manifest.update(version=FORMAT_VERSION + 1))
     make(save, 30)
     (save / "iter_0000040").write_text("a file")
     ran = run("ls", save)
@@ -207,7 +207,7 @@ def test_ls_goes_on_after_a_checkpoint_that_cannot_be_read(run: Run, save: Path)
     assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
 
 
-def test_ls_says_of_a_committed_checkpoint_which_files_are_missing_or_cut(
+def test_ls_names_missing_and_truncated_files_of_a_committed_checkpoint(
     run: Run, save: Path
 ) -> None:
     made = make(save, 10)
@@ -225,7 +225,7 @@ def test_ls_says_of_a_committed_checkpoint_which_files_are_missing_or_cut(
     assert ran.row("*", "20")[2] == "committed"
 
 
-def test_ls_ignores_what_no_job_would_load(run: Run, save: Path) -> None:
+def test_ls_ignores_directories_that_no_job_would_load(run: Run, save: Path) -> None:
     make(save, 10)
     for name in ("iter_10", "iter_00000011", "iter_000001x", "tensorboard"):
         (save / name).mkdir()
@@ -233,7 +233,9 @@ def test_ls_ignores_what_no_job_would_load(run: Run, save: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["99", "release", "nonsense", "9" * 5000, "\udcff"])
-def test_ls_says_if_the_tracker_names_what_is_not_here(run: Run, save: Path, text: str) -> None:
+def test_ls_reports_a_tracker_that_names_a_missing_iteration(
+    run: Run, save: Path, text: str
+) -> None:
     make(save, 10)
     (save / TRACKER).write_text(text, errors="surrogateescape")
     ran = run("ls", save)
@@ -242,13 +244,13 @@ def test_ls_says_if_the_tracker_names_what_is_not_here(run: Run, save: Path, tex
     assert re.fullmatch(rf"{TRACKER} names '.+', which is missing", ran.lines[-1])
 
 
-def test_ls_says_that_a_directory_without_tracker_starts_from_scratch(run: Run, save: Path) -> None:
+def test_ls_says_that_a_job_without_a_tracker_starts_from_scratch(run: Run, save: Path) -> None:
     make(save, 10)
     (save / TRACKER).unlink()
     assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
 
 
-def test_ls_of_an_empty_directory_is_no_error(run: Run, save: Path) -> None:
+def test_ls_of_an_empty_directory_succeeds(run: Run, save: Path) -> None:
     save.mkdir()
     ran = run("ls", save)
     assert (ran.status, ran.lines) == (0, [f"{save}: no checkpoints"])
@@ -257,7 +259,7 @@ def test_ls_of_an_empty_directory_is_no_error(run: Run, save: Path) -> None:
 # ---------------------------------------------------------------------- prune
 
 
-def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
+def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 15, 20):
@@ -273,7 +275,7 @@ def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
     assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
 
 
-def test_prune_leaves_the_directory_to_a_job_that_trains(
+def test_prune_refuses_a_directory_with_a_renewed_claim(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 20):
@@ -304,7 +306,7 @@ def test_prune_leaves_the_directory_to_a_job_that_trains(
     only_line(
         ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
     )
-    assert run("prune", save).out == "iter_0000010: removed\n", "nobody renews the claim any more"
+    assert run("prune", save).out == "iter_0000010: removed\n", "the claim is no longer renewed"
 
 
 def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
@@ -323,7 +325,7 @@ def test_prune_without_a_tracker_removes_nothing(
     assert (save / "iter_0000010/manifest.json").exists()
 
 
-def test_prune_says_once_what_it_leaves_alone(
+def test_prune_names_a_skipped_checkpoint_once(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 20, 30):
@@ -348,7 +350,7 @@ def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> No
     assert ran.row("save")[1] == f"{made.save_id}, format version {FORMAT_VERSION}"
     assert ran.row("tracker")[1] == "names this checkpoint"
     assert ran.row("tensor_model_parallel_size")[1] == "2"
-    # 2 x 6 x 5 elements of 2 bytes, from two tensor-parallel ranks, partly shared out.
+    # 2 x 6 x 5 elements of 2 bytes, from two tensor-parallel ranks; replicas share some boxes.
     assert ran.row("weight", "layers.w")[2:5] == ["BF16", "[2, 6, 5]", "120 B"]
     assert ran.row("buffer", "layers.bias")[2:] == ["F32", "[3]", "12 B", "1"]
     for rank in range(4):
@@ -358,21 +360,25 @@ def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> No
         assert ran.row(str(rank)) == row
 
 
-def test_inspect_json_holds_the_same_for_programs(run: Run, save: Path) -> None:
+def test_inspect_json_holds_the_same_fields(run: Run, save: Path) -> None:
     made = make(save)
-    said = json.loads(run("inspect", save, "--json").out)
-    assert (said["iteration"], said["save_id"], said["tracked"]) == (10, made.save_id, True)
-    assert said["world_size"] == len(said["files"]) == 4
-    assert said["description"]["data_parallel_size"] == 2
-    assert said["nbytes"] == sum(made.shard(rank).stat().st_size for rank in range(4))
-    assert [file["file"] for file in said["files"]] == [made.shard(r).name for r in range(4)]
-    assert said["files"][3]["coordinates"]["dp"] == 1
+    document = json.loads(run("inspect", save, "--json").out)
+    assert (document["iteration"], document["save_id"], document["tracked"]) == (
+        10,
+        made.save_id,
+        True,
+    )
+    assert document["world_size"] == len(document["files"]) == 4
+    assert document["description"]["data_parallel_size"] == 2
+    assert document["nbytes"] == sum(made.shard(rank).stat().st_size for rank in range(4))
+    assert [file["file"] for file in document["files"]] == [made.shard(r).name for r in range(4)]
+    assert document["files"][3]["coordinates"]["dp"] == 1
     pieces = [piece for held in made.pieces for piece in held]
-    assert sum(tensor["nbytes"] for tensor in said["tensors"]) == sum(p.nbytes for p in pieces)
-    assert sum(tensor["pieces"] for tensor in said["tensors"]) == len(pieces)
+    assert sum(tensor["nbytes"] for tensor in document["tensors"]) == sum(p.nbytes for p in pieces)
+    assert sum(tensor["pieces"] for tensor in document["tensors"]) == len(pieces)
 
 
-def test_inspect_takes_the_iteration_asked_for_else_the_tracked_else_the_newest(
+def test_inspect_prefers_the_given_then_the_tracked_then_the_newest_iteration(
     run: Run, save: Path
 ) -> None:
     for iteration in (10, 20, 30):
@@ -391,7 +397,7 @@ def test_inspect_takes_the_iteration_asked_for_else_the_tracked_else_the_newest(
 # ---------------------------------------------------------------------- verify
 
 
-def test_verify_of_an_intact_checkpoint_is_one_line_and_changes_nothing(
+def test_verify_prints_one_line_for_an_intact_checkpoint_and_changes_nothing(
     run: Run, save: Path
 ) -> None:
     make(save)
@@ -409,7 +415,7 @@ def damage_twice(made: Made) -> None:
     made.shard(2).write_bytes(content)
 
 
-def test_verify_prints_each_damage_with_place_digests_and_remedy(run: Run, save: Path) -> None:
+def test_verify_prints_place_digests_and_remedy_of_each_damage(run: Run, save: Path) -> None:
     made = make(save)
     damage_twice(made)
     ran = run("verify", save)
@@ -425,7 +431,7 @@ def test_verify_prints_each_damage_with_place_digests_and_remedy(run: Run, save:
     assert len(ran.lines) == 3
 
 
-def test_verify_checks_the_tracked_iteration_unless_told_otherwise(run: Run, save: Path) -> None:
+def test_verify_checks_the_tracked_iteration_by_default(run: Run, save: Path) -> None:
     damage_twice(make(save, 10))
     make(save, 20)
     assert run("verify", save).status == 0
@@ -433,7 +439,7 @@ def test_verify_checks_the_tracked_iteration_unless_told_otherwise(run: Run, sav
     assert run("verify", save, "--iteration", 10).status == 1
 
 
-def test_verify_all_goes_on_after_a_damaged_checkpoint(run: Run, save: Path) -> None:
+def test_verify_all_continues_after_a_damaged_checkpoint(run: Run, save: Path) -> None:
     damage_twice(make(save, 10))
     make(save, 20).manifest.write_text("{")
     make(save, 30)
@@ -447,9 +453,7 @@ def test_verify_all_goes_on_after_a_damaged_checkpoint(run: Run, save: Path) -> 
     ]
 
 
-def test_verify_all_finds_a_tracker_that_names_what_was_never_committed(
-    run: Run, save: Path
-) -> None:
+def test_verify_all_reports_a_tracker_of_an_uncommitted_iteration(run: Run, save: Path) -> None:
     make(save, 10)
     (save / TRACKER).write_text("20")
     ran = run("verify", save, "--all")
@@ -458,7 +462,7 @@ def test_verify_all_finds_a_tracker_that_names_what_was_never_committed(
     assert ran.lines[2] == "iter_0000020: 1 problem"
 
 
-def test_verify_all_leaves_out_megatrons_own_and_uncommitted_ones(run: Run, save: Path) -> None:
+def test_verify_all_skips_uncommitted_and_megatrons_own_checkpoints(run: Run, save: Path) -> None:
     make(save, 10)
     (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
     (save / "iter_0000020").mkdir()
@@ -468,7 +472,7 @@ def test_verify_all_leaves_out_megatrons_own_and_uncommitted_ones(run: Run, save
 
 
 @pytest.mark.parametrize("lost", ["a piece", "a box"])
-def test_verify_finds_a_tensor_that_was_saved_with_a_hole(run: Run, save: Path, lost: str) -> None:
+def test_verify_reports_a_tensor_with_missing_elements(run: Run, save: Path, lost: str) -> None:
     ranks = [pieces_of_rank(rank) for rank in range(4)]
     boxes = [p.box for p in ranks[1] if p.kind == "weight"]
     victim = next(p for p in ranks[1] if p.kind == "weight")
@@ -483,7 +487,7 @@ def test_verify_finds_a_tensor_that_was_saved_with_a_hole(run: Run, save: Path, 
     assert ran.lines[0].endswith("; choose an older one with --iteration")
 
 
-def test_verify_finds_what_two_ranks_saved_both(run: Run, save: Path) -> None:
+def test_verify_reports_elements_that_two_ranks_saved(run: Run, save: Path) -> None:
     ranks = [pieces_of_rank(rank) for rank in range(4)]
     doubled = next(p for p in ranks[0] if p.kind == "buffer")
     ranks[1].insert(0, doubled)
@@ -495,7 +499,7 @@ def test_verify_finds_what_two_ranks_saved_both(run: Run, save: Path) -> None:
     assert "(ranks 0 and 1)" in ran.out
 
 
-def test_verify_shows_a_progress_bar_on_a_terminal_only(save: Path, run: Run) -> None:
+def test_verify_shows_a_progress_bar_only_on_a_terminal(save: Path, run: Run) -> None:
     make(save)
     command = [sys.executable, "-m", "megatron_flashckpt.cli", "verify", str(save)]
     quiet = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -506,8 +510,10 @@ def test_verify_shows_a_progress_bar_on_a_terminal_only(save: Path, run: Run) ->
     os.close(terminal)
     bar = b""
     with open(controller, "rb", buffering=0) as file, contextlib.suppress(OSError):
-        while part := file.read(4096):  # EIO once the program has hung up
-            bar += part
+        while chunk := file.read(
+            4096
+        ):  # the read fails with EIO when the program has closed the terminal
+            bar += chunk
     assert b"iter_0000010" in bar
     out, _ = process.communicate()
     assert process.returncode == 0
@@ -522,7 +528,7 @@ def test_a_progress_bar_shows_one_unit_system_and_the_time_left() -> None:
     assert isinstance(columns[4], TimeRemainingColumn)
 
 
-def test_an_interrupted_verify_says_so(
+def test_an_interrupted_verify_reports_the_interruption(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(save)
@@ -545,19 +551,19 @@ def test_config_check_prints_every_setting_in_effect(
     monkeypatch.setenv("FLASHCKPT_AGENT__PERSIST_THREADS", "7")
     ran = run("config", "check", file)
     assert (ran.status, ran.err) == (0, "")
-    said = msgspec.yaml.decode(ran.out.encode(), type=Config)
-    assert said == load_config(file, {"FLASHCKPT_AGENT__PERSIST_THREADS": "7"})
-    assert (said.slots, said.agent.grace_s, said.agent.persist_threads) == (3, 5.0, 7)
+    printed = msgspec.yaml.decode(ran.out.encode(), type=Config)
+    assert printed == load_config(file, {"FLASHCKPT_AGENT__PERSIST_THREADS": "7"})
+    assert (printed.slots, printed.agent.grace_s, printed.agent.persist_threads) == (3, 5.0, 7)
     assert ran.out.count(":") >= len(msgspec.structs.fields(Config))
 
 
-def test_what_config_check_prints_is_a_configuration(run: Run, tmp_path: Path) -> None:
+def test_the_output_of_config_check_is_a_valid_configuration(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
     file.write_text(run("config", "check").out)
     assert load_config(file, {}) == Config()
 
 
-def test_config_check_takes_the_file_that_the_environment_names(
+def test_config_check_reads_the_file_named_by_the_environment(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.yaml"
@@ -586,7 +592,7 @@ def test_config_check_takes_the_file_that_the_environment_names(
         (b"slots: !!int", r".*mine\.yaml: is not valid YAML .*"),
     ],
 )
-def test_a_wrong_configuration_is_one_line_and_status_2(
+def test_a_wrong_configuration_gives_one_line_and_status_2(
     run: Run, tmp_path: Path, content: bytes, said: str
 ) -> None:
     file = tmp_path / "mine.yaml"
@@ -594,23 +600,23 @@ def test_a_wrong_configuration_is_one_line_and_status_2(
     only_line(run("config", "check", file), said, 2)
 
 
-def test_a_wrong_variable_is_one_line_and_status_2(
+def test_a_wrong_variable_gives_one_line_and_status_2(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_SLOTTS", "3")
     only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS .*", 2)
 
 
-def test_a_missing_configuration_file_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
+def test_a_missing_configuration_file_gives_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
     ran = run("config", "check", tmp_path / "nowhere.yaml")
     only_line(ran, r".*nowhere\.yaml: cannot be read \(No such file or directory\); .*", 2)
 
 
-# ---------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
-def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, command: str) -> None:
+def test_a_missing_directory_gives_a_one_line_error(run: Run, tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "file/below"):
         ran = run(command, tmp_path / name)
@@ -619,7 +625,7 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, com
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
 @pytest.mark.parametrize("path", ["", " "])
-def test_an_empty_path_is_not_the_working_directory(
+def test_an_empty_path_does_not_mean_the_working_directory(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch, command: str, path: str
 ) -> None:
     for iteration in (10, 20):
@@ -632,7 +638,7 @@ def test_an_empty_path_is_not_the_working_directory(
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
-def test_one_checkpoint_given_for_the_save_directory_is_answered_with_what_to_type(
+def test_a_checkpoint_given_as_save_directory_gets_the_right_command(
     run: Run, save: Path, command: str
 ) -> None:
     directory = make(save).directory
@@ -640,7 +646,7 @@ def test_one_checkpoint_given_for_the_save_directory_is_answered_with_what_to_ty
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, command: str) -> None:
+def test_a_missing_iteration_gives_a_one_line_error(run: Run, save: Path, command: str) -> None:
     make(save)
     ran = run(command, save, "--iteration", 11)
     only_line(
@@ -651,7 +657,7 @@ def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, comman
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["verify", "--all"]])
-def test_a_directory_without_a_checkpoint_is_one_line(
+def test_a_directory_without_checkpoints_gives_a_one_line_error(
     run: Run, save: Path, arguments: list[str]
 ) -> None:
     save.mkdir()
@@ -659,7 +665,7 @@ def test_a_directory_without_a_checkpoint_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) -> None:
+def test_megatrons_own_format_gives_a_one_line_error(run: Run, save: Path, command: str) -> None:
     (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
     (save / TRACKER).write_text("5")
     only_line(
@@ -668,13 +674,13 @@ def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) ->
     )
 
 
-def test_a_damaged_manifest_is_one_line_of_inspect(run: Run, save: Path) -> None:
+def test_inspect_prints_a_one_line_error_for_a_damaged_manifest(run: Run, save: Path) -> None:
     make(save).manifest.write_text("{\n\n")
     only_line(run("inspect", save), r".*manifest\.json: is not a manifest .*--iteration")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> None:
+def test_a_directory_without_permission_gives_a_one_line_error(run: Run, save: Path) -> None:
     make(save)
     save.chmod(0)
     try:
@@ -705,13 +711,13 @@ def test_wrong_usage_is_explained_with_status_2(
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("usage: flashckpt")
-    assert re.search(r"^flashckpt.*: error: ", said.err, re.MULTILINE)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("usage: flashckpt")
+    assert re.search(r"^flashckpt.*: error: ", printed.err, re.MULTILINE)
 
 
-def test_no_command_at_all_shows_the_help_with_status_2(run: Run) -> None:
+def test_a_call_without_command_shows_the_help_with_status_2(run: Run) -> None:
     ran = run()
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("usage: flashckpt")
@@ -720,7 +726,7 @@ def test_no_command_at_all_shows_the_help_with_status_2(run: Run) -> None:
     assert "exit status: 0 success" in ran.err
 
 
-def test_megatrons_arguments_without_dashes_before_them_get_a_hint(
+def test_megatrons_arguments_without_double_dash_get_a_hint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments, is_hinted in ((["plan", "--gpus", "8"], True), (["ls", "a"], False)):
@@ -730,7 +736,9 @@ def test_megatrons_arguments_without_dashes_before_them_get_a_hint(
 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])
-def test_the_version_is_told(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_option_prints_the_version(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([option])
     assert caught.value.code == 0
@@ -751,10 +759,9 @@ def test_the_command_line_imports_neither_torch_nor_megatron(save: Path) -> None
         assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_a_reader_that_hangs_up_gets_no_traceback(save: Path) -> None:
-    held = [
-        Piece(f"layer.{n}", "weight", "U8", (1,), (0,), (1,), 0, 1) for n in range(5000)
-    ]  # more than a pipe holds
+def test_a_closed_pipe_gives_no_traceback(save: Path) -> None:
+    # 5000 rows are more than a pipe holds.
+    held = [Piece(f"layer.{n}", "weight", "U8", (1,), (0,), (1,), 0, 1) for n in range(5000)]
     make(save, ranks=[held])
     command = [sys.executable, "-m", "megatron_flashckpt.cli", "inspect", str(save)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -767,7 +774,7 @@ def test_a_reader_that_hangs_up_gets_no_traceback(save: Path) -> None:
     assert process.wait() == 1
 
 
-def test_an_output_that_the_shell_has_closed_gets_one_line(save: Path) -> None:
+def test_a_closed_standard_output_gives_a_one_line_error(save: Path) -> None:
     make(save)
     command = f"exec '{sys.executable}' -m megatron_flashckpt.cli ls '{save}' >&-"
     ran = subprocess.run(["bash", "-c", command], capture_output=True)
@@ -776,20 +783,22 @@ def test_an_output_that_the_shell_has_closed_gets_one_line(save: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]])
-def test_names_from_a_file_cannot_command_the_terminal(
+def test_control_characters_in_names_never_reach_the_terminal(
     run: Run, save: Path, arguments: list[str]
 ) -> None:
     evil = "\x1b]0;owned\x07[bold]\x9b2J\n層\U000e0001"
     held = [Piece(evil, "weight", "U8", (3,), (0,), (3,), 0, 2)]
     made = make(save, ranks=[held])
-    made.change_manifest(lambda said: said["description"].update(tensor_model_parallel_size=evil))
+    made.change_manifest(
+        lambda manifest: manifest["description"].update(tensor_model_parallel_size=evil)
+    )
     (save / TRACKER).write_text(evil)
     ran = run(*arguments, save)
     for line in ran.out.splitlines():
         assert line.isprintable(), line
     assert "\x1b" not in ran.out + ran.err
     assert "owned" in ran.out
-    assert "[bold]" in ran.out, "square brackets are no markup"
+    assert "[bold]" in ran.out, "square brackets were read as markup"
     if "--json" in arguments:
         assert json.loads(ran.out)["tensors"][0]["key"] == evil
 
@@ -802,13 +811,13 @@ def test_names_from_a_file_cannot_command_the_terminal(
         ("\x1b[2J\r\x9b\udcff", "utf-8", "\\x1b[2J\\r\\x9b\\udcff"),
     ],
 )
-def test_printable_keeps_what_can_be_shown_and_escapes_the_rest(
+def test_printable_escapes_only_characters_that_cannot_be_shown(
     text: str, encoding: str, shown: str
 ) -> None:
     assert printable(text, encoding) == shown
 
 
-def test_a_terminal_of_another_encoding_gets_escapes_not_a_traceback(save: Path) -> None:
+def test_characters_outside_the_terminals_encoding_are_escaped(save: Path) -> None:
     make(save, ranks=[[Piece("層", "weight", "U8", (1,), (0,), (1,), 0, 1)]])
     command = [sys.executable, "-m", "megatron_flashckpt.cli", "inspect", str(save)]
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}

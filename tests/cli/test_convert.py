@@ -1,4 +1,4 @@
-"""`flashckpt convert`: what it prints, its exit status, one line for every mistake."""
+"""`flashckpt convert`: output, exit status, and one-line errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.checkpoints import snapshot
 
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
-    """A save directory in our format, as two ranks would leave it."""
+    """Return a save directory in our format, as two ranks write it."""
     save_as_ranks(contents(), tmp_path / "save", replicas=2)
     return tmp_path / "save"
 
@@ -31,11 +31,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return (status, *capsys.readouterr())
 
 
-def test_the_command_offers_what_there_is() -> None:
+def test_the_command_offers_every_destination_format() -> None:
     assert set(FORMATS) == set(DESTINATIONS)
 
 
-def test_to_megatrons_format_and_back(
+def test_a_conversion_to_megatrons_format_and_back_is_exact(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(save)
@@ -49,13 +49,13 @@ def test_to_megatrons_format_and_back(
     assert len(list((dist / directory).glob("*.distcp"))) > 3
     status, out, err = run(capsys, dist, back, "--to", "flashckpt", "--iteration", ITERATION)
     assert (status, err) == (0, "")
-    found = open_source(back, None, Options()).contents
-    assert differing(contents().tensors, found.tensors) == []
+    reopened = open_source(back, None, Options()).contents
+    assert differing(contents().tensors, reopened.tensors) == []
     assert snapshot(save) == before
     assert main(["verify", str(back)]) == 0
 
 
-def test_safetensors_go_straight_into_the_directory(
+def test_safetensors_are_written_directly_into_the_directory(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = run(capsys, save, tmp_path / "hf", "--to", "safetensors")
@@ -80,24 +80,24 @@ def mistakes(save: Path) -> dict[str, tuple[int, list[object], str]]:
 
 
 @pytest.mark.parametrize("mistake", mistakes(Path()))
-def test_a_mistake_is_one_line_and_changes_nothing(
+def test_a_mistake_gives_a_one_line_error_and_changes_nothing(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
     (tmp_path / "iter_0000004").mkdir()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes").touch()
     before = snapshot(tmp_path)
-    expected, arguments, said = mistakes(save)[mistake]
+    expected, arguments, text = mistakes(save)[mistake]
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (expected, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("flashckpt: ")
-    assert said in err
+    assert text in err
     assert "--ckpt-step" not in err
     assert snapshot(tmp_path) == before
 
 
-def test_arguments_that_lack_the_model_or_are_none_are_one_line(
+def test_missing_model_arguments_give_a_one_line_error(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch")
@@ -111,7 +111,7 @@ def test_arguments_that_lack_the_model_or_are_none_are_one_line(
     assert re.fullmatch(r"flashckpt: .* holds None instead of training arguments; .*\n", err)
 
 
-def test_a_damaged_source_is_one_line_with_the_commands_own_option(
+def test_a_damaged_source_gives_a_one_line_error_with_a_valid_option(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard = min(save.glob("*/rank_00001-*.safetensors"))
@@ -134,9 +134,7 @@ def test_an_empty_path_is_refused(capsys: pytest.CaptureFixture[str], empty: int
 @pytest.mark.parametrize(
     "arguments", [[], ["--to", "onnx"], ["--to", "torch", "--memory", "lots"]], ids=str
 )
-def test_wrong_usage_is_refused_before_anything_is_imported(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_wrong_usage_of_convert_ends_with_status_2(tmp_path: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(tmp_path), str(tmp_path / "other"), *arguments])
     assert ended.value.code == 2
@@ -157,7 +155,7 @@ def test_damaged_optimizer_state_ends_with_status_1(
     assert run(capsys, *to, "--accept-damage", "--overwrite")[0] == 0
 
 
-def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> None:
+def test_convert_without_torch_names_the_missing_package(tmp_path: Path, save: Path) -> None:
     script = (
         "import sys; sys.modules['torch'] = None; from megatron_flashckpt.cli.commands import main;"
         "sys.exit(main(sys.argv[1:]))"
@@ -171,8 +169,8 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> No
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> None:
-    """No bar, and nothing of what Megatron says as it is imported."""
+def test_convert_prints_only_the_result_to_a_pipe(tmp_path: Path, save: Path) -> None:
+    """The output has no progress bar, and no messages from the import of Megatron."""
     command = ["convert", str(save), str(tmp_path / "other"), "--to", "torch_dist"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_flashckpt.cli", *command],
@@ -185,8 +183,10 @@ def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> 
 
 
 @pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "safetensors"])
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, save: Path, to: str) -> None:
-    """The limit on the size of a file stands for a full disk: a write fails halfway."""
+def test_a_full_disk_gives_a_one_line_error_and_leaves_no_files(
+    tmp_path: Path, save: Path, to: str
+) -> None:
+    """A limit on the size of files makes a write fail halfway, as on a full disk."""
     script = (
         "import resource, sys; from megatron_flashckpt.cli.commands import main;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500));"

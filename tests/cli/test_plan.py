@@ -1,4 +1,4 @@
-"""Jobs that are not served get no figures, and what figures leave out is said."""
+"""`flashckpt plan`: refusals of unsupported jobs, and notes on omitted state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(
         ("--num-experts 8 --use-legacy-models", ["--use-legacy-models has experts"]),
     ],
 )
-def test_a_job_that_is_not_served_gets_all_reasons_and_no_figures(
+def test_an_unsupported_job_gets_all_reasons_and_no_figures(
     capsys: pytest.CaptureFixture[str], words: str, reasons: list[str]
 ) -> None:
     for output in ([], ["--json"]):
@@ -55,7 +55,7 @@ def test_a_job_that_is_not_served_gets_all_reasons_and_no_figures(
             assert reason in err[0]
 
 
-def test_reasons_are_said_before_sizes_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_are_reported_before_missing_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpus", "8", "--", "--use-megatron-fsdp"]) == 1
     assert "does not serve this job" in capsys.readouterr().err
 
@@ -65,12 +65,12 @@ def test_reasons_are_said_before_sizes_that_are_missing(capsys: pytest.CaptureFi
     [
         AWARE + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
         "--bf16 --fp8-format hybrid",
-        "--exp-avg-dtype fp8",  # of an optimizer that is not precision-aware: unused
+        "--exp-avg-dtype fp8",  # ignored by optimizers that are not precision-aware
         "--use-legacy-models",
         "--optimizer lion",
     ],
 )
-def test_a_job_that_is_served_gets_figures_without_notes(
+def test_a_supported_job_gets_figures_without_notes(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     status, out, err = run(capsys, words)
@@ -87,7 +87,7 @@ def test_a_job_that_is_served_gets_figures_without_notes(
         ("--num-distributed-optimizer-instances 2", "up to 2 times as much"),
     ],
 )
-def test_what_figures_leave_out_is_said(
+def test_a_note_names_the_state_that_figures_omit(
     capsys: pytest.CaptureFixture[str], words: str, note: str
 ) -> None:
     status, _, err = run(capsys, words)
@@ -99,7 +99,7 @@ def test_what_figures_leave_out_is_said(
     assert note in json.loads(out)["notes"][0]
 
 
-def test_saves_that_copy_everything_first_block_for_as_long(
+def test_saves_that_copy_everything_first_block_for_the_time_of_the_copy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     blocked = {}

@@ -1,4 +1,4 @@
-"""A checkpoint of many boxes that are made when they are read."""
+"""A checkpoint of many boxes that are created on each read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_flashckpt.layout.reshard import Box
 from tests.convert import made
 
 BOXES = 48
-#: Of bfloat16: 4 MiB.
+#: Shape of a bfloat16 box of 4 MiB.
 EXTENT = (1, 2048, 1024)
 
 

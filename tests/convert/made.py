@@ -1,4 +1,4 @@
-"""Checkpoints made without Megatron: known tensors, cut as ranks would hold them."""
+"""Checkpoints made without Megatron: known tensors, sharded as ranks would hold them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 ITERATION = 10
 SAVE_ID = "0123456789ab"
 LAYERS, EXPERTS = 2, 3
-#: Global shape, and how many equal boxes each axis is cut into.
+#: Global shape, and the number of equal boxes along each axis.
 MODEL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "embedding.word_embeddings.weight": ((12, 5), (2, 1)),
     "decoder.layers.mlp.linear_fc2.weight": ((LAYERS, 6, 8), (LAYERS, 1, 2)),
@@ -45,11 +45,11 @@ MODEL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 def tensors(seed: int = 0) -> list[GlobalTensor]:
     """Return weights of 16 bit with masters, two moments, and a buffer of 32 bit."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    made = []
     for key, (shape, cuts) in sorted(MODEL.items()):
         boxes = tuple(cut(shape, cuts))
         master = torch.randn(shape, generator=generator)
-        found += [
+        made += [
             held(key, "exp_avg", torch.randn(shape, generator=generator), boxes),
             held(key, "exp_avg_sq", torch.rand(shape, generator=generator), boxes),
             held(key, "master", master, boxes),
@@ -57,8 +57,8 @@ def tensors(seed: int = 0) -> list[GlobalTensor]:
         ]
     bias = torch.randn((LAYERS, EXPERTS), generator=generator)
     whole = ((0, 0), (LAYERS, EXPERTS))
-    found.append(held("decoder.layers.mlp.router.expert_bias", "buffer", bias, (whole,)))
-    return sorted(found, key=lambda tensor: (tensor.key, tensor.kind))
+    made.append(held("decoder.layers.mlp.router.expert_bias", "buffer", bias, (whole,)))
+    return sorted(made, key=lambda tensor: (tensor.key, tensor.kind))
 
 
 def held(key: str, kind: str, value: torch.Tensor, boxes: tuple[Box, ...]) -> GlobalTensor:
@@ -132,19 +132,19 @@ def contents(seed: int = 0, **arguments: Any) -> Contents:
 
 
 def whole(tensor: GlobalTensor) -> torch.Tensor:
-    """Return all of `tensor`, put together here from its boxes; each element comes once."""
-    found = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    """Assemble `tensor` from its boxes; fail unless each element is in exactly one box."""
+    assembled = torch.zeros(tensor.shape, dtype=tensor.dtype)
     count = torch.zeros(tensor.shape, dtype=torch.int8)
     for box in tensor.boxes:
         place = tuple(slice(low, low + n) for low, n in zip(*box, strict=True))
-        found[place] = tensor.read(box)
+        assembled[place] = tensor.read(box)
         count[place] += 1
     assert bool((count == 1).all()), tensor.name
-    return found
+    return assembled
 
 
 def differing(one: list[GlobalTensor], other: list[GlobalTensor]) -> list[str]:
-    """Return the names of tensors that are not equal bit for bit, type and shape included."""
+    """Return the names of tensors that differ in any bit, in type or in shape."""
     mine = {tensor.name: tensor for tensor in one}
     theirs = {tensor.name: tensor for tensor in other}
     unequal = sorted(mine.keys() ^ theirs.keys())
@@ -156,20 +156,20 @@ def differing(one: list[GlobalTensor], other: list[GlobalTensor]) -> list[str]:
 
 
 def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
-    """Write `made` as a job would: each box shared out over `replicas` ranks by bytes."""
+    """Write `made` as a job would, with the bytes of each box split over `replicas` ranks."""
     storage = PosixStorage(root)
     pending = PendingSave(storage, made.iteration, SAVE_ID, 0.0)
     boxes = [(tensor, box) for tensor in made.tensors for box in tensor.boxes]
     sizes = [(torch.Size(box[1]).numel(), tensor.dtype_of(box).itemsize) for tensor, box in boxes]
     for rank in range(replicas):
-        found = []
+        pieces = []
         for (tensor, box), (start, end) in zip(
             boxes, equal_shares(sizes, replicas, rank), strict=True
         ):
             dtype = dtype_name(tensor.dtype_of(box))
             piece = Piece(tensor.key, tensor.kind, dtype, tensor.shape, *box, start, end)
             if start < end:
-                found.append((piece, tensor.read(box).reshape(-1)[start:end]))
+                pieces.append((piece, tensor.read(box).reshape(-1)[start:end]))
         state = {
             "rng": made.rng[0, 0][0],
             "optimizer": made.optimizer,
@@ -177,9 +177,9 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
             "objects": made.objects,
         }
         framed = side_state.frame(state, rank, replicas)
-        found.append((framed.piece, framed.tensor))
-        found = [found[position] for position in order([piece for piece, _ in found])]
-        layout = PlanCache().layout([piece for piece, _ in found])
+        pieces.append((framed.piece, framed.tensor))
+        pieces = [pieces[position] for position in order([piece for piece, _ in pieces])]
+        layout = PlanCache().layout([piece for piece, _ in pieces])
         pending.metas[rank] = SlotMeta(
             root=storage.place,
             rank=rank,
@@ -191,7 +191,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
             common=side_state.encode_common(made.common) if rank == 0 else b"",
             description={},
         )
-        data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in found)
+        data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in pieces)
         write_shard(storage, made.iteration, SAVE_ID, pending.metas[rank], iter([memoryview(data)]))
     commit(pending)
     tidy(CommittedSave.of(pending))

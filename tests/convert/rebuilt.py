@@ -1,4 +1,4 @@
-"""Contents for a given layout without a job: random tensors of the model that the args describe."""
+"""Contents for a layout without a job: random tensors of the model that the args describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITERATION = 10
 
 
 def arguments(**changes) -> argparse.Namespace:
-    """Args of a small GPT, without parallelism unless `changes` say so."""
+    """Return args of a small GPT without parallelism, with `changes` applied."""
     return argparse.Namespace(
         **{
             "num_layers": 4,
@@ -40,16 +40,16 @@ def arguments(**changes) -> argparse.Namespace:
 
 
 def contents(args: argparse.Namespace, seed: int = 0) -> Contents:
-    """Return what a save of `args` would hold."""
+    """Return the contents of a save of a job with `args`."""
     generator = torch.Generator().manual_seed(seed)
     boxes: dict[tuple[str, str, tuple[int, ...]], set[Box]] = {}
     experts = False
     for model in rank_models(args):
         for chunk in model.chunks:
-            experts |= any(it.expert for it in chunk.parameters)
+            experts |= any(tensor.expert for tensor in chunk.parameters)
             for kind, of_kind in (("weight", chunk.parameters), ("buffer", chunk.buffers)):
-                for it in of_kind:
-                    for run in it.geometry.runs:
+                for tensor in of_kind:
+                    for run in tensor.geometry.runs:
                         name = (kind, run.key, run.global_shape)
                         boxes.setdefault(name, set()).add((run.offset, run.shape))
     tensors: list[GlobalTensor] = []
@@ -61,7 +61,9 @@ def contents(args: argparse.Namespace, seed: int = 0) -> Contents:
             values["exp_avg_sq"] = torch.rand(shape, generator=generator)
             if args.params_dtype != torch.float32:
                 values["master"] = master
-        tensors += [held(key, kind, it, tuple(sorted(of_key))) for kind, it in values.items()]
+        tensors += [
+            held(key, kind, tensor, tuple(sorted(of_key))) for kind, tensor in values.items()
+        ]
     common = {
         "args": args,
         "checkpoint_version": 3.0,

@@ -7,12 +7,15 @@ import torch
 from megatron_flashckpt.convert.common.contents import Contents
 
 Wholes = dict[tuple[str, str], torch.Tensor]
-"""By kind and key."""
+"""Tensors by kind and key."""
 
 
 def wholes(contents: Contents) -> Wholes:
-    """Every tensor, read in one piece."""
-    return {(it.kind, it.key): it.read(((0,) * len(it.shape), it.shape)) for it in contents.tensors}
+    """Return every tensor, read in one piece."""
+    return {
+        (tensor.kind, tensor.key): tensor.read(((0,) * len(tensor.shape), tensor.shape))
+        for tensor in contents.tensors
+    }
 
 
 def assert_equal(one: Wholes, other: Wholes) -> None:

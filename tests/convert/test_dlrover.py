@@ -1,6 +1,7 @@
-"""What real DLRover saved holds what stock Megatron saved of the same state, and damage is told.
+"""Saves of real DLRover equal saves of stock Megatron of the same state, and damage is reported.
 
-The archives are files of DLRover 0.6.1 and of stock; `tests/compat/dlrover_files.py` made them.
+The archives hold files of DLRover 0.6.1 and of stock Megatron, made by
+`tests/compat/dlrover_files.py`.
 """
 
 from __future__ import annotations
@@ -40,38 +41,40 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return unpacked(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_every_tensor_is_the_one_in_stocks_files(saved: Path) -> None:
-    theirs = open_source(saved / "dlrover", None, Options())
+def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
+    dlrovers = open_source(saved / "dlrover", None, Options())
     stocks = open_source(saved / "stock", None, Options())
-    assert (theirs.format, stocks.format) == ("dlrover", "torch")
-    tensors = wholes(theirs.contents)
+    assert (dlrovers.format, stocks.format) == ("dlrover", "torch")
+    tensors = wholes(dlrovers.contents)
     assert {kind for kind, _ in tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
     assert_equal(tensors, wholes(stocks.contents))
-    assert theirs.contents.common.keys() == stocks.contents.common.keys()
-    assert same(theirs.contents.optimizer, stocks.contents.optimizer)
+    assert dlrovers.contents.common.keys() == stocks.contents.common.keys()
+    assert same(dlrovers.contents.optimizer, stocks.contents.optimizer)
     notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
-    for source in (theirs, stocks):
-        assert [note in it for note, it in zip(notes, source.contents.warnings, strict=True)] == [
-            True for _ in notes
-        ]
+    for source in (dlrovers, stocks):
+        assert [
+            note in warning for note, warning in zip(notes, source.contents.warnings, strict=True)
+        ] == [True for _ in notes]
 
 
-def test_weights_that_were_saved_before_they_were_gathered_are_taken_from_the_masters(
+def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
     tmp_path: Path,
 ) -> None:
-    """cb995d5 gathers them in the next step. Stock's file is of its last save, after training."""
+    """Megatron cb995d5 gathers weights in the next step; stock saved its file after training."""
     saved = unpacked(GATHER, tmp_path)
     with pytest.raises(CorruptCheckpointError, match="save the weights before the last"):
         open_source(saved / "dlrover", None, Options())
-    theirs = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
+    dlrovers = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
     stocks = open_source(saved / "stock", None, Options()).contents
-    assert_equal(wholes(theirs), wholes(stocks))
-    assert ["--overlap-param-gather" in warning for warning in theirs.warnings] == [True]
+    assert_equal(wholes(dlrovers), wholes(stocks))
+    assert ["--overlap-param-gather" in warning for warning in dlrovers.warnings] == [True]
     weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
-    assert ["may have saved the weights before" in it for it in weights.warnings] == [True]
+    assert ["may have saved the weights before" in warning for warning in weights.warnings] == [
+        True
+    ]
 
 
-def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
+def test_a_legacy_gpt_is_written_only_in_formats_that_its_jobs_load(
     legacy: Path, tmp_path: Path
 ) -> None:
     opened = open_source(legacy / "dlrover", None, Options())
@@ -80,7 +83,7 @@ def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
     assert not (tmp_path / "destination").exists()
 
 
-def test_by_way_of_ours_it_becomes_the_files_that_stock_wrote(saved: Path, tmp_path: Path) -> None:
+def test_a_dlrover_save_converted_twice_equals_megatrons_files(saved: Path, tmp_path: Path) -> None:
     options = Options()
     convert(open_source(saved / "dlrover", None, options), tmp_path / "ours", "flashckpt", options)
     convert(open_source(tmp_path / "ours", None, options), tmp_path / "torch", "torch", options)
@@ -93,13 +96,13 @@ def test_by_way_of_ours_it_becomes_the_files_that_stock_wrote(saved: Path, tmp_p
             for root in (tmp_path / "torch", saved / "stock")
         )
         if "args" in stocks:
-            # Of the first rank, for all.
+            # All ranks get the value of the first rank.
             ours["args"], stocks["args"] = (
                 {key: value for key, value in vars(state["args"]).items() if key not in UNLIKE}
                 for state in (ours, stocks)
             )
             assert order(ours["model"]) == order(stocks["model"])
-            # Stock's embeddings of the last stage are not those of the first.
+            # In stock's files the embeddings of the first and the last stage differ.
             for state in (ours, stocks) if "tied" in str(saved) else ():
                 state["model"].pop("word_embeddings_for_head", None)
         elif "cb995d5-pp2" in str(saved) and name.parent.name.endswith("_001"):
@@ -118,7 +121,7 @@ def plain(state: Any) -> Any:
     return state
 
 
-#: Differ from rank to rank, or say where a job saves.
+#: Arguments that differ between ranks, or name the save directory.
 UNLIKE = ("rank", "local_rank", "save", "load")
 
 
@@ -129,7 +132,7 @@ def order(state: Any) -> list[Any]:
     ]
 
 
-# ---------------------------------------------------------------------- what may be missing
+# ---------------------------------------------------------------------- missing parts
 
 
 @pytest.fixture(scope="module")
@@ -139,36 +142,35 @@ def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(legacy: Path, tmp_path: Path) -> Path:
-    """Return a copy of what DLRover saved."""
+    """Return a copy of DLRover's save."""
     return Path(shutil.copytree(legacy / "dlrover", tmp_path / "broken"))
 
 
-def test_without_param_groups_those_of_the_args_are_taken_and_the_step_is_said_to_be_a_guess(
+def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
     legacy: Path, broken: Path
 ) -> None:
-    """As DLRover wrote at first: no `optimizer` in the model files."""
+    """Early releases of DLRover wrote no `optimizer` to the model files."""
     for file in broken.rglob("model_optim_rng.pt"):
         state = torch.load(file, weights_only=False)
         del state["optimizer"]
         torch.save(state, file)
     guessed = open_source(broken, None, Options()).contents
-    (found,), (expected,) = (
-        it.optimizer for it in (guessed, open_source(legacy / "dlrover", None, Options()).contents)
-    )
+    complete = open_source(legacy / "dlrover", None, Options()).contents
+    (rebuilt,), (expected,) = guessed.optimizer, complete.optimizer
     assert [group["step"] for group in expected["param_groups"]] == [4, 4]
-    assert found["step"] == 4
-    # What the scheduler, which is saved, sets when it is loaded, and what later releases have.
+    assert rebuilt["step"] == 4
+    # Fields that the saved scheduler sets at its load, and fields of later releases.
     unlike = ("step", "lr", "weight_decay", "max_lr", "min_lr", "is_decoupled_lr", "default_config")
     kept = [
         [{key: value for key, value in group.items() if key not in unlike} for group in groups]
-        for groups in (found["param_groups"], expected["param_groups"])
+        for groups in (rebuilt["param_groups"], expected["param_groups"])
     ]
     assert kept[0] == kept[1]
     assert [NOTE in warning for warning in guessed.warnings] == [True]
 
 
 @pytest.mark.parametrize("flag", [{"decoupled_lr": 0.1}, {"use_mup": True}], ids=str)
-def test_without_param_groups_those_of_decoupled_lr_and_mup_are_not_made_up(
+def test_missing_param_groups_of_decoupled_lr_or_mup_are_refused(
     broken: Path, flag: dict[str, Any]
 ) -> None:
     for file in broken.rglob("model_optim_rng.pt"):
@@ -193,7 +195,7 @@ def remove_optimizers(directory: Path) -> None:
 
 
 def older(*names: str) -> Callable[[Path], None]:
-    """Return what puts directories of the iteration before into one of DLRover's."""
+    """Return a function that mixes directories of the previous iteration into a DLRover save."""
 
     def damage(directory: Path) -> None:
         for name in names:
@@ -219,7 +221,7 @@ def truncate(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-#: name -> (damage, what the message must say)
+#: name -> (damage, texts of the error message)
 DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "some optimizer files missing": (
         remove_files,
@@ -271,7 +273,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_written(
+def test_an_incomplete_or_mixed_dlrover_commit_is_refused_and_nothing_is_written(
     broken: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, says = DAMAGE[name]
@@ -285,14 +287,14 @@ def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_writt
     assert commands.main(["convert", str(broken), str(destination), "--to", "flashckpt"]) == 1
     assert str(caught.value) in capsys.readouterr().err.replace("\n", "")
     assert not destination.exists()
-    # The iteration before is whole, and so are the weights where only optimizer state is damaged.
+    # The previous iteration is complete; so are the weights if only optimizer state is damaged.
     assert open_source(broken, 2, Options()).contents.iteration == 2
     if "--weights-only" in str(caught.value):
         weights = open_source(broken, None, Options(weights_only=True)).contents
         assert {tensor.kind for tensor in weights.tensors} == {"weight"}
 
 
-def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
+def test_a_dlrover_commit_without_files_is_refused_under_any_path(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(broken / NEWEST)
@@ -303,31 +305,31 @@ def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
         ["verify", str(broken)],
     ):
         assert commands.main(command) == 1
-        said = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in said
-        assert "(available: 2)" in said
+        output = capsys.readouterr().err.replace("\n", "")
+        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in output
+        assert "(available: 2)" in output
     assert not destination.exists()
     assert commands.main(["ls", str(broken)]) == 0
     assert "committed without any file" in capsys.readouterr().out
 
 
-def test_commands_call_the_format_by_its_name_and_say_what_to_do(
+def test_commands_name_the_dlrover_format_and_the_remedy(
     legacy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = str(legacy / "dlrover")
     assert commands.main(["ls", place]) == 0
-    said = capsys.readouterr().out
-    assert said.count("DLRover's") == 2
-    assert said.count("'flashckpt convert' reads it") == 2
-    assert "Megatron's own" not in said
+    output = capsys.readouterr().out
+    assert output.count("DLRover's") == 2
+    assert output.count("'flashckpt convert' reads it") == 2
+    assert "Megatron's own" not in output
     for command in ("inspect", "verify"):
         assert commands.main([command, place]) == 1
-        said = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in said
-        assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in said
+        output = capsys.readouterr().err.replace("\n", "")
+        assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in output
+        assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in output
 
 
-def test_a_model_that_cannot_be_laid_out_is_refused_in_a_line_with_a_way_out(broken: Path) -> None:
+def test_a_model_that_cannot_be_rebuilt_is_refused_with_a_remedy(broken: Path) -> None:
     def change(**changes: Any) -> str:
         for file in (broken / NEWEST).rglob("model_optim_rng.pt"):
             state = torch.load(file, weights_only=False)
@@ -339,8 +341,8 @@ def test_a_model_that_cannot_be_laid_out_is_refused_in_a_line_with_a_way_out(bro
         assert len(str(caught.value)) < 800
         return str(caught.value)
 
-    said = change(num_layers=4)
-    assert "layers.2.input_norm.weight is missing, expected (16,) by the args" in said
-    assert "more" in said
-    assert "load it with DLRover in a job of the Megatron that wrote it" in said
+    message = change(num_layers=4)
+    assert "layers.2.input_norm.weight is missing, expected (16,) by the args" in message
+    assert "more" in message
+    assert "load it with DLRover in a job of the Megatron that wrote it" in message
     assert "--transformer-impl transformer_engine" in change(transformer_impl="transformer_engine")

@@ -1,7 +1,8 @@
-"""Stock's `torch_dist` with its default optimizer format, which has no names, becomes ours.
+"""Conversion of stock's `torch_dist` with its default optimizer format, which has no names.
 
-Per layout two real jobs. A: stock Megatron, `--ckpt-format torch_dist`, trains 4 iterations and
-saves every second. B: ours, goes on from A's iteration 2, converted. Dropout is on.
+Each layout runs two real jobs with dropout. Job A is stock Megatron, `--ckpt-format torch_dist`; it
+trains 4 iterations and saves every second. Job B is ours; it resumes from A's converted iteration
+2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.convert.tensors import assert_equal, wholes
 from tests.support.megatron_jobs import DECOUPLED, MUP, Result, assemble, run_job, succeeded
 
 LAYOUTS = {
-    # Stages differ: the embedding has a bucket of its own on both, the first has more.
+    # Stages differ: both have a bucket for the embedding, and the first stage has more buckets.
     "pp2-tied-swiglu-buckets": [
         *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", "--swiglu"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
@@ -34,7 +35,7 @@ LAYOUTS = {
 
 
 class Jobs:
-    """The two jobs of one layout, each run once."""
+    """The two jobs of one layout; each runs once."""
 
     def __init__(self, tmp_path: Path, arguments: list[str]) -> None:
         self.tmp_path = tmp_path
@@ -43,13 +44,13 @@ class Jobs:
         convert(opened, tmp_path / "B", "flashckpt", Options())
         self.b = self._run("b", arguments, "launch")
 
-    def _run(self, name: str, arguments: list[str], door: str) -> Result:
+    def _run(self, name: str, arguments: list[str], entry_point: str) -> Result:
         save = str(self.tmp_path / name.upper())
         job = [
             *(*arguments, "--use-distributed-optimizer", "--train-iters", "4"),
             *("--save", save, "--load", save, "--save-interval", "2"),
         ]
-        return succeeded(run_job(self.tmp_path, name, job, ranks=2, door=door))
+        return succeeded(run_job(self.tmp_path, name, job, ranks=2, door=entry_point))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
@@ -57,13 +58,13 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
 
 
-def test_losses_go_on(jobs: Jobs) -> None:
+def test_training_continues_with_equal_losses_after_a_conversion(jobs: Jobs) -> None:
     expected = jobs.a.losses()
     assert sorted(expected) == [1, 2, 3, 4]
     assert jobs.b.losses() == {n: expected[n] for n in (3, 4)}
 
 
-def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+def test_our_save_has_the_same_param_groups_as_megatrons_save(jobs: Jobs) -> None:
     stock, ours = (
         open_source(jobs.tmp_path / name, 4, Options()).contents.optimizer for name in "AB"
     )
@@ -72,14 +73,14 @@ def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
     assert [group for entry in ours for group in entry["param_groups"]] == groups
 
 
-def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
+def test_converted_tensors_equal_those_of_our_own_save(jobs: Jobs) -> None:
     ours = assemble(jobs.tmp_path / "B", 4)
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} == {kind for kind, _ in ours}
     assert_equal(ours, wholes(open_source(jobs.tmp_path / "A", 4, Options()).contents))
 
 
-def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything one element further along, as if some alignment were another."""
+def test_a_shifted_bucket_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranges are shifted by one element, as by another alignment."""
     theirs = dp_reshardable._ranges
 
     def shifted(reader, name):
@@ -92,8 +93,8 @@ def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.Mo
         open_source(jobs.tmp_path / "A", 2, Options())
 
 
-def test_what_stock_saved_names_no_parameter(jobs: Jobs) -> None:
-    """Control: nothing but the rebuilt model says where the optimizer's state belongs."""
+def test_megatrons_default_optimizer_format_names_no_parameter(jobs: Jobs) -> None:
+    """Control: only the rebuilt model maps the optimizer's state to parameters."""
     reader = Reader(jobs.tmp_path / "A/iter_0000002")
     of_optimizer = [name for name in reader.tensors if name.startswith(("optimizer.", "chained_"))]
     assert len(of_optimizer) >= 3

@@ -1,8 +1,9 @@
-"""Megatron's legacy format becomes ours and the other way round, and training goes on bit for bit.
+"""Conversion of Megatron's legacy format to ours and back; training continues bit for bit.
 
-Per layout real jobs. A: stock Megatron, `--ckpt-format torch`, trains 6 iterations and saves every
-second. B: ours, goes on from A's iteration 2, converted. C: stock again, from B's iteration 4,
-converted back (not for experts: equal files are shown to be enough by the others). Dropout is on.
+Each layout runs real jobs with dropout. Job A is stock Megatron with `--ckpt-format torch`; it
+trains 6 iterations and saves every second. Job B is ours; it resumes from A's converted iteration
+2. Job C is stock again; it resumes from B's iteration 4, converted back. Experts need no job C,
+because the other layouts show that equal files are enough.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def converted(source: Path, destination: Path, to: str, iteration: int) -> None:
 
 
 class Jobs:
-    """The jobs of one layout, each run once."""
+    """The jobs of one layout; each runs once."""
 
     def __init__(self, tmp_path: Path, ranks: int, arguments: list[str]) -> None:
         self.tmp_path = tmp_path
@@ -85,27 +86,27 @@ class Jobs:
         if "--num-experts" not in arguments:
             self.c = self._run("c", [*arguments, "--ckpt-format", "torch"], ranks, "stock")
 
-    def _run(self, name: str, arguments: list[str], ranks: int, door: str) -> Result:
+    def _run(self, name: str, arguments: list[str], ranks: int, entry_point: str) -> Result:
         save = self.tmp_path / name.upper()
         job = [*arguments, *schedule(save)]
-        env = GROUP_MARKS if door == "stock" else {}
-        return succeeded(run_job(self.tmp_path, name, job, ranks=ranks, door=door, env=env))
+        env = GROUP_MARKS if entry_point == "stock" else {}
+        return succeeded(run_job(self.tmp_path, name, job, ranks=ranks, door=entry_point, env=env))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    # A short name: the agent's socket lies there.
+    # A short name, because the path of the agent's socket must be short.
     return Jobs(tmp_path_factory.mktemp("legacy"), *LAYOUTS[request.param])
 
 
-def test_losses_go_on_after_either_conversion(jobs: Jobs) -> None:
+def test_training_continues_bit_for_bit_after_either_conversion(jobs: Jobs) -> None:
     expected = jobs.a.losses()
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
     assert jobs.b.losses() == {n: expected[n] for n in (3, 4, 5, 6)}
     assert jobs.c is None or jobs.c.losses() == {n: expected[n] for n in (5, 6)}
 
 
-def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+def test_our_save_has_the_same_param_groups_as_megatrons_save(jobs: Jobs) -> None:
     stock, ours = (open_source(jobs.tmp_path / name, 6, Options()).contents for name in "AB")
     assert {True, False} == {group["default_config"] for group in stocks_groups(stock)}
     assert stocks_groups(ours) == stocks_groups(stock)
@@ -117,7 +118,7 @@ def stocks_groups(contents: Contents) -> list[dict]:
     return groups
 
 
-def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
+def test_converted_tensors_equal_those_of_our_own_save(jobs: Jobs) -> None:
     ours = assemble(jobs.tmp_path / "B", 6)
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} <= {kind for kind, _ in ours}
     legacy = open_source(jobs.tmp_path / "A", 6, Options())
@@ -125,8 +126,8 @@ def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
     assert_equal(ours, wholes(legacy.contents))
 
 
-def test_what_is_written_is_what_stock_writes(jobs: Jobs) -> None:
-    """Every file of the iteration, every entry in it, bit for bit."""
+def test_our_legacy_files_equal_megatrons_files(jobs: Jobs) -> None:
+    """Every entry of every file of the iteration is equal bit for bit."""
     written, stocks = (jobs.tmp_path / name / "iter_0000004" for name in "CA")
     names = sorted(path.relative_to(stocks) for path in stocks.rglob("*.pt"))
     assert names == sorted(
@@ -135,15 +136,15 @@ def test_what_is_written_is_what_stock_writes(jobs: Jobs) -> None:
         if path.is_file() and path.name != MARKER
     )
     for name in names:
-        found, expected = (torch.load(d / name, weights_only=False) for d in (written, stocks))
-        assert differences(found, expected, str(name)) == []
+        ours, expected = (torch.load(d / name, weights_only=False) for d in (written, stocks))
+        assert differences(ours, expected, str(name)) == []
 
 
-#: Where the two jobs legitimately differ: what args say of the start of the job, and of the rank
-#: (ours keep those of rank 0).
+#: Args in which the two jobs may differ: those about the start of the job, and about the rank
+#: (our format keeps the args of rank 0).
 IGNORED = re.compile(
     r".*/args/(save|load|rank|local_rank|iteration|num_floating_point_operations_so_far)"
-    # Kept per data-parallel rank by legacy files only; Megatron's other formats have one as well.
+    # Only legacy files keep this per data-parallel rank; Megatron's other formats have one.
     r"|.*/mp_rank_00_001/.*/rng_tracker_states/expert-parallel-rng"
 )
 
@@ -152,11 +153,11 @@ def differences(one: object, other: object, path: str) -> list[str]:
     if isinstance(one, argparse.Namespace) and isinstance(other, argparse.Namespace):
         one, other = vars(one), vars(other)
     if isinstance(one, dict) and isinstance(other, dict):
-        found = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
+        paths = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
         for key in one.keys() & other.keys():
-            found += differences(one[key], other[key], f"{path}/{key}")
-        return found
+            paths += differences(one[key], other[key], f"{path}/{key}")
+        return paths
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = zip(one, other, strict=True)
-        return [it for n, pair in enumerate(pairs) for it in differences(*pair, f"{path}/{n}")]
+        return [line for n, pair in enumerate(pairs) for line in differences(*pair, f"{path}/{n}")]
     return [] if same(one, other) or IGNORED.fullmatch(f"/{path}") else [path]

@@ -1,4 +1,4 @@
-"""The legacy format without a job: every layout comes back bit for bit, and damage is refused."""
+"""The legacy format without a job: exact round trips of every layout, and refused damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "sw
 EP2 = {"expert_model_parallel_size": 2, "moe_router_enable_expert_bias": True}
 FUSED = {"transformer_impl": "transformer_engine"}
 BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
-#: As the args of early 2024 say it.
+#: Layout in the form of the args of early 2024.
 LEGACY_GPT = {
     "use_mcore_models": False,
     "group_query_attention": True,
@@ -98,7 +98,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
+def test_every_layout_survives_a_round_trip(layout: dict, tmp_path: Path) -> None:
     args = arguments(**layout)
     if "moe_router_enable_expert_bias" in layout:
         args.moe_router_score_function = "sigmoid"
@@ -129,7 +129,7 @@ def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
     assert read.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
 
 
-def test_groups_that_do_not_say_which_parameters_they_hold_are_refused(tmp_path: Path) -> None:
+def test_groups_without_the_names_of_their_parameters_are_refused(tmp_path: Path) -> None:
     made = contents(arguments(decoupled_lr=0.5))
     with pytest.raises(
         UnsupportedError, match=r"param group of embedding\.word_embeddings\.weight does not"
@@ -138,26 +138,26 @@ def test_groups_that_do_not_say_which_parameters_they_hold_are_refused(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path) -> None:
-    """Rows that the source does not have are zeros, as Megatron fills them."""
+def test_a_sharded_vocabulary_is_padded_for_the_layout_of_the_args(tmp_path: Path) -> None:
+    """Rows that the source lacks are filled with zeros, as in Megatron."""
     small = contents(arguments(padded_vocab_size=90))
     small.args.padded_vocab_size = 96
     small.args.tensor_model_parallel_size = 2
     write_legacy(small, tmp_path, Options(weights_only=True))
     key = ("weight", "embedding.word_embeddings.weight")
-    found = wholes(open_source(tmp_path, None, Options()).contents)[key]
-    assert torch.equal(found[:90], wholes(small)[key])
-    assert found.shape[0] == 96
-    assert not found[90:].any()
+    padded = wholes(open_source(tmp_path, None, Options()).contents)[key]
+    assert torch.equal(padded[:90], wholes(small)[key])
+    assert padded.shape[0] == 96
+    assert not padded[90:].any()
 
 
-def test_buckets_of_early_2024_have_two_parameters_at_least() -> None:
-    """As its `GradBuffer` has it: `len(bucket_params) > 1`."""
+def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
+    """The `GradBuffer` of that time requires `len(bucket_params) > 1`."""
     args = arguments(**LEGACY_GPT, **DISTRIBUTED, **BUCKETS)
     args.ddp_bucket_size = 1  # less than any parameter
     (model,) = rank_models(args)
     (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
-    dtypes = {(0, it.name): torch.bfloat16 for it in model.chunks[0].parameters}
+    dtypes = {(0, parameter.name): torch.bfloat16 for parameter in model.chunks[0].parameters}
     (buffer,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.EARLY)
     counts = Counter(place.bucket for place in buffer.places)
     assert set(list(counts.values())[:-1]) == {2}
@@ -188,7 +188,7 @@ def refused(save: Path, error: type[FlashCkptError]) -> str:
     return str(caught.value)
 
 
-def test_a_weight_that_its_master_does_not_round_to_is_named(save: Path) -> None:
+def test_a_weight_that_differs_from_its_rounded_master_is_named(save: Path) -> None:
     def damage(state: Any) -> None:
         state["model"]["decoder.final_layernorm.bias"][5] += 1
 
@@ -202,7 +202,7 @@ def test_a_weight_that_its_master_does_not_round_to_is_named(save: Path) -> None
     assert weights.optimizer is None
 
 
-def test_masters_in_another_place_are_noticed(save: Path) -> None:
+def test_shifted_masters_are_refused(save: Path) -> None:
     def damage(buffers: Any) -> None:
         (tensors,) = buffers[0].values()
         tensors["param"] = tensors["param"].roll(64)
@@ -211,7 +211,7 @@ def test_masters_in_another_place_are_noticed(save: Path) -> None:
     assert "differ from the rounded masters" in refused(save, CorruptCheckpointError)
 
 
-def test_other_buckets_than_the_args_say_are_refused(save: Path) -> None:
+def test_buckets_that_contradict_the_args_are_refused(save: Path) -> None:
     def damage(state: Any) -> None:
         state["args"].overlap_grad_reduce = False
 
@@ -221,7 +221,7 @@ def test_other_buckets_than_the_args_say_are_refused(save: Path) -> None:
     assert "by the args" in message
 
 
-def test_buffers_of_before_2024_are_refused_with_the_remedy(save: Path) -> None:
+def test_buffers_from_before_2024_are_refused_with_the_remedy(save: Path) -> None:
     change(save, "distrib_optim.pt", lambda buffers: buffers.pop("buckets_coalesced"))
     message = refused(save, UnsupportedError)
     assert "lacks the sizes of its buckets" in message
@@ -234,7 +234,7 @@ def test_files_of_two_iterations_are_refused(save: Path) -> None:
     assert "holds files of another save: mp_rank_00 of iteration 5" in message
 
 
-def test_another_model_than_the_args_describe_is_refused(save: Path) -> None:
+def test_a_model_that_contradicts_the_args_is_refused(save: Path) -> None:
     def damage(state: Any) -> None:
         state["args"].num_layers = 5
         state["args"].add_bias_linear = False
@@ -262,7 +262,7 @@ def test_a_truncated_file_is_named(save: Path) -> None:
     assert "mp_rank_01/model_optim_rng.pt" in refused(save, CorruptCheckpointError)
 
 
-def test_a_file_that_wants_to_run_code_is_refused(save: Path, tmp_path: Path) -> None:
+def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
     class Evil:
@@ -284,7 +284,7 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_args_that_lack_attributes_are_named_with_a_remedy(tmp_path: Path) -> None:
+def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
     source = tmp_path / "source"
     whole, opened = dict(vars(made.args)), Opened("flashckpt", source, source / "iter_1", made)
@@ -296,7 +296,7 @@ def test_args_that_lack_attributes_are_named_with_a_remedy(tmp_path: Path) -> No
     assert all(name in str(caught.value) for name in lacking)
     assert convert(opened, tmp_path / "dist", "torch_dist", Options()).is_dir()
     vars(made.args).update(whole)
-    del made.args.data_parallel_size  # bucket sizes follow from it
+    del made.args.data_parallel_size  # determines the sizes of buckets
     needs = r"nowhere: its training arguments lack 'data_parallel_size', which .* load and save it"
     with pytest.raises(UnsupportedError, match=needs):
         convert(opened, tmp_path / "torch", "torch", Options())

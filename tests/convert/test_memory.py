@@ -1,4 +1,4 @@
-"""A conversion needs memory for a few boxes, not for the model."""
+"""Peak memory of a conversion: a few boxes instead of the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("torch_dist", "safetensors"),
     ],
 )
-def test_peak_memory_is_that_of_a_few_boxes(
+def test_a_conversion_holds_only_a_few_boxes_in_memory(
     tmp_path: Path, sources: Path, source: str, to: str
 ) -> None:
     whole = sources / f"{source}-whole"
@@ -67,5 +67,5 @@ def test_peak_memory_is_that_of_a_few_boxes(
         text=True,
         check=True,
     )
-    # 32 MiB of chunks are kept, and a box has 4 MiB.
+    # The cache holds 32 MiB of chunks, and a box has 4 MiB.
     assert int(done.stdout) < 80 << 20

@@ -1,4 +1,4 @@
-"""Layers that share a key and differ in element type: each is converted in its own type."""
+"""Conversion of layers that share a key but differ in element type."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def boxes(made: Contents) -> dict[tuple[str, str, Box], torch.Tensor]:
     }
 
 
-def assert_same(found: Contents, expected: Contents) -> None:
-    mine, theirs = boxes(found), boxes(expected)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert mine[name].dtype == tensor.dtype, name
-        assert torch.equal(mine[name], tensor), name
-    assert mine["weight", NORM, _layer(0)].dtype == torch.float32
-    assert mine["weight", NORM, _layer(1)].dtype == torch.bfloat16
-    for tensor in found.tensors:
+def assert_same(actual: Contents, expected: Contents) -> None:
+    actual_boxes, expected_boxes = boxes(actual), boxes(expected)
+    assert actual_boxes.keys() == expected_boxes.keys()
+    for name, tensor in expected_boxes.items():
+        assert actual_boxes[name].dtype == tensor.dtype, name
+        assert torch.equal(actual_boxes[name], tensor), name
+    assert actual_boxes["weight", NORM, _layer(0)].dtype == torch.float32
+    assert actual_boxes["weight", NORM, _layer(1)].dtype == torch.bfloat16
+    for tensor in actual.tensors:
         assert all(tensor.dtype_of(box) == tensor.read(box).dtype for box in tensor.boxes)
-    assert masters_that_differ(found) == []
+    assert masters_that_differ(actual) == []
 
 
 def _layer(number: int) -> Box:
@@ -103,8 +103,8 @@ def made_with_random_state(made: Contents) -> Contents:
     return dataclasses.replace(made, rng={(0, 0): [{}]})
 
 
-def test_weights_made_of_masters_join_those_that_were_stored(tmp_path: Path) -> None:
-    """What `weights: derive` leaves out are the 16-bit weights only."""
+def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: Path) -> None:
+    """The setting `weights: derive` leaves out only 16-bit weights."""
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
     stored = []
     for tensor in made.tensors:
@@ -130,7 +130,7 @@ def test_each_layer_keeps_its_type_in_the_legacy_format(tmp_path: Path, layout: 
     assert_same(open_source(tmp_path, None, Options()).contents, made)
 
 
-def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
+def test_layers_without_masters_keep_their_stored_weights(
     tmp_path: Path,
 ) -> None:
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED, overlap_param_gather=True)))
@@ -138,37 +138,37 @@ def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
     assert_same(open_source(tmp_path, None, Options(accept_damage=True)).contents, made)
 
 
-def test_each_layer_is_exported_in_its_type(tmp_path: Path) -> None:
+def test_each_layer_keeps_its_type_in_an_export(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
     save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
     convert(source, tmp_path / "hf", "safetensors", Options())
-    found = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
     expected = boxes(made)
     for layer in range(4):
-        tensor = found[f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"]
+        tensor = exported[f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"]
         assert tensor.dtype == (torch.bfloat16 if layer else torch.float32)
         assert torch.equal(tensor, expected["weight", NORM, _layer(layer)].reshape(-1))
 
 
-def test_torch_dist_is_refused_as_megatron_refuses_to_save_it(tmp_path: Path) -> None:
+def test_torch_dist_refuses_layers_of_mixed_types_as_megatron_does(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
     save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
     before = snapshot(tmp_path)
-    said = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
-    with pytest.raises(UnsupportedError, match=said):
+    message = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
+    with pytest.raises(UnsupportedError, match=message):
         convert(source, tmp_path / "dist", "torch_dist", Options())
     assert snapshot(tmp_path) == before
 
 
-def test_what_no_forward_uses_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: Path) -> None:
     made = contents(arguments())
     key = f"output_layer.weight{UNUSED}"
     unused = held(key, "weight", torch.ones(4, 2), (((0, 0), (4, 2)),))
     more = dataclasses.replace(made, tensors=[*made.tensors, unused])
     save_as_ranks(made_with_random_state(more), tmp_path, replicas=2)
-    found = opened(tmp_path)
-    assert boxes(found).keys() == boxes(made).keys()
-    (warning,) = found.warnings
+    reopened = opened(tmp_path)
+    assert boxes(reopened).keys() == boxes(made).keys()
+    (warning,) = reopened.warnings
     assert warning.startswith(f"{key} is not converted: no forward uses it")

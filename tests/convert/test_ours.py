@@ -22,23 +22,25 @@ from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
 
 
-def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     made = contents()
     directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert differing(made.tensors, found.tensors) == []
-    assert [tensor.boxes for tensor in found.tensors] == [tensor.boxes for tensor in made.tensors]
-    assert vars(found.args) == vars(made.args)
-    assert {**found.common, "args": 0} == {**made.common, "args": 0}
-    groups = [group for entry in found.optimizer for group in entry["param_groups"]]
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(made.tensors, reopened.tensors) == []
+    assert [tensor.boxes for tensor in reopened.tensors] == [
+        tensor.boxes for tensor in made.tensors
+    ]
+    assert vars(reopened.args) == vars(made.args)
+    assert {**reopened.common, "args": 0} == {**made.common, "args": 0}
+    groups = [group for entry in reopened.optimizer for group in entry["param_groups"]]
     assert groups == made.optimizer[0]["param_groups"]
-    assert same(found.rng, made.rng)
-    assert same(found.objects, made.objects)
+    assert same(reopened.rng, made.rng)
+    assert same(reopened.objects, made.objects)
     assert len(list(directory.glob("*.safetensors"))) > 4
     assert (tmp_path / TRACKER).read_text() == str(ITERATION)
 
 
-def test_the_result_is_an_intact_checkpoint_with_a_place_for_every_rank(tmp_path: Path) -> None:
+def test_a_conversion_writes_an_intact_checkpoint_for_all_ranks(tmp_path: Path) -> None:
     write_ours(contents(), tmp_path, Options())
     storage = PosixStorage(tmp_path)
     stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
@@ -51,21 +53,21 @@ def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
     made = contents(data_parallel_random_init=True)
     states = {place: [*of_place, {"mark": place}] for place, of_place in made.rng.items()}
     write_ours(dataclasses.replace(made, rng=states), tmp_path, Options(shard_nbytes=500))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert same({place: of_place[:2] for place, of_place in found.rng.items()}, states)
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert same({place: of_place[:2] for place, of_place in reopened.rng.items()}, states)
 
 
 @pytest.mark.parametrize("memory_nbytes", [1, 2**30])
-def test_boxes_are_put_together_from_the_shares_of_all_ranks(
+def test_a_box_is_assembled_from_the_shards_of_all_ranks(
     tmp_path: Path, memory_nbytes: int
 ) -> None:
     made = contents()
     save_as_ranks(made, tmp_path, replicas=7)
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
-    assert differing(made.tensors, found.tensors) == []
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
+    assert differing(made.tensors, reopened.tensors) == []
 
 
-def test_a_region_across_boxes_is_the_same_as_in_the_whole_tensor(tmp_path: Path) -> None:
+def test_a_region_across_boxes_equals_the_region_of_the_tensor(tmp_path: Path) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
     for tensor in open_ours(PosixStorage(tmp_path), ITERATION, Options()).tensors:
         shape = tuple(max(n - 2, 1) for n in tensor.shape)
@@ -75,9 +77,7 @@ def test_a_region_across_boxes_is_the_same_as_in_the_whole_tensor(tmp_path: Path
         assert torch.equal(tensor.read((offset, shape)), expected), tensor.name
 
 
-def test_a_chunk_is_read_once_while_it_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
     reads: Counter[tuple[int, int]] = Counter()
     chunk = StoredCheckpoint.chunk
@@ -98,18 +98,18 @@ def test_a_chunk_is_read_once_while_it_is_kept(
     assert max(reads.values()) > 5
 
 
-def test_a_changed_byte_is_found_before_it_is_used(tmp_path: Path) -> None:
+def test_a_changed_byte_is_reported_before_it_is_used(tmp_path: Path) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
     (file,) = tmp_path.glob("iter_*/rank_00001-*.safetensors")
     damaged = bytearray(file.read_bytes())
     damaged[8192] ^= 1
     file.write_bytes(damaged)
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
     with pytest.raises(CorruptCheckpointError, match=r"rank_00001.*chunk 0 .*digest"):
-        differing(found.tensors, found.tensors)
+        differing(reopened.tensors, reopened.tensors)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     made = contents()
     last = made.tensors[-1]
 
@@ -125,19 +125,19 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
         assert snapshot(tmp_path) == before
 
 
-def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
     write_ours(contents(seed=1), tmp_path, Options())
     before = snapshot(tmp_path)
     with pytest.raises(ConfigError, match=r"iter_0000010: exists already.*--overwrite"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
     write_ours(contents(), tmp_path, Options(overwrite=True))
-    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
-    assert differing(contents().tensors, found.tensors) == []
+    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(contents().tensors, reopened.tensors) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
 
 
-def test_the_tracker_never_goes_back(tmp_path: Path) -> None:
+def test_a_conversion_never_moves_the_tracker_back(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("11")
     write_ours(contents(), tmp_path, Options())
     assert (tmp_path / TRACKER).read_text() == "11"

@@ -28,7 +28,7 @@ DIRECTORY = iteration_dir(ITERATION)
 
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
-    """A save directory with the checkpoint of a job, in a directory with other things."""
+    """Return a save directory with a checkpoint of a job, next to foreign files."""
     root = tmp_path / "job" / "save"
     save_as_ranks(contents(), root, replicas=2)
     (root / "args.txt").write_text("--lr 1e-3")
@@ -82,7 +82,7 @@ def relative(save: Path) -> Path:
 
 
 def where_the_checkpoint_really_is(save: Path) -> Path:
-    """The save directory only links to the checkpoint, which lies elsewhere."""
+    """Move the checkpoint elsewhere, leave a link to it, and return its new parent."""
     elsewhere = save.parent.parent / "disk"
     elsewhere.mkdir()
     (save / DIRECTORY).rename(elsewhere / DIRECTORY)
@@ -124,7 +124,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(
     where: Callable[[Path], Path],
     form: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # and back, when `relative` has gone elsewhere
+    monkeypatch.chdir(tmp_path)  # restores the working directory that `relative` changes
     to = where(save)
     before = snapshot(tmp_path)
     assert convert(save, to, form, "--overwrite") == 2
@@ -136,7 +136,7 @@ def test_a_destination_that_overlaps_the_source_is_refused(
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """A function that shows a directory at another place too."""
+    """Yield a function that bind-mounts a directory at a second path."""
     points: list[Path] = []
 
     def mount(directory: Path) -> Path:
@@ -164,7 +164,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
         ("", ".."),
     ],
 )
-def test_a_bind_mount_of_the_source_is_seen_through(
+def test_a_bind_mount_of_the_source_is_refused(
     tmp_path: Path,
     save: Path,
     mounted: Callable[[Path], Path],
@@ -183,7 +183,7 @@ def test_a_bind_mount_of_the_source_is_seen_through(
     assert snapshot(tmp_path) == before
 
 
-def test_beside_the_source_is_not_in_it(tmp_path: Path, save: Path) -> None:
+def test_a_destination_next_to_the_source_is_accepted(tmp_path: Path, save: Path) -> None:
     before = snapshot(save)
     for _ in range(2):
         for form in ("torch_dist", "safetensors"):
@@ -191,12 +191,12 @@ def test_beside_the_source_is_not_in_it(tmp_path: Path, save: Path) -> None:
     assert snapshot(save) == before
 
 
-# ---------------------------------------------------------------------- what is replaced
+# ---------------------------------------------------------------------- replaced exports
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A save directory with a GPT that every format can hold."""
+    """Return a save directory with a GPT that every format can hold."""
     made = rebuilt.contents(rebuilt.arguments(use_distributed_optimizer=True))
     write_ours(made, tmp_path / "model", Options())
     return tmp_path / "model"
@@ -206,9 +206,7 @@ def directory_of(to: Path, form: str) -> Path:
     return to if form == "safetensors" else to / iteration_dir(rebuilt.ITERATION)
 
 
-def test_an_earlier_export_is_replaced_by_any_other_of_its_place(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_new_export_replaces_an_earlier_export_of_any_format(tmp_path: Path, model: Path) -> None:
     to = tmp_path / "to"
     forms = ["flashckpt", "torch_dist", "torch", "flashckpt", "torch", "torch_dist", "torch_dist"]
     for before, form in zip([None, *forms], forms, strict=False):
@@ -217,8 +215,8 @@ def test_an_earlier_export_is_replaced_by_any_other_of_its_place(
             assert convert(model, to, form, "--overwrite") == 0
         alone = tmp_path / f"alone-{form}-{before}"
         assert convert(model, alone, form) == 0
-        names = [_names(it / iteration_dir(rebuilt.ITERATION)) for it in (to, alone)]
-        assert names[0] == names[1], "nothing of the former one is left"
+        names = [_names(root / iteration_dir(rebuilt.ITERATION)) for root in (to, alone)]
+        assert names[0] == names[1], "a file of the earlier export is left"
         assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
 
 
@@ -261,7 +259,7 @@ def put_link_to_directory(directory: Path) -> str:
 
 
 def put_in_place_of_a_file(directory: Path) -> str:
-    """Somebody has trained on and saved the result under the names of the export."""
+    """Replace a file of the export, as a user does who saves a trained model under its name."""
     file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
     file.unlink()
     file.write_bytes(b"another")
@@ -292,13 +290,13 @@ def _size(path: Path) -> int:
         put_link_in_place_of_a_file,
     ],
 )
-def test_what_a_stranger_put_into_an_export_is_named_and_stays(
+def test_a_foreign_file_in_an_export_is_named_and_kept(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], str]
 ) -> None:
     for form in FORMATS:
         to = tmp_path / form
         if form == "flashckpt" and put is put_in_place_of_a_file:
-            continue  # those names are of one save; nobody else comes to use them
+            continue  # these names hold the id of one save, so no other file gets them
         assert convert(model, to, form) == 0
         foreign = put(directory_of(to, form))
         before = snapshot(tmp_path)
@@ -313,11 +311,11 @@ def test_what_a_stranger_put_into_an_export_is_named_and_stays(
 
 
 def nothing(directory: Path) -> None:
-    """A checkpoint of a job, as it is."""
+    """Leave the checkpoint of a job unchanged."""
 
 
 def another_format(directory: Path) -> None:
-    """Megatron's own checkpoint, which looks like an export but is none."""
+    """Replace it by Megatron's own checkpoint, which looks like an export."""
     for path in directory.iterdir():
         path.unlink()
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
@@ -334,7 +332,7 @@ def false_list(directory: Path) -> None:
 
 @pytest.mark.parametrize("form", ["flashckpt", "torch_dist"])
 @pytest.mark.parametrize("change", [nothing, another_format, half_a_save, false_list])
-def test_a_checkpoint_of_a_job_is_never_replaced(
+def test_a_conversion_never_replaces_a_checkpoint_of_a_job(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], change: Callable, form: str
 ) -> None:
     other = tmp_path / "other"
@@ -348,7 +346,7 @@ def test_a_checkpoint_of_a_job_is_never_replaced(
     assert snapshot(tmp_path) == before
 
 
-def test_safetensors_do_not_replace_a_save_directory_even_if_an_export_is_all_it_holds(
+def test_a_safetensors_export_never_replaces_a_save_directory(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = tmp_path / "to"
@@ -359,7 +357,7 @@ def test_safetensors_do_not_replace_a_save_directory_even_if_an_export_is_all_it
     assert snapshot(tmp_path) == before
 
 
-def test_a_link_to_an_export_stays_and_a_link_in_place_of_a_checkpoint_is_refused(
+def test_a_link_to_an_export_is_kept_but_a_linked_iteration_is_refused(
     tmp_path: Path, save: Path
 ) -> None:
     assert convert(save, tmp_path / "hf", "safetensors") == 0
@@ -375,7 +373,7 @@ def test_a_link_to_an_export_stays_and_a_link_in_place_of_a_checkpoint_is_refuse
     assert snapshot(tmp_path) == before
 
 
-def test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_in_nobodys_way(
+def test_damaged_and_interrupted_exports_do_not_block_a_new_export(
     tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to = tmp_path / "hf"
@@ -385,7 +383,7 @@ def test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_i
     def die(*_: object) -> None:
         raise SystemExit("killed")
 
-    # What a conversion leaves that is killed: no line of Python runs any more.
+    # Leave the files of a killed conversion, which runs no cleanup.
     for step in ("_sync", "_replace"):
         with monkeypatch.context() as patched:
             patched.setattr(output_dir, step, die)
@@ -399,10 +397,12 @@ def test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_i
     alone = tmp_path / "alone"
     assert convert(save, alone, "safetensors") == 0
     assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
-    assert [snapshot(path) for path in left] == before, "another conversion may still write there"
+    assert [snapshot(path) for path in left] == before, (
+        "temporary files of another conversion were changed"
+    )
 
 
-def test_what_is_put_into_an_export_while_its_successor_is_written_stays(
+def test_a_file_added_to_an_export_during_its_replacement_is_kept(
     tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to = tmp_path / "hf"
@@ -422,7 +422,7 @@ def test_what_is_put_into_an_export_while_its_successor_is_written_stays(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".hf.")] == []
 
 
-def test_what_is_put_into_an_export_as_it_is_removed_stays_too(
+def test_a_file_added_to_an_export_during_its_removal_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     final = tmp_path / "hf"
@@ -450,7 +450,7 @@ def test_what_is_put_into_an_export_as_it_is_removed_stays_too(
     assert str(left.parent) in caplog.text
 
 
-def test_a_directory_of_somebodys_is_no_export_because_it_is_empty_of_files(tmp_path: Path) -> None:
+def test_a_directory_without_files_does_not_count_as_an_export(tmp_path: Path) -> None:
     (tmp_path / "hf" / "inside").mkdir(parents=True)
     with (
         pytest.raises(ConfigError, match=r"did not write: inside;"),
@@ -460,7 +460,7 @@ def test_a_directory_of_somebodys_is_no_export_because_it_is_empty_of_files(tmp_
     assert (tmp_path / "hf" / "inside").is_dir()
 
 
-def test_a_list_that_names_files_elsewhere_removes_none_of_them(tmp_path: Path) -> None:
+def test_a_file_list_with_outside_paths_removes_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with output_dir.new_directory(tmp_path / "hf", overwrite=True) as fresh:
         (fresh / "model").write_text("one")

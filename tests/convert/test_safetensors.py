@@ -1,4 +1,4 @@
-"""Consolidated weights, opened with the real safetensors library."""
+"""Exported weights, opened with the real safetensors library."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from tests.convert.made import EXPERTS, LAYERS, contents, whole
 
 
 def expected() -> dict[str, torch.Tensor]:
-    """Every tensor by the name that Megatron's state dict has for it."""
+    """Return every tensor by its name in Megatron's state dict."""
     held = {tensor.key: whole(tensor) for tensor in contents().tensors if tensor.kind == "weight"}
     (buffer,) = (tensor for tensor in contents().tensors if tensor.kind == "buffer")
-    found = {key: held[key] for key in held if ".layers." not in key}
+    tensors = {key: held[key] for key in held if ".layers." not in key}
     for layer in range(LAYERS):
         start = f"decoder.layers.{layer}.mlp"
         fc1 = held["decoder.layers.mlp.experts.experts.linear_fc1.weight"][layer]
         for expert in range(EXPERTS):
             name = f"{start}.experts.local_experts.{expert}.linear_fc1.weight"
-            found[name] = fc1[expert]
-        found[f"{start}.linear_fc2.weight"] = held["decoder.layers.mlp.linear_fc2.weight"][layer]
-        found[f"{start}.linear_fc2.bias"] = held["decoder.layers.mlp.linear_fc2.bias"][layer]
-        found[f"{start}.router.expert_bias"] = whole(buffer)[layer]
-    return found
+            tensors[name] = fc1[expert]
+        tensors[f"{start}.linear_fc2.weight"] = held["decoder.layers.mlp.linear_fc2.weight"][layer]
+        tensors[f"{start}.linear_fc2.bias"] = held["decoder.layers.mlp.linear_fc2.bias"][layer]
+        tensors[f"{start}.router.expert_bias"] = whole(buffer)[layer]
+    return tensors
 
 
 @pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
-def test_every_weight_is_there_by_name(tmp_path: Path, limit_nbytes: int) -> None:
+def test_an_export_holds_every_weight_by_name(tmp_path: Path, limit_nbytes: int) -> None:
     write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
-    found = {}
+    exported = {}
     for file in sorted((tmp_path / "hf").glob("*.safetensors")):
-        found.update(load_file(file))
-    assert found.keys() == expected().keys()
+        exported.update(load_file(file))
+    assert exported.keys() == expected().keys()
     for name, tensor in expected().items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(exported[name], tensor), name
 
 
-def test_the_index_leads_to_every_tensor(tmp_path: Path) -> None:
+def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
     write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=200))
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     total = sum(tensor.nbytes for tensor in expected().values())
@@ -63,15 +63,15 @@ def test_the_index_leads_to_every_tensor(tmp_path: Path) -> None:
     assert max(held) <= 200
 
 
-def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_an_export_does_not_change_a_directory_in_use(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         write_safetensors(contents(), tmp_path, Options())
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_boxes_of_the_source_are_read_once(tmp_path: Path) -> None:
-    """Rows that lie in several boxes are written box by box; columns need the boxes together."""
+def test_an_export_reads_each_box_of_the_source_once(tmp_path: Path) -> None:
+    """Rows in several boxes are written box by box; columns need all boxes at once."""
     made = contents()
     regions = []
     for number, tensor in enumerate(made.tensors):

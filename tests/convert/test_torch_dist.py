@@ -1,4 +1,4 @@
-"""Megatron's torch_dist format without Megatron: layout of the files, damage, hostile pickles."""
+"""Megatron's torch_dist format without Megatron: files, damage, hostile pickles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DAMAGED = "master/decoder.layers.mlp.linear_fc2.weight"
 
 
 class Trap:
-    """Leaves a file behind if it is ever unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,18 +42,20 @@ class Trap:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
+def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
     made = contents()
     made.args.use_distributed_optimizer = distributed
     directory = write_torch_dist(made, tmp_path, Options(shard_nbytes=500))
-    found = open_torch_dist(directory, ITERATION, Options())
-    assert differing(made.tensors, found.tensors) == []
-    assert [tensor.boxes for tensor in found.tensors] == [tensor.boxes for tensor in made.tensors]
-    assert found.optimizer == made.optimizer
-    assert found.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
-    assert found.args.tensor_model_parallel_size == 2
-    assert same(found.rng, made.rng)
-    assert same(found.objects, made.objects)
+    reopened = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, reopened.tensors) == []
+    assert [tensor.boxes for tensor in reopened.tensors] == [
+        tensor.boxes for tensor in made.tensors
+    ]
+    assert reopened.optimizer == made.optimizer
+    assert reopened.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
+    assert reopened.args.tensor_model_parallel_size == 2
+    assert same(reopened.rng, made.rng)
+    assert same(reopened.objects, made.objects)
     assert len(list(directory.glob("*.distcp"))) > 3
     assert (tmp_path / TRACKER).read_text() == str(ITERATION)
 
@@ -66,13 +68,13 @@ def test_torch_itself_reads_every_tensor(tmp_path: Path) -> None:
         names.get(tensor.kind, f"optimizer.state.{tensor.kind}.") + tensor.key: whole(tensor)
         for tensor in made.tensors
     }
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp.load(found, checkpoint_id=directory, no_dist=True)
+    reopened = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(reopened, checkpoint_id=directory, no_dist=True)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(reopened[name], tensor), name
 
 
-def test_fp32_parameters_are_written_as_their_own_masters_and_read_once(tmp_path: Path) -> None:
+def test_fp32_parameters_are_written_as_masters_and_read_once(tmp_path: Path) -> None:
     made = contents()
     fp32 = [
         dataclasses.replace(tensor, kind="weight") if tensor.kind == "master" else tensor
@@ -83,20 +85,20 @@ def test_fp32_parameters_are_written_as_their_own_masters_and_read_once(tmp_path
     key = "decoder.final_layernorm.weight"
     reader = Reader(directory)
     assert torch.equal(reader.chunk(f"optimizer.state.param.{key}", (0,)), reader.chunk(key, (0,)))
-    found = open_torch_dist(directory, ITERATION, Options())
-    assert {tensor.kind for tensor in found.tensors} == {
+    reopened = open_torch_dist(directory, ITERATION, Options())
+    assert {tensor.kind for tensor in reopened.tensors} == {
         "weight",
         "buffer",
         "exp_avg",
         "exp_avg_sq",
     }
-    assert differing(fp32, found.tensors) == []
+    assert differing(fp32, reopened.tensors) == []
 
 
 def flatten(directory: Path, name: str, original: torch.Tensor, extent: tuple[int, ...]) -> None:
-    """Store a tensor anew, as core 0.8 to 0.15 store what a distributed optimizer has cut.
+    """Store a tensor as core 0.8 to 0.15 store the shards of a distributed optimizer.
 
-    A box is one more axis, of which the chunks are ranges; the other axes count boxes.
+    The last axis holds the elements of a box, and chunks are ranges of it; other axes count boxes.
     """
     with open(directory / ".metadata", "rb") as file:
         metadata = pickle.load(file)
@@ -128,18 +130,18 @@ def flatten(directory: Path, name: str, original: torch.Tensor, extent: tuple[in
         pickle.dump(metadata, file)
 
 
-def test_ranges_of_boxes_are_put_together(tmp_path: Path) -> None:
+def test_a_tensor_is_assembled_from_ranges_of_boxes(tmp_path: Path) -> None:
     made = contents()
     directory = write_torch_dist(made, tmp_path, Options())
     for tensor in made.tensors:
         if tensor.kind == "exp_avg":
             name = f"optimizer.state.exp_avg.{tensor.key}"
             flatten(directory, name, whole(tensor), tensor.boxes[0][1])
-    found = open_torch_dist(directory, ITERATION, Options())
-    assert differing(made.tensors, found.tensors) == []
+    reopened = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, reopened.tensors) == []
 
 
-def test_a_name_of_a_chained_optimizer_does_not_matter(tmp_path: Path) -> None:
+def test_any_name_of_a_chained_optimizer_is_accepted(tmp_path: Path) -> None:
     made = contents()
     directory = write_torch_dist(made, tmp_path, Options())
     with open(directory / ".metadata", "rb") as file:
@@ -149,15 +151,15 @@ def test_a_name_of_a_chained_optimizer_does_not_matter(tmp_path: Path) -> None:
         return f"chained_1.{name}" if name.startswith("optimizer.") else name
 
     described = metadata.state_dict_metadata
-    metadata.state_dict_metadata = {chained(name): it for name, it in described.items()}
+    metadata.state_dict_metadata = {chained(name): entry for name, entry in described.items()}
     metadata.storage_data = {
         MetadataIndex(chained(index.fqn), index.offset): info
         for index, info in metadata.storage_data.items()
     }
     with open(directory / ".metadata", "wb") as file:
         pickle.dump(metadata, file)
-    found = open_torch_dist(directory, ITERATION, Options())
-    assert differing(made.tensors, found.tensors) == []
+    reopened = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, reopened.tensors) == []
 
 
 def test_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
@@ -169,10 +171,10 @@ def test_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path
     opened = open_source(tmp_path / "source", None, Options())
     with pytest.raises(CorruptCheckpointError) as error:
         convert(opened, tmp_path / "result", "flashckpt", Options())
-    said = str(error.value)
-    assert "linear_fc2.weight (6 of 96 elements)" in said
-    assert "0.15.0 to 0.19.0" in said
-    assert "--weights-only" in said
+    message = str(error.value)
+    assert "linear_fc2.weight (6 of 96 elements)" in message
+    assert "0.15.0 to 0.19.0" in message
+    assert "--weights-only" in message
     assert not (tmp_path / "result").exists()
     for options in (Options(weights_only=True), Options(accept_damage=True, overwrite=True)):
         opened = open_source(tmp_path / "source", None, options)
@@ -190,16 +192,16 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     convert(
         open_source(tmp_path / "source", None, options), tmp_path / "dist", "torch_dist", options
     )
-    found = open_source(tmp_path / "dist", None, Options()).contents
-    assert {tensor.kind for tensor in found.tensors} == {"weight", "buffer"}
-    assert found.optimizer is None
-    assert found.rng == {}
-    assert found.args.no_save_optim
-    assert found.args.no_save_rng
+    reopened = open_source(tmp_path / "dist", None, Options()).contents
+    assert {tensor.kind for tensor in reopened.tensors} == {"weight", "buffer"}
+    assert reopened.optimizer is None
+    assert reopened.rng == {}
+    assert reopened.args.no_save_optim
+    assert reopened.args.no_save_rng
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
-def test_no_pickle_runs_code(tmp_path: Path, file: str) -> None:
+def test_reading_a_pickle_runs_no_code(tmp_path: Path, file: str) -> None:
     directory = write_torch_dist(contents(), tmp_path / "save", Options())
     trap = Trap(tmp_path / "sprung")
     if file == "common.pt":
@@ -221,7 +223,7 @@ def test_an_object_of_another_class_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "metadata", "common", "outside"])
-def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_source_is_named_and_nothing_is_written(tmp_path: Path, damage: str) -> None:
     directory = write_torch_dist(contents(), tmp_path / "save", Options())
     (file,) = directory.glob("*.distcp")
     place = file.name
@@ -250,7 +252,7 @@ def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> No
     assert snapshot(tmp_path) == before
 
 
-def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
+def test_empty_and_zero_dimensional_tensors_are_converted(tmp_path: Path) -> None:
     odd = [
         held("empty", "weight", torch.zeros((0, 3)), (((0, 0), (0, 3)),)),
         held("scalar", "buffer", torch.tensor(3.5), (((), ()),)),
@@ -259,12 +261,12 @@ def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
     for to in ("torch_dist", "flashckpt"):
         write_torch_dist(made, tmp_path / "source", Options(overwrite=True))
         convert(open_source(tmp_path / "source", None, Options()), tmp_path / to, to, Options())
-        found = open_source(tmp_path / to, None, Options()).contents.tensors
-        assert torch.equal(found[0].read(found[0].boxes[0]), torch.zeros((0, 3)))
-        assert float(found[1].read(((), ()))) == 3.5
+        reopened = open_source(tmp_path / to, None, Options()).contents.tensors
+        assert torch.equal(reopened[0].read(reopened[0].boxes[0]), torch.zeros((0, 3)))
+        assert float(reopened[1].read(((), ()))) == 3.5
 
 
-def test_a_release_is_iteration_0_in_ours_and_a_release_in_megatrons(tmp_path: Path) -> None:
+def test_a_megatron_release_becomes_iteration_0_and_a_release_again(tmp_path: Path) -> None:
     options = Options(weights_only=True)
     directory = write_torch_dist(contents(), tmp_path / "save", options)
     directory.rename(directory.with_name("release"))
@@ -274,13 +276,13 @@ def test_a_release_is_iteration_0_in_ours_and_a_release_in_megatrons(tmp_path: P
     assert (opened.contents.iteration, opened.contents.common["iteration"]) == (0, 0)
     convert(opened, tmp_path / "back", "torch_dist", options)
     assert (tmp_path / "back" / TRACKER).read_text() == "release"
-    weights = [it for it in contents().tensors if it.kind in ("weight", "buffer")]
-    found = open_source(tmp_path / "back", None, options).contents
-    assert differing(weights, found.tensors) == []
+    weights = [entry for entry in contents().tensors if entry.kind in ("weight", "buffer")]
+    reopened = open_source(tmp_path / "back", None, options).contents
+    assert differing(weights, reopened.tensors) == []
 
 
 def test_fp32_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
-    """There the weights are the masters, but the damage shows in the copy that is kept of them."""
+    """FP32 weights are their own masters, but the damage is in the copy that the state keeps."""
     made = contents()
     fp32 = [
         dataclasses.replace(tensor, kind="weight") if tensor.kind == "master" else tensor

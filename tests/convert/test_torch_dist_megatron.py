@@ -1,12 +1,12 @@
-"""torch_dist both ways with real Megatron: its checkpoint trains on in ours, and ours in its.
+"""Conversion of torch_dist to our format and back, with training in real Megatron.
 
-Per layout three real jobs of two ranks: stock trains 6 iterations and saves at 2, 4 and 6. Its
-iteration 2 is converted, our load trains on to 6 and saves at 4. That one is converted back, and
-stock trains on from it. All losses, and all global tensors at iteration 6, must be stock's own, bit
-for bit. Dropout is on, so random states count too.
+Each layout runs three real jobs of two ranks. Stock trains 6 iterations and saves at 2, 4 and 6.
+Our job resumes from its converted iteration 2, trains to iteration 6 and saves at 4. Stock resumes
+from that checkpoint, converted back. All losses, and all global tensors at iteration 6, must equal
+those of the first job bit for bit. Dropout is on, so random states are checked too.
 
-Megatron's `fully_reshardable` is right only as long as there is one bucket, as here. A job with
-several shows that their damage is found.
+Megatron's `fully_reshardable` is correct only with one bucket, as in these jobs. A job with several
+buckets shows that the damage is detected.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Jobs:
         convert(open_source(ours, 4, Options()), back, "torch_dist", Options())
         self.c = self._run("c", [*arguments, *schedule(back, back)], "stock")
 
-    def _run(self, name: str, arguments: list[str], door: str) -> Result:
-        return run(self.tmp_path, name, arguments, door)
+    def _run(self, name: str, arguments: list[str], entry_point: str) -> Result:
+        return run(self.tmp_path, name, arguments, entry_point)
 
 
-def run(tmp_path: Path, name: str, arguments: list[str], door: str) -> Result:
-    env = GROUP_MARKS if door == "stock" else {}
-    job = run_job(tmp_path, name, arguments, ranks=2, door=door, env=env, timeout_s=400)
+def run(tmp_path: Path, name: str, arguments: list[str], entry_point: str) -> Result:
+    env = GROUP_MARKS if entry_point == "stock" else {}
+    job = run_job(tmp_path, name, arguments, ranks=2, door=entry_point, env=env, timeout_s=400)
     return succeeded(job)
 
 
@@ -81,7 +81,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
 
 
-def test_a_checkpoint_of_megatrons_trains_on_in_ours(jobs: Jobs) -> None:
+def test_our_job_continues_bit_for_bit_from_megatrons_checkpoint(jobs: Jobs) -> None:
     assert "iteration 2 was restored from storage" in jobs.b.log
     assert sorted(jobs.b.losses()) == [3, 4, 5, 6]
     for iteration, losses in jobs.b.losses().items():
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_megatrons_trains_on_in_ours(jobs: Jobs) -> None:
     assert differing(stock.tensors, ours.tensors) == []
 
 
-def test_a_checkpoint_of_ours_trains_on_in_megatron(jobs: Jobs) -> None:
+def test_megatron_continues_bit_for_bit_from_our_checkpoint(jobs: Jobs) -> None:
     assert sorted(jobs.c.losses()) == [5, 6]
     for iteration, losses in jobs.c.losses().items():
         assert losses == jobs.a.losses()[iteration]
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_ours_trains_on_in_megatron(jobs: Jobs) -> None:
     assert differing(stock.tensors, back.tensors) == []
 
 
-def test_side_state_is_the_same_in_all_three(jobs: Jobs) -> None:
+def test_side_state_is_equal_in_all_three_checkpoints(jobs: Jobs) -> None:
     stock = opened(jobs.tmp_path / "stock", 6)
     for name in ("ours", "back"):
         other = opened(jobs.tmp_path / name, 6)
@@ -113,10 +113,10 @@ def groups(contents: Contents) -> list[dict]:
     return [group for entry in contents.optimizer for group in entry["param_groups"]]
 
 
-def test_megatron_loads_ours_under_another_tensor_parallel_size(
+def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """From TP 2 to TP 1: stock, from what was converted, trains as ours does from its own."""
+    """At TP 1, stock trains from the converted TP 2 save as our job does from the original."""
     tmp_path = tmp_path_factory.mktemp("cross")
     arguments = LAYOUTS["dp2-swiglu-untied"]
     ours, dist = tmp_path / "ours", tmp_path / "dist"
@@ -131,22 +131,22 @@ def test_megatron_loads_ours_under_another_tensor_parallel_size(
         "0",
     ]
     results = {}
-    for name, load, door in (("mine", ours, "launch"), ("stock", dist, "stock")):
+    for name, load, entry_point in (("mine", ours, "launch"), ("stock", dist, "stock")):
         job = [*arguments, *schedule(load, tmp_path / f"saved-{name}", 4), *changed]
-        results[name] = run(tmp_path, name, job, door)
+        results[name] = run(tmp_path, name, job, entry_point)
     assert sorted(results["stock"].losses()) == [3, 4]
     assert results["stock"].losses() == results["mine"].losses()
-    mine, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
-    assert differing(mine.tensors, stock.tensors) == []
-    assert groups(mine) == groups(stock)
+    ours_saved, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
+    assert differing(ours_saved.tensors, stock.tensors) == []
+    assert groups(ours_saved) == groups(stock)
 
 
-def test_the_damage_that_megatron_does_with_several_buckets_is_found(
+def test_state_that_megatron_damages_with_several_buckets_is_refused(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("damage")
     arguments = ["--num-layers", "2", "--bf16", *DISTRIBUTED, "--overlap-grad-reduce"]
-    # A hidden size of 72 makes buckets whose ends are padded.
+    # With a hidden size of 72, Megatron pads the ends of buckets.
     arguments += ["--ddp-bucket-size", "20000", "--hidden-size", "72", "--kv-channels", "18"]
     job = [*arguments, *schedule(tmp_path / "stock", tmp_path / "stock", 2)]
     run(tmp_path, "stock", job, "stock")

@@ -1,19 +1,20 @@
 """The crash matrix: real Megatron jobs are killed at every step of a save and a load.
 
-Two ranks and their agent, on real code paths. Each cell names a process, a point where it is
-stopped, the how-manieth time it comes there, and what is then killed with SIGKILL: the trainers
-(the agent goes on alone), the agent (the trainers go on and find another), or the node. Then the
-job is started again, and must go on from the newest iteration that all ranks had staged completely
-(or, if the node was lost, committed), from memory whenever it is there, bit for bit; no half
-checkpoint may look like a whole one, the next saves must work, and nothing may stay behind.
+A job has two ranks and their agent, and runs the real code. Each cell names a process and the hit
+of a failpoint at which that process is stopped. Then SIGKILL ends the trainers (the agent
+continues), the agent (the trainers continue with a new one), or the node, which means all of them.
 
-Other cells ("copy: agent:...", "xor: agent:...") are of two or three nodes that hold copies or
-parity for each other, with real agents and trainers without Megatron: an agent is stopped while it
-sends, holds or gets back a checkpoint, and nodes are lost.
+The job is started again. It must resume bit for bit from the newest iteration that all ranks had
+staged completely, from memory if possible; after the loss of a node, from the newest committed one.
+No partial checkpoint may look complete, the next saves must work, and no files may be left over.
 
-The others ("two jobs: ...", "second start: ...", "requeue: ...", "forks: ...", "lost socket: ...",
-"errors that pass: ...", "names that come late: ...") are described where they are defined, in
-`tests/crash`. The last two take a C compiler.
+Other cells ("copy: agent:...", "xor: agent:...") have two or three nodes that hold copies or parity
+for each other, with real agents, and trainers without Megatron. An agent is stopped while it sends,
+holds or gets back a checkpoint, and nodes are lost.
+
+The modules of `tests/crash` describe the remaining cells ("two jobs: ...", "second start: ...",
+"requeue: ...", "forks: ...", "lost socket: ...", "errors that pass: ...", "names that come late:
+..."). The last two need a C compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    # Not at the top: ranks are forked, and look into this file before they know who they are.
+    # Imported here: forked ranks import this file before their environment is set.
     from tests.crash.matrix import PLAIN, STORAGES, run
 
     parser = argparse.ArgumentParser(prog="scripts/crash", description=__doc__)
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--fault-seed", type=int, default=0, help="of faulty storage")
     parser.add_argument("--list", action="store_true", help="only list the cells")
     arguments = parser.parse_args()
-    # Like Ctrl-C: the cells that are running come to their end, and leave no process behind.
+    # SIGTERM acts like Ctrl-C: the running cells finish and leave no process behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run(**vars(arguments))
 

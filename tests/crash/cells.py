@@ -1,8 +1,8 @@
-"""All cells of the crash matrix, and the few that stand for them in the test suite.
+"""All cells of the crash matrix, and the sample that the test suite runs.
 
-A save of the job of `rank.py` takes the agent through `persist.chunk` six times (two ranks, three
-chunks), through the other points of a shard twice, through `put.*` five times (the node's record,
-common state, manifest, tracker, history), and through the points of a commit once.
+In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
+chunks), the other failpoints of a shard twice, `put.*` five times (the node's record, common state,
+manifest, tracker, history), and the failpoints of a commit once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOADING = (
     "load.unadopted",
     "load.adopted",
 )
-#: Points of the agent, and at which counts it is killed there: in the first save, and later.
+#: Failpoints of the agent, and the hits at which it is killed: in the first save, and later.
 _AGENT = {
     "agent.attached": (1, 2),
     "agent.granted": (1, 4),
@@ -58,19 +58,19 @@ _RETAINING = {
     "retain.deleted": (1,),
 }
 _FAILING = {"save.failed": (1,), "forget.file": (1, 2)}
-#: Every fourth checkpoint stays, so that one goes when the next is committed.
+#: Retention keeps every fourth checkpoint, so each commit removes an earlier checkpoint.
 _RETAIN_INTERVAL = 4
-#: Which save fails where one has to.
+#: Number of the save that fails, in cells that need a failed save.
 _BROKEN = 2
 
 
 def all_cells(seeds: int) -> list[Cell]:
-    """Return the cells of the long version, with as many random ones as there are `seeds`."""
+    """Return the cells of the full matrix, and one random cell for each of `seeds`."""
     return [*_of_the_agent(), *_of_trainers(), *_of_loads(), *map(_random, range(seeds))]
 
 
 def sample() -> list[Cell]:
-    """Return cells that take the suite through every column and both sources."""
+    """Return cells that cover every column, and loads from memory and from storage."""
     return [
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
         _cell(Crash("agent", "put.written", 8, AGENT)),
@@ -85,7 +85,7 @@ def sample() -> list[Cell]:
 
 
 def _cell(*crashes: Crash, **more: int) -> Cell:
-    # By turns the next saves are of the iterations that were cut short, or of later ones.
+    # Alternate: the next saves repeat the interrupted iterations, or skip to later ones.
     step = 1 + 2 * (sum(crash.count for crash in crashes) % 2)
     return Cell(crashes, step=step, **more)  # type: ignore[arg-type]
 
@@ -113,25 +113,25 @@ def _of_trainers() -> Iterator[Cell]:
 
 
 def _of_loads() -> Iterator[Cell]:
-    """A load that is cut short itself: from memory, and from storage."""
+    """Yield cells that also interrupt the load, from memory and from storage."""
     for before in (TRAINERS, NODE):
         for rank in ("rank0", "rank1"):
             for point in LOADING:
                 if (before, point) == (NODE, "load.half"):
-                    continue  # an exchange is of memory
+                    continue  # ranks exchange pieces only when they load from memory
                 for killed in KILLED:
                     first = Crash("rank0", "save.told", 2, before)
                     yield _cell(first, Crash(rank, point, 1, killed))
 
 
 def _random(seed: int) -> Cell:
-    """Two or three crashes of a job that does not wait for its saves."""
+    """Return two or three crashes of a job that does not wait for its saves."""
     draw = random.Random(seed)
     crashes: list[Crash] = []
     agent_is_new = True
     for _ in range(draw.choice((2, 3))):
         killed = draw.choice(KILLED)
-        # What an agent is to do is said when it starts.
+        # An agent reads its fault when it starts, so only a new agent can get one.
         if agent_is_new and draw.random() < 0.7:
             point, counts = draw.choice(list(_AGENT.items()))
             crash = Crash("agent", point, draw.choice(counts), killed)

@@ -1,4 +1,4 @@
-"""The families of cells that the matrix runs beside those of one job, of peers and of rivals."""
+"""Families of cells, in addition to the cells of one job, of peers and of rivals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.crash.second_starts import SecondStart, second_starts
 from tests.crash.sockets import ALL_GONE, SOCKET_GONE, LostSocket, lost_sockets
 from tests.crash.storage_faults import faulty_cells, faulty_sample
 
-#: One line per family.
+#: The function that returns the cells, for each family.
 FAMILIES = (
     second_starts,
     second_jobs,
@@ -27,7 +27,7 @@ def family_cells() -> list[FamilyCell]:
 
 
 def family_sample() -> list[FamilyCell]:
-    """Return cells that stand for all of them in the test suite."""
+    """Return the cells of each family that the test suite runs."""
     return [
         SecondStart("persist.chunk", 2),
         SecondJob(0, "stage.half", 3, "storage"),

@@ -1,4 +1,4 @@
-"""A family of cells, to the matrix: each cell has a place in a table and tells a story."""
+"""Base class of cells with a scenario of their own, and the contents that their ranks save."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from tests.crash.job import CellError
 from tests.crash.truth import committed
 from tests.support.trainer import FakeTrainer, content
 
-#: Lives that any cell has, at most.
-_LIVES = 5
+#: Largest number of runs in a cell. A run lasts from one start of a rank to the next.
+_MAX_RUNS = 5
 
 
 class FamilyCell(abc.ABC):
-    """A cell whose story is its own."""
+    """A cell that runs its own scenario."""
 
     @property
     @abc.abstractmethod
     def place(self) -> tuple[tuple[str, str], str]:
-        """Process and step, which make the row, and what happens there: the column."""
+        """The row of the table (process, step), and the column (what happens there)."""
 
     @abc.abstractmethod
-    def tell(self, home: Path) -> None:
-        """Let the cell happen in the empty directory `home`.
+    def run(self, home: Path) -> None:
+        """Run the cell in the empty directory `home`.
 
         Raises:
-            CellError: something is not as it should be.
+            CellError: a check failed.
         """
 
 
-def bytes_of(life: int, trainer: FakeTrainer, iteration: int) -> bytes:
-    """Return what a rank holds at an iteration in one of its lives: no two lives are alike."""
-    return content(trainer.rank + 100 * life, iteration, trainer.layout.nbytes)
+def bytes_of(run: int, trainer: FakeTrainer, iteration: int) -> bytes:
+    """Return the state of a rank at an iteration; it differs between runs (`run`)."""
+    return content(trainer.rank + 100 * run, iteration, trainer.layout.nbytes)
 
 
-def life_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
-    """Return the life whose state `data` is.
+def run_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
+    """Return the run whose state `data` is.
 
     Raises:
-        CellError: it is that of no life, or of several.
+        CellError: no run has this state.
     """
-    for life in range(1, _LIVES + 1):
-        if data == bytes_of(life, trainer, iteration):
-            return life
-    raise CellError(f"rank {trainer.rank}: iteration {iteration} is no life's state")
+    for run in range(1, _MAX_RUNS + 1):
+        if data == bytes_of(run, trainer, iteration):
+            return run
+    raise CellError(f"rank {trainer.rank}: iteration {iteration} is the state of no run")
 
 
-def lives_in(root: Path, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
-    """Return, by committed iteration, the lives whose state its ranks have."""
+def runs_in(root: Path, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
+    """Return, by committed iteration, the runs whose state its ranks have."""
     return {
         iteration: {
-            life_of(read_rank(stored(root, iteration), trainer), trainer, iteration)
+            run_of(read_rank(stored(root, iteration), trainer), trainer, iteration)
             for trainer in trainers
         }
         for iteration in committed(root)

@@ -1,11 +1,11 @@
 """Cells of forks: real Megatron ranks fork helpers in the middle of a save or a load.
 
-At the step each rank forks a helper that lives on, and one that leaves by `sys.exit`. Then one rank
-is stopped there, and both are killed. The next life resumes, forks at the same step, and ends in
-order. Its agent has to leave while the helpers live, and these may hold no memory of ours and no
-connection to an agent.
+At the step each rank forks a helper that keeps running, and one that ends with `sys.exit`. Then one
+rank is stopped there, and both ranks are killed. The next run resumes, forks at the same step, and
+ends normally. Its agent must leave although the helpers still run. A helper may hold no memory of
+the package and no connection to an agent.
 
-Left out are steps of agents, which fork nothing.
+Steps of agents are left out, because agents fork nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.helpers import end_helpers, helpers_in
 from tests.crash.job import RANKS, CellError, Job
-from tests.crash.start import Life
-from tests.crash.story import TRAINERS, Crash, Found, check_end, check_load, crash_job
+from tests.crash.start import RunPlan
+from tests.crash.story import TRAINERS, Crash, RestorePoint, check_end, check_load, crash_job
 from tests.crash.truth import check_storage
 from tests.support.trainer import is_alive
 
@@ -30,7 +30,7 @@ _SAVES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Forks(FamilyCell):
-    """Ranks fork at `point`, and are killed when `rank` has come there."""
+    """Ranks fork at `point`, and are killed when `rank` has hit that failpoint."""
 
     rank: int
     point: str
@@ -43,36 +43,36 @@ class Forks(FamilyCell):
     def __str__(self) -> str:
         return f"forks: rank{self.rank}:{self.point}:{self.count}, {HAPPENS}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         job = Job(home)
         try:
-            _happen(self, job)
+            _run_scenario(self, job)
         finally:
             end_helpers(home)
             job.close()
 
 
 def forks() -> list[FamilyCell]:
-    """Return all cells of forks; ranks take turns."""
+    """Return all cells of forks; the stopped rank alternates."""
     steps = [*((point, 2) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
     return [Forks(number % RANKS, *step) for number, step in enumerate(steps)]
 
 
-def _happen(cell: Forks, job: Job) -> None:
+def _run_scenario(cell: Forks, job: Job) -> None:
     trouble.begin(job.save)
-    life = Life(save=str(job.save), seed=1, saves=_SAVES)
-    forking = dataclasses.replace(life, forks=f"{cell.point}:{cell.count}")
-    expected = Found()
+    plan = RunPlan(save=str(job.save), seed=1, saves=_SAVES)
+    forking = dataclasses.replace(plan, forks=f"{cell.point}:{cell.count}")
+    expected = RestorePoint()
     if cell.point.startswith("load."):
-        told = Crash("rank0", "save.told", 2, TRAINERS)
-        job.start(life, told.fault, linger=True)
-        expected = crash_job(job, told, expected)
+        first_crash = Crash("rank0", "save.told", 2, TRAINERS)
+        job.start(plan, first_crash.fault, linger=True)
+        expected = crash_job(job, first_crash, expected)
     crash = Crash(f"rank{cell.rank}", cell.point, cell.count, TRAINERS)
     job.start(forking, crash.fault, linger=True)
     expected = crash_job(job, crash, expected)
     _check_helpers(job)
     job.start(dataclasses.replace(forking, saves=2, recovers=True), None, linger=False)
-    job.join()  # the agent leaves, though helpers live
+    job.join()  # the agent leaves although helpers still run
     check_load(job, expected)
     check_end(job, expected.iteration + 2)
     check_storage(job.save)
@@ -80,14 +80,14 @@ def _happen(cell: Forks, job: Job) -> None:
 
 
 def _check_helpers(job: Job) -> None:
-    """Refuse helpers that have died, or hold what is ours."""
+    """Fail if a helper has died, or holds memory or connections of the package."""
     helpers = helpers_in(job.home)
     if not helpers or not all(map(is_alive, helpers)):
         raise CellError(f"helpers {helpers} do not all live")
     for pid in helpers:
         if slabs_of(pid):
             raise CellError(f"helper {pid} keeps a slab")
-        # Ranks talk to each other by TCP; what else they have is the connection to the agent.
+        # Ranks use TCP among themselves; a Unix socket is the connection to the agent.
         lines = Path("/proc/net/unix").read_text().splitlines()[1:]
         local = {f"socket:[{line.split()[6]}]" for line in lines}
         if local.intersection(sockets_of(pid)):

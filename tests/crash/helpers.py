@@ -1,6 +1,6 @@
 """Helper processes that a rank forks at a step, as scripts and data loaders do.
 
-Imports nothing of megatron_flashckpt, which a rank does when it has its environment.
+Imports nothing of megatron_flashckpt: a rank imports it after its environment is set.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 import time
 from pathlib import Path
 
-#: A helper that nobody ends leaves by itself.
+#: Seconds after which a helper ends by itself.
 _LONGEST_S = 300.0
 
 
 def fork_at(step: str, home: Path) -> None:
-    """Have this rank fork two helpers when it is at POINT:COUNT.
+    """Make this rank fork two helpers at POINT:COUNT.
 
-    One lives on, whatever becomes of the rank; its pid is appended to `helpers` in `home`. The
-    other one leaves by `sys.exit`, which runs what the rank has registered at `atexit`; the rank
-    waits for it. Called before any module of the package has bound `failpoints.reach`.
+    The first helper keeps running after the rank has ended; its pid is appended to `helpers` in
+    `home`. The second helper ends with `sys.exit`, which runs the rank's `atexit` functions; the
+    rank waits for this helper. Call this before a module of the package binds `failpoints.reach`.
     """
     from megatron_flashckpt import failpoints
 
@@ -68,7 +68,7 @@ def _live_on(home: Path) -> None:
 
 
 def helpers_in(home: Path) -> list[int]:
-    """Return the helpers that live on."""
+    """Return the pids of the helpers that keep running."""
     try:
         return [int(line) for line in (home / "helpers").read_text().split()]
     except FileNotFoundError:

@@ -16,30 +16,30 @@ from typing import Any, TypeVar
 
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.crash import trouble
-from tests.crash.start import Life, start
+from tests.crash.start import RunPlan, start
 from tests.support.forked.nursery import nursery
 from tests.support.trainer import agents_under, is_alive
 
 T = TypeVar("T")
 RANKS = 2
-#: Longest wait for anything; a cell that needs it has failed.
+#: Longest wait for any event; the cell fails after it.
 PATIENCE_S = 60.0
-#: How long an agent whose ranks have come to their end may take to come to its point.
+#: Seconds that an agent has to hit its failpoint after its ranks have ended.
 _LAST_S = 5.0
 
 
 class CellError(AssertionError):
-    """A cell of the matrix is not as it should be."""
+    """A check of a cell failed."""
 
 
 def eventually(what: str, probe: Callable[[], T | None]) -> T:
     """Return the first true value of `probe`, which is called until the deadline."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := probe()):
+    while not (value := probe()):
         if time.monotonic() > deadline:
             raise CellError(f"not within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.003)
-    return found
+    return value
 
 
 def state_of(pid: int) -> str:
@@ -51,10 +51,10 @@ def state_of(pid: int) -> str:
 
 
 def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
-    """Wait until an agent stands at its step in the save of `iteration`; return its pid.
+    """Wait until an agent is stopped at its step in the save of `iteration`; return its pid.
 
-    On storage with faults an error may keep an agent from a removal until a later save. Then 0 is
-    returned, a while after `iteration` was committed, and the agent does not stop at that step.
+    On faulty storage an error may delay a removal until a later save. In that case return 0 some
+    seconds after `iteration` was committed, and wake the agent if it stops at that step later.
     """
     ended_at = math.inf
 
@@ -71,7 +71,7 @@ def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
                 return [0]
         return []
 
-    return eventually(f"the agent comes to {step}", probe)[0]
+    return eventually(f"the agent hits {step}", probe)[0]
 
 
 def _wake_at_its_step(agent: int) -> None:
@@ -82,7 +82,7 @@ def _wake_at_its_step(agent: int) -> None:
 
 
 class Job:
-    """The ranks, restarted any number of times under one agent's eyes, in `home`."""
+    """Ranks in the directory `home`, restartable any number of times, and their agent."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -90,14 +90,14 @@ class Job:
         self.runtime_dir = home / "run"
         self._nursery = nursery()
         self._ranks: list[BaseProcess] = []
-        self._lives = 0
+        self._runs = 0
 
-    def start(self, life: Life, fault: str | None, *, linger: bool) -> None:
-        """Start all ranks; `fault` is WHO:POINT:COUNT, and whoever it is stops there.
+    def start(self, plan: RunPlan, fault: str | None, *, linger: bool) -> None:
+        """Start all ranks; `fault` is WHO:POINT:COUNT and stops that process there.
 
-        With `linger` the ranks do not end by themselves.
+        With `linger` the ranks wait for SIGKILL instead of ending by themselves.
         """
-        self._lives += 1
+        self._runs += 1
         trouble.await_names(self.save)
         for rank in range(RANKS):
             environment = {
@@ -113,7 +113,7 @@ class Job:
                 environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"
             process = self._nursery.Process(
                 target=start,
-                args=(environment, str(self._log(rank)), life, self._report(rank), linger),
+                args=(environment, str(self._log(rank)), plan, self._report(rank), linger),
                 daemon=True,
             )
             process.start()
@@ -121,27 +121,27 @@ class Job:
 
     @property
     def reached(self) -> Path:
-        """The file that is made when the fault of this life happens."""
-        return self.home / f"life-{self._lives}.reached"
+        """The file that a process creates when it hits the fault of this run."""
+        return self.home / f"run-{self._runs}.reached"
 
     def _log(self, rank: int) -> Path:
-        return self.home / f"life-{self._lives}-rank-{rank}.log"
+        return self.home / f"run-{self._runs}-rank-{rank}.log"
 
     def _report(self, rank: int) -> Path:
-        return self.home / f"life-{self._lives}-rank-{rank}.jsonl"
+        return self.home / f"run-{self._runs}-rank-{rank}.jsonl"
 
     def log(self) -> str:
-        """Return what the ranks of this life have printed."""
+        """Return the output of the ranks of this run."""
         return "".join(self._log(rank).read_text(errors="replace") for rank in range(RANKS))
 
     def reports(self, name: str) -> list[list[dict[str, Any]]]:
-        """Return, by rank, the events of this life that have `name`."""
-        found = []
+        """Return, by rank, the events of this run that have the key `name`."""
+        events = []
         for rank in range(RANKS):
             with contextlib.suppress(FileNotFoundError):
                 lines = self._report(rank).read_text().splitlines()
-                found.append([event for event in map(json.loads, lines) if name in event])
-        return found + [[]] * (RANKS - len(found))
+                events.append([event for event in map(json.loads, lines) if name in event])
+        return events + [[]] * (RANKS - len(events))
 
     # ------------------------------------------------------------------ processes
 
@@ -154,10 +154,10 @@ class Job:
         return agents_under(self.runtime_dir)
 
     def stopped(self, who: str) -> int:
-        """Wait until the fault has happened; return the process that stands still.
+        """Wait until the fault has happened; return the stopped process.
 
-        An error of storage may keep an agent from a step (a removal, say), to which it then comes
-        once less in a life: with faults, 0 is returned when this life has come to its end.
+        On faulty storage an agent may hit a failpoint (of a removal, for example) once less per
+        run, because of an error. In that case return 0 when this run has ended.
         """
         ended_at = math.inf
 
@@ -166,14 +166,14 @@ class Job:
             if self.reached.exists():
                 pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
                 return [pid for pid in pids if state_of(pid) == "T"]
-            self._complain_of_the_dead()
+            self._fail_if_a_rank_ended()
             if who == "agent" and trouble.is_troubled(self.save) and all(self.reports("ended")):
                 ended_at = min(ended_at, time.monotonic())
                 if time.monotonic() > ended_at + _LAST_S:
                     return [0]
             return []
 
-        return eventually(f"{who} comes to its point", probe)[0]
+        return eventually(f"{who} hits its failpoint", probe)[0]
 
     def everyone(self, name: str) -> None:
         """Wait until all ranks have reported `name`."""
@@ -181,12 +181,12 @@ class Job:
         def probe() -> bool:
             if all(self.reports(name)):
                 return True
-            self._complain_of_the_dead()
+            self._fail_if_a_rank_ended()
             return False
 
         eventually(f"all ranks report '{name}'", probe)
 
-    def _complain_of_the_dead(self) -> None:
+    def _fail_if_a_rank_ended(self) -> None:
         if any(not is_alive(pid) for pid in self.trainers):
             raise CellError(f"a rank ended by itself: {self.log()[-3000:]}")
 
@@ -201,7 +201,7 @@ class Job:
         eventually("the agent leaves", lambda: not self.agents)
 
     def kill_trainers(self) -> None:
-        """As torchrun or a scheduler would, but at once."""
+        """Kill the ranks as torchrun or a scheduler does, but without a delay."""
         for pid in self.trainers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -219,13 +219,13 @@ class Job:
 
     @contextlib.contextmanager
     def agent_at_rest(self) -> Iterator[None]:
-        """Let the agent do nothing meanwhile."""
+        """Stop the agent inside the `with` block."""
         woken = []
         for pid in self.agents:
             if state_of(pid) != "T":
                 os.kill(pid, signal.SIGSTOP)
                 woken.append(pid)
-                eventually("the agent rests", lambda pid=pid: state_of(pid) in "TXZ")  # type: ignore[misc]
+                eventually("the agent is stopped", lambda pid=pid: state_of(pid) in "TXZ")  # type: ignore[misc]
         try:
             yield
         finally:
@@ -239,7 +239,7 @@ class Job:
 
 
 def wake(pid: int) -> None:
-    """Let a process go on; none if `pid` is 0."""
+    """Continue a stopped process; do nothing if `pid` is 0."""
     if not pid:
         return
     with contextlib.suppress(ProcessLookupError):

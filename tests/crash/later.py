@@ -1,6 +1,6 @@
-"""A trainer in a process of its own, which starts later than others and does what it is asked.
+"""A trainer in its own process, which starts later than others and calls methods on request.
 
-Imports nothing of megatron_flashckpt, which a forked process imports when it has its environment.
+Imports nothing of megatron_flashckpt: a forked process imports it after its environment is set.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from tests.support.forked.nursery import nursery, settle_in
 
-#: Longest wait for an answer; a cell that needs it has failed.
+#: Longest wait for an answer; the cell fails after it.
 _PATIENCE_S = 60.0
 
 
 class Later:
-    """The process, seen from the test's."""
+    """Handle of the process, for the test."""
 
     def __init__(self, home: Path, *arguments: Any) -> None:
-        """Start a process that makes `second_starts.Life(*arguments)` when it is asked."""
+        """Start a process that creates `second_starts.RankRun(*arguments)` at the first request."""
         made = nursery()
         self._connection, other = made.Pipe()
-        # Not at the top: the forked process imports this module before it has its environment.
+        # Imported here: the forked process imports this module before its environment is set.
         from tests.crash import trouble
 
         environment = trouble.environment(home / "save")
@@ -40,7 +40,7 @@ class Later:
         return self._process.pid or 0
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Have it call a method; `answer` returns what came of it."""
+        """Request a method call; `answer` returns its result."""
         self._connection.send((name, arguments))
 
     def answer(self) -> Any:
@@ -63,19 +63,19 @@ class Later:
 
 def _serve(environment: dict[str, str], log: str, connection: Connection, *arguments: Any) -> None:
     settle_in(environment, log)
-    from tests.crash.second_starts import Life
+    from tests.crash.second_starts import RankRun
     from tests.crash.trouble import retry_at_once
 
     if environment:
         retry_at_once()
-    life = Life(*arguments)
+    run = RankRun(*arguments)
     while True:
         try:
             name, given = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = "", getattr(life, name)(*given)
-        except BaseException as error:  # the first line is what the matrix prints
+            answer = "", getattr(run, name)(*given)
+        except BaseException as error:  # the matrix prints the first line
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None
         connection.send(answer)

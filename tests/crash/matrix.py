@@ -1,4 +1,4 @@
-"""Runs the cells and prints what became of them."""
+"""Runs the cells and prints a table of their results."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tests.crash import trouble
 from tests.crash.cells import all_cells
 from tests.crash.families import family_cells
 from tests.crash.family import FamilyCell
-from tests.crash.peers import LOST, PeerCell, peer_cells, tell_of_peers
-from tests.crash.rivals import HUNG, RivalCell, rival_cells, tell_of_rivals
-from tests.crash.story import KILLED, Cell, Found, tell
+from tests.crash.peers import LOST, PeerCell, peer_cells, run_peer_cell
+from tests.crash.rivals import HUNG, RivalCell, rival_cells, run_rival_cell
+from tests.crash.story import KILLED, Cell, RestorePoint, run_cell
 
 AnyCell = Cell | PeerCell | RivalCell | FamilyCell
 _RANDOM = "random"
 PLAIN, FAULTY = STORAGES = ("plain", "faulty")
-#: Of the table in a file, where no terminal says.
+#: Width of the table where no terminal sets it, as in a file.
 _WIDTH = 100
 
 
 class Matrix:
-    """Counts by row and column."""
+    """Table that counts cells by row and column."""
 
     def __init__(self, *columns: str) -> None:
-        """Args: `columns`: after process and point."""
+        """Args: `columns`: names of the columns after process and point."""
         self._columns = columns
         self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
         self.restored: collections.Counter[str] = collections.Counter()
@@ -43,14 +43,14 @@ class Matrix:
         return bool(self._done)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many cells are as they should be, and how many have ended."""
-        ended = [each for row in self._done.values() for cells in row.values() for each in cells]
+        """Return the number of cells that passed, and the number that ended."""
+        ended = [cell for row in self._done.values() for cells in row.values() for cell in cells]
         return sum(ended), len(ended)
 
-    def note(self, cell: AnyCell, outcome: list[Found] | BaseException) -> None:
+    def note(self, cell: AnyCell, outcome: list[RestorePoint] | BaseException) -> None:
         failed = isinstance(outcome, BaseException)
         if not isinstance(outcome, BaseException):
-            self.restored.update(found.source for found in outcome)
+            self.restored.update(restored.source for restored in outcome)
         row, column = _place(cell)
         self._done.setdefault(row, {}).setdefault(column, []).append(not failed)
 
@@ -60,7 +60,13 @@ class Matrix:
             table.add_column(name)
         for row in sorted(self._done):
             cells = [self._done[row].get(column, []) for column in self._columns]
-            table.add_row(*row, *(f"{sum(it)}/{len(it)}" if it else "" for it in cells))
+            table.add_row(
+                *row,
+                *(
+                    f"{sum(cells_here)}/{len(cells_here)}" if cells_here else ""
+                    for cells_here in cells
+                ),
+            )
         out.print(table)
 
 
@@ -119,18 +125,18 @@ def run(
     with faults, bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         task = bar.add_task("crashing", total=len(cells))
         running = {
-            pool.submit(_tell, cell, home / str(n), keep, seed, met): cell
+            pool.submit(_run_cell, cell, home / str(n), keep, seed, met): cell
             for n, cell in enumerate(cells)
         }
         try:
             for future in concurrent.futures.as_completed(running):
                 cell = running[future]
-                its = {PeerCell: of_peers, RivalCell: of_rivals}.get(type(cell), matrix)
-                its = of_families if isinstance(cell, FamilyCell) else its
-                its.note(cell, future.exception() or future.result())
+                table = {PeerCell: of_peers, RivalCell: of_rivals}.get(type(cell), matrix)
+                table = of_families if isinstance(cell, FamilyCell) else table
+                table.note(cell, future.exception() or future.result())
                 if future.exception():
-                    said = str(future.exception()).partition("\n")[0]
-                    out.print(f"FAILED {cell}: {said[:500]}", markup=False)
+                    message = str(future.exception()).partition("\n")[0]
+                    out.print(f"FAILED {cell}: {message[:500]}", markup=False)
                 bar.advance(task)
         except (KeyboardInterrupt, SystemExit):
             out.print("stopped before the end")
@@ -138,11 +144,11 @@ def run(
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
     matrices = (matrix, of_peers, of_rivals, of_families)
-    passed, ended = map(sum, zip(*(its.counts() for its in matrices), strict=True))
+    passed, ended = map(sum, zip(*(table.counts() for table in matrices), strict=True))
     restored = matrix.restored + of_peers.restored
-    for its in matrices:
-        if its:
-            its.print(out)
+    for table in matrices:
+        if table:
+            table.print(out)
     sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
     if seed is not None:
         calls = ", ".join(f"{count} at {call}" for call, count in met.most_common())
@@ -154,31 +160,31 @@ def run(
     return 0 if passed == len(cells) else 1
 
 
-def _tell(
+def _run_cell(
     cell: AnyCell,
     home: Path,
     keep: Path | None,
     seed: int | None,
     met: collections.Counter[str],
-) -> list[Found]:
-    """Let a cell happen in the new directory `home`.
+) -> list[RestorePoint]:
+    """Run a cell in the new directory `home`.
 
     Args:
-        keep: gets a copy of what a cell leaves that is not as it should be.
-        seed: of the faults of its storage; None: it has none.
-        met: counts the calls that were refused.
+        keep: directory for a copy of the files of a failed cell.
+        seed: seed of the faults of the storage; None means storage without faults.
+        met: counter of the refused calls.
     """
     home.mkdir()
     if seed is not None:
         trouble.prepare(home, seed, cell)
     try:
         if isinstance(cell, FamilyCell):
-            cell.tell(home)
+            cell.run(home)
             return []
         if isinstance(cell, RivalCell):
-            tell_of_rivals(cell, home)
+            run_rival_cell(cell, home)
             return []
-        return tell_of_peers(cell, home) if isinstance(cell, PeerCell) else tell(cell, home)
+        return run_peer_cell(cell, home) if isinstance(cell, PeerCell) else run_cell(cell, home)
     except BaseException:
         if keep is not None:
             kept = keep / home.name

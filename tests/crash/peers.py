@@ -1,9 +1,9 @@
 """Cells of nodes that hold copies (or parity) for each other: an agent is stopped, a node is lost.
 
-Agents are the real ones, a runtime directory each; trainers have no Megatron and live in this
-process. Iteration 1 is committed and held by others; 2 and 3 are meant for memory only, so that
-storage cannot stand in for what other nodes should have had: whoever gets them back has them from a
-holder. Node 0's agent is stopped while 3 is being sent, or on the way back.
+The agents are real and have a runtime directory each; the trainers have no Megatron and run in this
+process. Iteration 1 is committed and held by other nodes. Iterations 2 and 3 are for memory only,
+so a rank can get them back only from a holder, and not from storage. Node 0's agent is stopped
+while iteration 3 is sent, or while it is sent back.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
-from tests.crash.story import Found
+from tests.crash.story import RestorePoint
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
 from tests.support.cluster import Cluster, cluster
 from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id
 
-#: What is lost when node 0's agent stands at its point.
+#: The node or agent that is lost when node 0's agent is stopped at its failpoint.
 OWN, NEXT, AGENT, ALL = "its node", "the next node", "the agent, then the next node", "all nodes"
 LOST = (OWN, NEXT, AGENT, ALL)
-#: Nodes by scheme, with one rank each, and the parts that a checkpoint is cut into.
+#: Number of nodes by scheme; each node has one rank.
 NODES = {"copy": 2, "xor": 3}
 _SENDING = ("send.labelled", "send.begun", "send.chunk", "send.ended")
 _HOLDING = ("hold.begun", "hold.chunk", "hold.ended")
 _RECOVERING = ("recover.asked", "recover.filled", "recover.installed")
-#: A checkpoint has three chunks of 4 MiB, its half has two.
+#: Elements of a checkpoint: three chunks of 4 MiB; half of it has two.
 _NUMEL = 1_600_000
 _GROUP = 3
 _SLOTS = 2
 _CHUNKS = {"copy": 3, "xor": 2}
-#: Longest wait for the answer of an agent that is gone.
+#: Longest wait for the answer of a lost agent.
 _PEER_TIMEOUT_S = 2.0
-#: What an agent is to do is in the environment that it is started in, which is that of all threads.
+#: Held while an agent starts: its fault is in the environment, which all threads share.
 _starting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerCell:
-    """Node 0's agent comes to `point`; the points of a replacement are its replacement's."""
+    """Node 0's agent is stopped at `point`; failpoints of a recovery are hit by its replacement."""
 
     scheme: str
     point: str
@@ -64,21 +64,21 @@ class PeerCell:
 
     @property
     def may_find(self) -> set[int]:
-        """The iterations that the last start may go on from."""
-        sent_by_it = self.point in _SENDING
+        """The iterations from which the last start may resume."""
+        is_sender = self.point in _SENDING
         if self.lost == ALL or self.point == "hold.read":
             return {1}
         if self.lost == AGENT or self.point in _RECOVERING:
             return {3}
         if self.lost == OWN:
-            # The others had theirs held; that of rank 0 is complete when the last holder has it.
-            if not sent_by_it:
+            # Holders have the other ranks' slots; the last holder completes the slot of rank 0.
+            if not is_sender:
                 return {3}
             if self.point != "send.ended":
                 return {2}
             return {3} if self.scheme == "copy" else {2, 3}
-        # The agent goes on. With parity its own part is needed, too, and what it was being given;
-        # chunks that had been sent may have come.
+        # The agent continues. A recovery from parity also needs its own part, and the part that it
+        # was receiving; the chunks sent before may have arrived.
         if self.scheme == "xor" or self.point == "hold.chunk":
             return {2, 3}
         return {2} if self.point == "hold.begun" else {3}
@@ -92,12 +92,12 @@ def peer_cells() -> list[PeerCell]:
     made = []
     for scheme, nodes in NODES.items():
         for point in (*_SENDING, *_HOLDING):
-            # How often it comes there in each save; what counts is the third.
-            each = 1 if point == "send.labelled" else nodes - 1
+            # The agent hits the failpoint `hits` times per save; it is stopped in the third save.
+            hits = 1 if point == "send.labelled" else nodes - 1
             if point.endswith("chunk"):
-                each *= _CHUNKS[scheme]
-            for nth in sorted({1, each}):
-                made += [PeerCell(scheme, point, 2 * each + nth, lost) for lost in LOST]
+                hits *= _CHUNKS[scheme]
+            for nth in sorted({1, hits}):
+                made += [PeerCell(scheme, point, 2 * hits + nth, lost) for lost in LOST]
         for point in _RECOVERING:
             made += [PeerCell(scheme, point, 1, lost) for lost in (OWN, ALL)]
         made += [PeerCell(scheme, "hold.read", count, OWN) for count in (1, 2)]
@@ -105,7 +105,7 @@ def peer_cells() -> list[PeerCell]:
 
 
 def peer_sample() -> list[PeerCell]:
-    """Return cells that stand for all of them in the test suite."""
+    """Return the cells that the test suite runs."""
     return [
         PeerCell("copy", "send.chunk", 2 * _CHUNKS["copy"] + 1, OWN),
         PeerCell("copy", "hold.chunk", 2 * _CHUNKS["copy"] + 1, AGENT),
@@ -115,7 +115,7 @@ def peer_sample() -> list[PeerCell]:
 
 @contextlib.contextmanager
 def agent_fault(fault: str | None) -> Iterator[None]:
-    """Let the agents that are started meanwhile come to this fault."""
+    """Give this fault to the agents that start inside the `with` block."""
     with _starting:
         if fault is not None:
             os.environ[VARIABLE] = fault
@@ -125,30 +125,30 @@ def agent_fault(fault: str | None) -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
 
 
-def tell_of_peers(cell: PeerCell, home: Path) -> list[Found]:
-    """Let `cell` happen in the empty directory `home`; return what was restored in it.
+def run_peer_cell(cell: PeerCell, home: Path) -> list[RestorePoint]:
+    """Run `cell` in the empty directory `home`; return the restored checkpoint.
 
     Raises:
-        CellError: something is not as it should be.
+        CellError: a check failed.
     """
     with cluster(home, [1] * NODES[cell.scheme], numel=_NUMEL) as made:
-        story = _Story(cell, made, home / "reached")
-        story.begin()
-        story.crash()
-        found = story.restore()
-        if found.iteration not in cell.may_find:
-            raise CellError(f"{found} was restored, expected one of {cell.may_find}")
-        story.end(found.iteration)
-        return [found]
+        scenario = _Scenario(cell, made, home / "reached")
+        scenario.begin()
+        scenario.crash()
+        restored = scenario.restore()
+        if restored.iteration not in cell.may_find:
+            raise CellError(f"{restored} was restored, expected one of {cell.may_find}")
+        scenario.end(restored.iteration)
+        return [restored]
 
 
-class _Story:
-    """The job of one cell, step by step."""
+class _Scenario:
+    """The scenario of one cell, step by step."""
 
     def __init__(self, cell: PeerCell, made: Cluster, reached: Path) -> None:
         self._cell, self._made, self._reached = cell, made, reached
         topology = Topology(cell.scheme, _GROUP, made.ranks)
-        #: Rank and holder, of all that is to be held; each node has one rank, of its number.
+        #: All pairs of a rank and a holder. Each node has one rank, with the number of the node.
         self._all = {
             (rank, share.holder)
             for node in range(len(made.ranks))
@@ -170,7 +170,7 @@ class _Story:
     # ------------------------------------------------------------------ up to the crash
 
     def begin(self) -> None:
-        """Return when iteration 3 is staged and node 0's agent stands at its point."""
+        """Return when iteration 3 is staged and node 0's agent is stopped at its failpoint."""
         made, point = self._made, self._cell.point
         trouble.begin(made.root)
         self._start()
@@ -191,18 +191,18 @@ class _Story:
         else:
             self._keep(3, save_id, made.trainers)
             self._await_held(3, self._all)
-            # Its own replacement comes to the point; or it does, where that of node 1 needs it.
+            # The failpoint is hit by node 0's replacement, or by node 0 for node 1's replacement.
             lost = 1 if point == "hold.read" else 0
             made.lose(lost)
             self._start()
             newest = newest_saves(self._offers(), _SLOTS)
             self._ask(lambda: made.trainers[lost].client.recover(newest))
-        eventually(f"node 0's agent comes to {point}", self._stopped)
+        eventually(f"node 0's agent hits {point}", self._stopped)
         if point in _HOLDING:
             self._await_held(3, {pair for pair in self._all if pair[1] != 0})
 
     def _stopped(self) -> int | None:
-        """Return the agent that stands still."""
+        """Return the pid of the stopped agent."""
         if not self._reached.exists():
             return None
         return next((pid for pid in self._made.nodes[0].agents() if state_of(pid) == "T"), None)
@@ -218,7 +218,7 @@ class _Story:
             self._made.trainers[rank].keep(iteration, save_id)
 
     def _keep_in_background(self, iteration: int, save_id: str, rank: int) -> None:
-        """Stage; whether the agent still answers the doorbell nobody knows."""
+        """Stage in this thread, but notify the agent in another: it may stop before it answers."""
         trainer = self._made.trainers[rank]
         slot = trainer.begin(iteration, save_id, PATIENCE_S)
         if slot is None:
@@ -229,21 +229,21 @@ class _Story:
 
     def _ask(self, question: Callable[[], None]) -> None:
         def ask() -> None:
-            with contextlib.suppress(AgentError):  # it is killed meanwhile
+            with contextlib.suppress(AgentError):  # the agent is killed meanwhile
                 question()
 
         self._asking = threading.Thread(target=ask, daemon=True)
         self._asking.start()
 
     def _held(self, iteration: int) -> Counter[tuple[int, int]]:
-        """Return how often each rank's part was said to be with a holder."""
+        """Return, by rank and holder, how often the logs report a held part."""
         logs = "".join(map(self._made.log, range(len(self._made.nodes))))
-        said = re.findall(rf"rank (\d+): iteration {iteration} is held by node (\d+) ", logs)
-        return Counter((int(rank), int(holder)) for rank, holder in said)
+        lines = re.findall(rf"rank (\d+): iteration {iteration} is held by node (\d+) ", logs)
+        return Counter((int(rank), int(holder)) for rank, holder in lines)
 
     def _asked_again(self) -> set[tuple[int, int]]:
-        """Return whose parts holders have asked for again, and which holders."""
-        said = [
+        """Return the ranks whose parts were requested again, with the requesting holder."""
+        pairs = [
             (rank, holder)
             for holder in range(len(self._made.nodes))
             for ranks in re.findall(
@@ -251,7 +251,7 @@ class _Story:
             )
             for rank in ranks.split(", ")
         ]
-        return {(int(rank), holder) for rank, holder in said}
+        return {(int(rank), holder) for rank, holder in pairs}
 
     def _await_held(
         self,
@@ -259,18 +259,18 @@ class _Story:
         pairs: set[tuple[int, int]],
         beyond: Mapping[tuple[int, int], int] = MappingProxyType({}),
     ) -> None:
-        """Wait until all of these are held (said once more than `beyond`)."""
+        """Wait until the logs report each of `pairs` at least once more than `beyond`."""
 
         def held() -> bool:
-            said = self._held(iteration)
-            return all(said[pair] > beyond.get(pair, 0) for pair in pairs)
+            counts = self._held(iteration)
+            return all(counts[pair] > beyond.get(pair, 0) for pair in pairs)
 
         eventually(f"iteration {iteration} is held: {sorted(pairs)}", held)
 
     # ------------------------------------------------------------------ from the crash on
 
     def crash(self) -> None:
-        """Kill what is lost, trainers included, and have new nodes in its place."""
+        """Kill the lost agent or nodes with their trainers, and replace the nodes."""
         made, lost = self._made, self._cell.lost
         if lost == NEXT:
             made.kill_agent(1)
@@ -282,17 +282,17 @@ class _Story:
         if lost == AGENT:
             before = self._held(3)
             made.succeed(0)
-            # Its own are sent anew, and it gets back what it held for others.
+            # The successor sends its own parts again, and gets back the parts that it held.
             self._await_held(3, {pair for pair in self._all if 0 in pair}, before)
-            # Parity that it had spoiled is made again, of the others' parts, too.
+            # Spoiled parity is computed again, also from the parts of other ranks.
             self._await_held(3, self._asked_again(), before)
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
-    def restore(self) -> Found:
-        """Start the job again, as `held_in_memory` does; return what it goes on from.
+    def restore(self) -> RestorePoint:
+        """Start the job again, as `held_in_memory` does; return the checkpoint that it restores.
 
         Raises:
-            CellError: ranks do not have what they should at that iteration.
+            CellError: a rank has other bytes than it had at that iteration.
         """
         made = self._made
         self._start()
@@ -303,28 +303,28 @@ class _Story:
         check_storage(made.root)
         shared = common_saves(self._offers())
         if shared:
-            found = Found(shared[0][0]["iteration"], "memory")
+            restored = RestorePoint(shared[0][0]["iteration"], "memory")
             save_id = shared[0][0]["save_id"]
         else:
-            found = Found(committed(made.root)[-1], "storage")
-            save_id = stored(made.root, found.iteration).manifest.save_id
+            restored = RestorePoint(committed(made.root)[-1], "storage")
+            save_id = stored(made.root, restored.iteration).manifest.save_id
         for rank, trainer in made.trainers.items():
             if shared:
                 data = trainer.bytes_in(shared[0][rank]["slot"])
             else:
-                data = read_rank(stored(made.root, found.iteration), trainer)
-            if data != content(rank, found.iteration, trainer.layout.nbytes):
-                raise CellError(f"rank {rank}: not what it had at {found}")
+                data = read_rank(stored(made.root, restored.iteration), trainer)
+            if data != content(rank, restored.iteration, trainer.layout.nbytes):
+                raise CellError(f"rank {rank}: other bytes than it had at {restored}")
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, found.iteration)
-        return found
+            trainer.client.adopt(save_id, restored.iteration)
+        return restored
 
     def _offers(self) -> list[list[dict[str, Any]]]:
         trainers = [trainer for _, trainer in sorted(self._made.trainers.items())]
         return [[msgspec.structs.asdict(offer) for offer in trainer.take()] for trainer in trainers]
 
     def end(self, restored: int) -> None:
-        """Refuse a last life in which something is not saved or held, and whatever is left."""
+        """Fail if a save of the last run is not committed or held, or if files are left over."""
         made = self._made
         for iteration in (restored + 1, restored + 2):
             if iteration == restored + 2:

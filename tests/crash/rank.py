@@ -1,7 +1,7 @@
-"""One rank of a crash test: real Megatron, whose tensors hold what no other iteration has.
+"""One rank of a crash test: real Megatron, with tensors that differ in every iteration.
 
-Run in a process of its own, in which nothing of megatron_flashckpt was imported before. What it
-came to is appended to its report, line by line, so that it is known whatever ends the process.
+The rank runs in its own process, which has imported nothing of megatron_flashckpt before. Each
+event is appended to the report of the rank, so the report survives any end of the process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron_flashckpt.megatron_lm.stock import unwrap
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 from tests.crash import trouble
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.support.megatron_jobs import TINY
 
-#: Two ranks, each with a slab of several chunks. Every rank needs the other's slot after a restart.
+#: Arguments for two ranks with several chunks each. After a restart each rank needs both slots.
 MODEL = (
     "--num-layers 2 --bf16 --use-distributed-optimizer --hidden-size 128 --vocab-size 8000 "
     "--train-iters 1000 --save-interval 1 --seed 7"
@@ -43,33 +43,33 @@ MODEL = (
 
 
 class Rank:
-    """Model and optimizer of a rank, and what it says of itself."""
+    """Model, optimizer and report of a rank."""
 
-    def __init__(self, life: Life, report: Path) -> None:
-        self.life, self.rank = life, int(os.environ["RANK"])
+    def __init__(self, plan: RunPlan, report: Path) -> None:
+        self.plan, self.rank = plan, int(os.environ["RANK"])
         self._report = report
         self._kept: dict[tuple[str, str], torch.Tensor] = {}
-        # Not by a port, which somebody else might take in the meantime.
+        # A file instead of a port, because another process could take the port.
         dist.init_process_group(
             "gloo",
             init_method=f"file://{report.parent}/{report.name.partition('-rank')[0]}.store",
             rank=self.rank,
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        sys.argv = ["pretrain", *TINY, *MODEL, "--save", life.save]
+        sys.argv = ["pretrain", *TINY, *MODEL, "--save", plan.save]
         initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
         logging.getLogger().setLevel(logging.INFO)
         self.args = get_args()
-        self.args.save_retain_interval = life.retain_interval
+        self.args.save_retain_interval = plan.retain_interval
         self.job = setup_model_and_optimizer(tiny.model_provider, tiny.ModelType.encoder_or_decoder)
-        self.args.load = life.save
+        self.args.load = plan.save
 
     def say(self, **event: Any) -> None:
         with open(self._report, "a") as file:
             print(json.dumps({"at": time.time(), **event}), file=file)
 
     def content(self, piece: Piece, iteration: int, seed: int) -> torch.Tensor:
-        """Return what the elements of a piece are at an iteration: alike on all ranks."""
+        """Return the elements of a piece at an iteration; they are equal on all ranks."""
         key = f"{seed}/{iteration}/{piece.kind}/{piece.key}"
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
         whole = torch.rand(piece.global_shape, generator=generator)
@@ -84,7 +84,7 @@ class Rank:
         return torch.Generator().manual_seed(drawn).get_state()
 
     def pieces(self) -> list[Any]:
-        """Return all that this rank holds, the optimizer's moments included."""
+        """Return all pieces of this rank, including the optimizer's moments."""
         dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         state = ModelState(session.config.replicated)
         families = {entry.family: dtypes for entry in entries(self.job[1])}
@@ -92,16 +92,16 @@ class Rank:
         return load_pieces(state.geometry(chunks), chunks, self.job[1], families)
 
     def train(self, iteration: int) -> None:
-        """Let everything be what it is at `iteration`, once the optimizer may step."""
-        session.checkpointer(self.life.save).link.stager.wait()
+        """Set all tensors to their contents at `iteration`, once the optimizer may step."""
+        session.checkpointer(self.plan.save).link.stager.wait()
         for local in self.pieces():
-            local.tensor.copy_(self.content(local.piece, iteration, self.life.seed))
-        torch.set_rng_state(self.random_state(iteration, self.life.seed))
+            local.tensor.copy_(self.content(local.piece, iteration, self.plan.seed))
+        torch.set_rng_state(self.random_state(iteration, self.plan.seed))
 
     def wrong(self, iteration: int, operations: int) -> list[str]:
-        """Return what is not as it was at `iteration`."""
-        seed = self.life.seed if self.life.loads is None else self.life.loads
-        found = [
+        """Return the names of the states that differ from `iteration`."""
+        seed = self.plan.seed if self.plan.loads is None else self.plan.loads
+        names = [
             f"{local.piece.kind}/{local.piece.key}"
             for local in self.pieces()
             if not torch.equal(
@@ -109,10 +109,10 @@ class Rank:
             )
         ]
         if operations != 7 * iteration:
-            found.append("common state")
+            names.append("common state")
         if not torch.equal(torch.get_rng_state(), self.random_state(iteration, seed)):
-            found.append("random state")
-        return found
+            names.append("random state")
+        return names
 
     def load(self) -> int:
         iteration, operations = load_checkpoint(*self.job)
@@ -125,37 +125,37 @@ class Rank:
         dist.barrier()
         self.say(began=iteration)
         save_checkpoint(iteration, *self.job, 7 * iteration)
-        checkpointer = session.checkpointer(self.life.save)
-        if self.life.hurried:
+        checkpointer = session.checkpointer(self.plan.save)
+        if self.plan.hurried:
             outcomes = checkpointer.saves.poll()
         else:
             checkpointer.link.stager.wait()
             self.say(staged=iteration)
             outcomes = checkpointer.wait()
         for outcome in outcomes:
-            self.say(told=outcome.iteration, error=outcome.error)
+            self.say(reported=outcome.iteration, error=outcome.error)
 
-    def live(self) -> None:
-        ring = AgentClient.staged
+    def run(self) -> None:
+        staged = AgentClient.staged
         first = self.load()
-        for number in range(self.life.saves):
-            broken = number == self.life.broken and self.rank == 1
-            if self.life.recovers and self.rank == 0 and number == self.life.saves - 1:
-                trouble.end(Path(self.life.save))
-            AgentClient.staged = _not_rung if broken else ring  # type: ignore[method-assign]
-            self.save(first + (number + 1) * self.life.step)
-        for outcome in session.checkpointer(self.life.save).wait():
-            self.say(told=outcome.iteration, error=outcome.error)
+        for number in range(self.plan.saves):
+            broken = number == self.plan.broken and self.rank == 1
+            if self.plan.recovers and self.rank == 0 and number == self.plan.saves - 1:
+                trouble.end(Path(self.plan.save))
+            AgentClient.staged = _not_sent if broken else staged  # type: ignore[method-assign]
+            self.save(first + (number + 1) * self.plan.step)
+        for outcome in session.checkpointer(self.plan.save).wait():
+            self.say(reported=outcome.iteration, error=outcome.error)
         self.say(ended=True)
 
 
-def _not_rung(self: AgentClient, slot: int) -> None:
-    raise ValueError("this doorbell is broken")
+def _not_sent(self: AgentClient, slot: int) -> None:
+    raise ValueError("this rank sends no message")
 
 
-def main(life: Life, report: Path, linger: bool) -> None:
-    """Live; then end as Megatron does, or (`linger`) wait to be killed."""
-    Rank(life, report).live()
+def main(plan: RunPlan, report: Path, linger: bool) -> None:
+    """Run `plan`; then end as Megatron does, or with `linger` wait for SIGKILL."""
+    Rank(plan, report).run()
     while linger:
         time.sleep(60)
     atexit._run_exitfuncs()

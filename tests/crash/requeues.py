@@ -1,13 +1,14 @@
-"""Cells of requeues: a job is killed and starts on other nodes; its former node comes back.
+"""Cells of requeues: a job is killed and starts on other nodes; later its first node returns.
 
-A job of two ranks has two of three nodes; agents are the real ones. Iteration 1 is committed.
-In the save of iteration 2 the agent of a node is stopped at its step, and both trainers die. The
-job starts again on the other node and a third one, with ranks dealt as `dealt` says, goes on from
-the newest committed checkpoint, and commits three more. Then the stopped agent goes on; the job is
-killed and starts once more, on the node that is back. Each life has bytes of its own.
+A job of two ranks has two of three nodes, with real agents. Iteration 1 is committed. In the save
+of iteration 2 the agent of one node is stopped at its step, and both trainers die. The job starts
+again on the remaining node and a third node, with the ranks assigned according to `assigned`. It
+resumes from the newest committed checkpoint and commits three more iterations. Then the stopped
+agent continues; the job is killed and starts once more, on the node that is back. The bytes of each
+run differ.
 
-Left out are steps at which the agent of rank 1 only repeats what that of rank 0 does, and those of
-agents that hold copies: there a node that is lost and replaced is what `peers` is about.
+Steps of the agent of rank 1 that repeat steps of the agent of rank 0 are left out. Steps of agents
+that hold copies are left out, because `peers` covers nodes that are lost and replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
-from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS
@@ -38,7 +39,7 @@ from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
 
 HAPPENS = "requeued, then back"
 RANKS = 2
-#: Steps of the agent that has rank 1 only, in its second save.
+#: Failpoints of the agent of rank 1, in its second save.
 _OF_RANK_1 = {
     "agent.granted": (2,),
     "agent.enqueued": (2,),
@@ -49,9 +50,9 @@ _OF_RANK_1 = {
     "put.renamed": (2,),
     "persist.record": (2,),
 }
-#: The record, the common state, the manifest, its marker for the other node, tracker and history.
+#: Record, common state, manifest, its marker for the other node, tracker, history.
 _PUTS = (7, 8, 9, 10, 11, 12)
-#: Two records are tidied up in each save.
+#: Failpoints of the agent of rank 0. Each save removes two records.
 _OF_RANK_0 = {
     "agent.granted": (2,),
     "agent.enqueued": (2,),
@@ -60,41 +61,41 @@ _OF_RANK_0 = {
     "put.renamed": _PUTS,
     "leftover.file": (3, 4),
 }
-#: Longest wait of a start for the end of the run before it.
+#: Longest wait of a start for the end of the previous run.
 _AWAIT_S = 20.0
 _FIRST = Retention(latest=1)
-#: Of later lives: the checkpoint of the iteration at which the first one was stopped stays or goes.
+#: Retention of later runs: keeps or removes the iteration at which the first run was stopped.
 _LATER = {"kept": Retention(latest=2), "moved": Retention(latest=10)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Requeue(FamilyCell):
-    """The agent of `rank` is at `point` for the `count`th time when the job is killed."""
+    """The job is killed when the agent of `rank` is at the `count`th hit of `point`."""
 
     rank: int
     point: str
     count: int
-    dealt: str
-    """`kept`: the node that stays keeps its rank; `moved`: it gets the other one."""
+    assigned: str
+    """`kept`: the remaining node keeps its rank; `moved`: it gets the other rank."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
         return (f"agent of rank {self.rank}, requeued", self.point), HAPPENS
 
     def __str__(self) -> str:
-        return f"requeue: rank {self.rank}, agent:{self.point}:{self.count}, ranks {self.dealt}"
+        return f"requeue: rank {self.rank}, agent:{self.point}:{self.count}, ranks {self.assigned}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         nodes = [Node(home / name) for name in ("a", "b", "c")]
         try:
-            _Story(self, home, nodes).happen()
+            _Scenario(self, home, nodes).run()
         finally:
             for node in nodes:
                 node.close()
 
 
 def requeues() -> list[FamilyCell]:
-    """Return all cells of requeues. The two ways to deal ranks take turns."""
+    """Return all cells of requeues; the two assignments of ranks alternate."""
     steps = [
         (rank, point, count)
         for rank, points in enumerate((_OF_RANK_0, _OF_RANK_1))
@@ -104,65 +105,67 @@ def requeues() -> list[FamilyCell]:
     return [Requeue(*step, ("kept", "moved")[number % 2]) for number, step in enumerate(steps)]
 
 
-class _Story:
-    """One cell, step by step."""
+class _Scenario:
+    """The scenario of one cell, step by step."""
 
     def __init__(self, cell: Requeue, home: Path, nodes: list[Node]) -> None:
         self._cell, self._nodes = cell, nodes
         self._root, self._reached = home / "save", home / "reached"
-        self._life = 0
-        #: Of this life, by rank.
+        self._run = 0
+        #: Trainers of this run, by rank.
         self._ranks: list[FakeTrainer] = []
 
-    def happen(self) -> None:
+    def run(self) -> None:
         cell = self._cell
         lost, stays, new = self._nodes
         places = [lost, stays] if cell.rank == 0 else [stays, lost]
         self._start(places, stopping=lost)
         self._save(1)
-        trouble.begin(self._root)  # earlier ones would move the step that `cell.count` counts to
+        trouble.begin(self._root)  # earlier errors would shift the hits that `cell.count` counts
         (agent,) = lost.agents()
         stopped = self._train_until_stopped(agent)
         self._kill()
 
         where = {lost: new, stays: stays}
         places = [where[node] for node in places]
-        if cell.dealt == "moved":
+        if cell.assigned == "moved":
             places.reverse()
         self._start(places)
-        found = self._restore()
-        if found < 1:
-            raise CellError(f"the second life has restored {found}")
-        newest = found + 3
-        for iteration in range(found + 1, newest + 1):
+        resumed = self._restore()
+        if resumed < 1:
+            raise CellError(f"the second run restored {resumed}")
+        newest = resumed + 3
+        for iteration in range(resumed + 1, newest + 1):
             self._save(iteration)
         wake(stopped)
-        if cell.rank == 0:  # an agent without rank 0 waits to be told of the run that has claimed
+        if cell.rank == 0:  # another agent waits for the id of the run with the claim
             self._await_overtaken(lost, newest)
         self._check_tracker(newest)
         check_storage(self._root)
         self._save(newest + 1)
         self._kill()
 
-        # The node is back: it has the rank that it had, whose replacement's node is gone.
+        # The first node is back with its rank; the node that replaced it is gone.
         places[cell.rank] = lost
         self._start(places)
         again = self._restore()
         if again != newest + 1:
-            raise CellError(f"the third life has restored {again}, not {newest + 1}")
+            raise CellError(f"the third run restored {again}, not {newest + 1}")
         self._save(newest + 2)
         trouble.end(self._root)
         self._save(newest + 3)
-        self._check_end(found, newest)
+        self._check_end(resumed, newest)
 
-    def _check_end(self, found: int, newest: int) -> None:
+    def _check_end(self, resumed: int, newest: int) -> None:
         check_storage(self._root)
-        # What the node that is back still writes of iteration 2 goes after the last commit.
+        # The node that is back may still write files of iteration 2; the last commit removes them.
         await_tidy(self._root, newest + 3)
-        for iteration, lives in lives_in(self._root, self._ranks).items():
-            expected = 1 if iteration <= found else 2 if iteration <= newest + 1 else 3
-            if lives != {expected}:
-                raise CellError(f"iteration {iteration} is of {lives}, not {expected}")
+        for iteration, runs in runs_in(self._root, self._ranks).items():
+            expected = 1 if iteration <= resumed else 2 if iteration <= newest + 1 else 3
+            if runs != {expected}:
+                raise CellError(
+                    f"iteration {iteration} has the state of runs {runs}, not {expected}"
+                )
         for trainer in self._ranks:
             agent = trainer.client.agent_pid
             trainer.hang_up(leave=True)
@@ -171,11 +174,11 @@ class _Story:
             if not node.agents():
                 check_left(node.runtime_dir)
 
-    # ------------------------------------------------------------------ a life
+    # ------------------------------------------------------------------ a run
 
     def _start(self, places: list[Node], stopping: Node | None = None) -> None:
         """Start a rank on each of `places`; rank 0 claims the directory."""
-        self._life += 1
+        self._run += 1
         fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
         self._ranks = []
         for rank, node in enumerate(places):
@@ -186,11 +189,11 @@ class _Story:
                         rank,
                         RANKS,
                         config=node.config(answer_timeout_s=600.0),
-                        retention=_FIRST if self._life == 1 else _LATER[self._cell.dealt],
+                        retention=_FIRST if self._run == 1 else _LATER[self._cell.assigned],
                     )
                 )
-        if self._life == 2:
-            # The stopped agent says nothing, which a start believes after 12 s only.
+        if self._run == 2:
+            # The stopped agent does not renew its claim; a start needs 12 s to notice that.
             key = self._ranks[0].claim("take_over", 0.0)
         else:
             key = self._ranks[0].claim("refuse", _AWAIT_S)
@@ -200,7 +203,7 @@ class _Story:
         slot = trainer.begin(iteration, save_id, PATIENCE_S)
         if slot is None:
             raise CellError(f"rank {trainer.rank}: no slot for iteration {iteration}")
-        trainer.fill(slot, bytes_of(self._life, trainer, iteration))
+        trainer.fill(slot, bytes_of(self._run, trainer, iteration))
         slot.set_state(SlotState.STAGED)
         trainer.client.staged(slot.index)
 
@@ -213,14 +216,14 @@ class _Story:
                 raise CellError(f"rank {trainer.rank}: iteration {iteration}: {error}")
 
     def _train_until_stopped(self, agent: int) -> int:
-        """Begin the save of iteration 2, and return when the agent has come to its step.
+        """Start the save of iteration 2; return the pid of the agent, stopped at its step.
 
-        The agent is returned; 0 if it does not come there, see `agent_at`.
+        Return 0 if the agent does not hit its failpoint; see `agent_at`.
         """
         save_id = new_save_id()
 
         def stage(trainer: FakeTrainer) -> None:
-            with contextlib.suppress(AgentError):  # it is killed
+            with contextlib.suppress(AgentError):  # the trainer is killed
                 self._stage(trainer, 2, save_id)
 
         self._staging = [
@@ -233,7 +236,7 @@ class _Story:
         return stopped
 
     def _kill(self) -> None:
-        """End the trainers of this life as SIGKILL does, whatever they are doing."""
+        """End the trainers of this run at any step, as SIGKILL does."""
         for trainer in self._ranks:
             trainer.client._sock.shutdown(socket.SHUT_RDWR)
         for thread in self._staging:
@@ -242,16 +245,16 @@ class _Story:
             trainer.hang_up()
 
     def _restore(self) -> int:
-        """Restore what `loading` would; return its iteration.
+        """Restore the checkpoint that a load would restore; return its iteration.
 
         Raises:
-            CellError: what a rank has restored is not the state of the life that saved it.
+            CellError: a rank restored another state than the state of the previous run.
         """
         offers = [
             [msgspec.structs.asdict(offer) for offer in trainer.take()] for trainer in self._ranks
         ]
         newest = committed(self._root)[-1]
-        held = [theirs for theirs in common_saves(offers) if theirs[0]["iteration"] >= newest]
+        held = [save for save in common_saves(offers) if save[0]["iteration"] >= newest]
         if held:
             iteration, save_id = held[0][0]["iteration"], held[0][0]["save_id"]
             states = [t.bytes_in(held[0][t.rank]["slot"]) for t in self._ranks]
@@ -259,12 +262,12 @@ class _Story:
             checkpoint = stored(self._root, newest)
             iteration, save_id = newest, checkpoint.manifest.save_id
             states = [read_rank(checkpoint, trainer) for trainer in self._ranks]
-        lives = {
-            life_of(state, trainer, iteration)
+        runs = {
+            run_of(state, trainer, iteration)
             for state, trainer in zip(states, self._ranks, strict=True)
         }
-        if lives != {self._life - 1}:
-            raise CellError(f"life {self._life} has restored the state of {lives}")
+        if runs != {self._run - 1}:
+            raise CellError(f"run {self._run} restored the state of runs {runs}")
         for trainer in self._ranks:
             trainer.client.adopt(save_id, iteration)
         return int(iteration)
@@ -274,7 +277,7 @@ class _Story:
             raise CellError(f"the tracker says {tracked}, not {newest}")
 
     def _await_overtaken(self, node: Node, newest: int) -> None:
-        """Wait until the agent that was stopped knows that it writes nothing any more."""
+        """Wait until the stopped agent has logged that another job has taken over."""
         log = node.directory(self._root) / LOG
 
         def knows() -> bool:

@@ -1,9 +1,9 @@
 """Cells of two jobs in one save directory: an agent hangs, another job takes over, the agent wakes.
 
-Agents are the real ones, a runtime directory each; trainers have no Megatron and live in this
+The agents are real and have a runtime directory each; the trainers have no Megatron and run in this
 process. The first job commits iteration 1, and its agent is stopped in the next save. The second
-job takes over, goes on from the newest checkpoint, and commits up to iteration 5. Then the first
-agent is woken: nothing that others see may change.
+job takes over, resumes from the newest checkpoint, and commits iterations up to 5. Then the first
+agent is woken; it may change no file of the second job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.crash.truth import await_tidy, check_storage, committed
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
 
 HUNG = "hung, overtaken, woken"
-#: By point: at which counts it lies in the save of iteration 2. See `cells`.
+#: Hits that lie in the save of iteration 2, by failpoint. See `cells`.
 COUNTS = {
     "persist.created": (2,),
     "persist.chunk": (2,),
@@ -34,7 +34,7 @@ COUNTS = {
     "file.synced": (2,),
     "persist.durable": (2,),
     "persist.record": (2,),
-    # The record, the common state, the manifest, the tracker, the history.
+    # These puts store the record, the common state, the manifest, the tracker, the history.
     "put.written": (6, 7, 8, 9, 10),
     "put.renamed": (6, 7, 8, 9, 10),
     "commit.ready": (2,),
@@ -51,24 +51,24 @@ COUNTS = {
     "save.marked": (2,),
 }
 FAILING = {"save.failed": (1,), "forget.file": (1,)}
-#: Retention of the first job, which would remove iteration 1, and of the second.
+#: Retention of the first job, which would remove iteration 1, and of the second job.
 _FIRST, _SECOND = Retention(latest=1), Retention(latest=2)
 
 
 @dataclasses.dataclass(frozen=True)
 class RivalCell:
-    """The first job's agent is stopped when it comes to `point` for the `count`th time."""
+    """The first job's agent is stopped at the `count`th hit of `point`."""
 
     point: str
     count: int
     fails: bool = False
-    """Its manifest cannot be put."""
+    """The manifest of its iteration 2 cannot be stored."""
 
     @property
-    def swept(self) -> bool:
-        """Whether the second job removes what the first has left before that wakes.
+    def cleaned_up(self) -> bool:
+        """True if the second job removes the first job's files before the first agent wakes.
 
-        With its temporary files gone, the first could not go on, whatever it checks.
+        Without its temporary files, the first job could not continue even without any check.
         """
         return self.point != "put.written"
 
@@ -87,7 +87,7 @@ def rival_cells() -> list[RivalCell]:
 
 
 def rival_sample() -> list[RivalCell]:
-    """Return cells that stand for all of them in the test suite."""
+    """Return the cells that the test suite runs."""
     return [
         RivalCell("persist.chunks", 2),
         RivalCell("put.written", 8),
@@ -100,11 +100,11 @@ def rival_sample() -> list[RivalCell]:
     ]
 
 
-def tell_of_rivals(cell: RivalCell, home: Path) -> None:
-    """Let `cell` happen in the empty directory `home`.
+def run_rival_cell(cell: RivalCell, home: Path) -> None:
+    """Run `cell` in the empty directory `home`.
 
     Raises:
-        CellError: the first job has changed what others see after it was overtaken.
+        CellError: the first job changed files of the second job after the takeover.
     """
     root, reached = home / "save", home / "reached"
     first, second = Node(home / "first"), Node(home / "second")
@@ -114,7 +114,7 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             hung = first.trainer(root, config=config, retention=_FIRST)
         hung.claim()
         _saved(hung, 1)
-        trouble.begin(root)  # earlier ones would move the step that `cell.count` counts to
+        trouble.begin(root)  # earlier errors would shift the hits that `cell.count` counts
         blocking = root / iteration_dir(2) / MANIFEST
         if cell.fails:
             blocking.mkdir(parents=True)
@@ -125,34 +125,34 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
         if cell.fails:
             blocking.rmdir()
         trouble.await_names(root)
-        with agent_fault(None):  # cells run beside one another, in threads of one environment
+        with agent_fault(None):  # cells run in parallel threads with one environment
             later = second.trainer(root, retention=_SECOND)
         run = later.claim("take_over").run_id
         newest = committed(root)[-1]
-        if cell.swept:
+        if cell.cleaned_up:
             later.client.adopt(stored(root, newest).manifest.save_id, newest)
-        for iteration in (3, 4, 5) if cell.swept else (5,):
+        for iteration in (3, 4, 5) if cell.cleaned_up else (5,):
             if iteration == 5:
                 trouble.end(root)
             _saved(later, iteration)
-        eventually("tidiness", lambda: _is_tidy(root, 5))
+        eventually("no file is left over", lambda: _is_tidy(root, 5))
         before = _listing(root)
         wake(stopped)
         asking.join()
         hung.outcome()
         error = hung.save(6).error
         if error is None or run not in error:
-            raise CellError(f"the overtaken job is told: {error}")
-        gone, come = before - _listing(root), _listing(root) - before
-        # A shard that was being written is the writer's own, until it has given it up.
+            raise CellError(f"the overtaken job got: {error}")
+        gone, added = before - _listing(root), _listing(root) - before
+        # The temporary file of a shard belongs to its writer, which removes it when it gives up.
         gone = {name for name, _ in gone if not name.endswith(".tmp")}
-        if come or any("iter_0000002" not in name for name in gone):
-            raise CellError(f"the overtaken job removed {gone} and made {come}")
+        if added or any("iter_0000002" not in name for name in gone):
+            raise CellError(f"the overtaken job removed {gone} and created {added}")
         if (tracked := (root / TRACKER).read_text()) != "5":
             raise CellError(f"the tracker says {tracked}")
         log = (first.directory(root) / LOG).read_text()
-        if (said := log.count("ERROR megatron_flashckpt.agent.fence")) != 1:
-            raise CellError(f"the log of the overtaken agent says {said} times what happened")
+        if (errors := log.count("ERROR megatron_flashckpt.agent.fence")) != 1:
+            raise CellError(f"the overtaken agent logged the takeover {errors} times")
         check_storage(root)
         for iteration in (6, 7):
             _saved(later, iteration)
@@ -164,7 +164,7 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
 
 
 def _is_tidy(root: Path, newest: int) -> bool:
-    """Return whether the second job has removed what the commit of `newest` lets go."""
+    """Return whether the second job has removed the files that the commit of `newest` frees."""
     records = list((root / iteration_dir(newest)).glob("*.commit"))
     return len(committed(root)) <= 2 and not records and not list(root.glob("*.removed"))
 
@@ -175,7 +175,7 @@ def _saved(trainer: FakeTrainer, iteration: int) -> None:
 
 
 def _stage_in_background(trainer: FakeTrainer, iteration: int) -> threading.Thread:
-    """Stage; whether the agent still answers before it stops nobody knows."""
+    """Stage in this thread, but notify the agent in another: it may stop before it answers."""
     slot = trainer.begin(iteration, new_save_id(), PATIENCE_S)
     assert slot is not None
     trainer.fill(slot, content(0, iteration, trainer.layout.nbytes))
@@ -186,7 +186,7 @@ def _stage_in_background(trainer: FakeTrainer, iteration: int) -> threading.Thre
 
 
 def _listing(root: Path) -> set[tuple[str, int]]:
-    """Return all files and when they were changed, but for the claim, which is renewed."""
+    """Return all files with their modification times, except the claim, which is renewed."""
     return {
         (str(path.relative_to(root)), path.lstat().st_mtime_ns)
         for path in root.rglob("*")

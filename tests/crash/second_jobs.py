@@ -1,11 +1,11 @@
 """Cells of second starts of a job of real Megatron ranks, while its first start is at a step.
 
-The first start is stopped in a save (or in the load of a restart). The second one resumes, and is
-stopped itself when the same rank has staged its first save, which the agent does not know yet.
-Then the first start goes on to its end. Whatever it still copies, the save of the second start is
-committed as it was staged, and a third start restores it bit for bit. Each has its own contents.
+The first start is stopped in a save (or in the load of a restart). The second start resumes, and is
+stopped when the same rank has staged its first save, before the "staged" message to the agent. Then
+the first start continues to its end. Although it may still copy, the save of the second start is
+committed as it was staged, and a third start restores it bit for bit. Contents differ by start.
 
-`second_starts` has the steps of the agent.
+`second_starts` covers the steps of the agent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job, eventually, wake
 from tests.crash.second_starts import HAPPENS
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.story import (
     TRAINERS,
     Crash,
-    Found,
+    RestorePoint,
     check_end,
     check_load,
     crash_job,
@@ -38,13 +38,13 @@ _REFUSED = r"process \d+ of the same rank on this node has replaced this process
 
 @dataclasses.dataclass(frozen=True)
 class SecondJob(FamilyCell):
-    """`rank` of the first start is at `point` for the `count`th time when the second one comes."""
+    """The second start begins when `rank` of the first is at the `count`th hit of `point`."""
 
     rank: int
     point: str
     count: int
     source: str
-    """Where the third start finds the save of the second one."""
+    """Place where the third start finds the save of the second start."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -53,19 +53,19 @@ class SecondJob(FamilyCell):
     def __str__(self) -> str:
         return f"second start: rank{self.rank}:{self.point}:{self.count}, then {self.source}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         (home / "second").mkdir()
         first, second = Job(home), Job(home / "second")
         second.save, second.runtime_dir = first.save, first.runtime_dir
         try:
-            _happen(self, first, second)
+            _run_scenario(self, first, second)
         finally:
             second.kill_trainers()
             first.close()
 
 
 def second_jobs() -> list[FamilyCell]:
-    """Return all cells. Ranks take turns, and so do the sources of the third start."""
+    """Return all cells; the stopped rank and the source of the third start alternate."""
     steps = [*((point, 3) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
     return [
         SecondJob(number % RANKS, *step, ("memory", "storage")[number // RANKS % 2])
@@ -73,25 +73,25 @@ def second_jobs() -> list[FamilyCell]:
     ]
 
 
-def _happen(cell: SecondJob, first: Job, second: Job) -> None:
+def _run_scenario(cell: SecondJob, first: Job, second: Job) -> None:
     trouble.begin(first.save)
-    life = Life(save=str(first.save), seed=1, saves=_SAVES)
-    before = Found()
+    plan = RunPlan(save=str(first.save), seed=1, saves=_SAVES)
+    before = RestorePoint()
     if cell.point.startswith("load."):
-        told = Crash("rank0", "save.told", 2, TRAINERS)
-        first.start(life, told.fault, linger=True)
-        before = crash_job(first, told, before)
+        first_crash = Crash("rank0", "save.told", 2, TRAINERS)
+        first.start(plan, first_crash.fault, linger=True)
+        before = crash_job(first, first_crash, before)
     who = f"rank{cell.rank}"
-    first.start(life, f"{who}:{cell.point}:{cell.count}", linger=True)
+    first.start(plan, f"{who}:{cell.point}:{cell.count}", linger=True)
     stopped = first.stopped(who)
     with first.agent_at_rest():
         check_storage(first.save)
         memory = in_memory(first.agents, RANKS)
         expected = stored_in(first)
     if memory is not None and memory >= expected.iteration:
-        expected = Found(memory, "memory")
+        expected = RestorePoint(memory, "memory")
 
-    later = Life(save=str(first.save), seed=2, loads=1, saves=1)
+    later = RunPlan(save=str(first.save), seed=2, loads=1, saves=1)
     second.start(later, f"{who}:stage.staged:1", linger=True)
     held = second.stopped(who)
     check_load(second, expected)
@@ -100,28 +100,28 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
     wake(held)
     second.everyone("ended")
     newest = expected.iteration + 1
-    for rank, events in enumerate(second.reports("told")):
-        if [(event["told"], event["error"]) for event in events] != [(newest, None)]:
-            raise CellError(f"rank {rank} of the second start is told {events}")
+    for rank, events in enumerate(second.reports("reported")):
+        if [(event["reported"], event["error"]) for event in events] != [(newest, None)]:
+            raise CellError(f"rank {rank} of the second start reported {events}")
     first.kill_trainers()
     second.kill_trainers()
     if cell.source == "storage":
         first.kill_agents()
     check_storage(first.save)
 
-    last = Life(save=str(first.save), seed=3, loads=2, saves=2, recovers=True)
+    last = RunPlan(save=str(first.save), seed=3, loads=2, saves=2, recovers=True)
     second.start(last, None, linger=False)
     second.join()
-    check_load(second, Found(newest, cell.source))
+    check_load(second, RestorePoint(newest, cell.source))
     check_end(second, newest + 2)
 
 
 def _check_refusal(first: Job) -> None:
-    """Wait until the first start has come to its end and knows why it saves nothing any more."""
+    """Wait until the first start has ended and logged that another process replaced it."""
 
     def is_over() -> bool:
         return all(first.reports("ended")) or not any(map(is_alive, first.trainers))
 
-    eventually("the first start comes to its end", is_over)
+    eventually("the first start ends", is_over)
     if not re.search(_REFUSED, first.log()):
-        raise CellError(f"the first start is not told: {first.log()[-3000:]}")
+        raise CellError(f"the first start logged no refusal: {first.log()[-3000:]}")

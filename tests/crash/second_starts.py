@@ -1,12 +1,13 @@
-"""Cells of second starts: a rank is started again while its first process is in mid-save.
+"""Cells of second starts: a rank is started again while its first process saves.
 
-At each step of the agent, its ranks have no Megatron: the first process lives in the matrix's own,
-the later ones are forked. Iteration 1 is committed, 2 is staged, and of 3 half the bytes are copied
-when the agent is stopped at its step. The second process connects, the agent goes on, and the
-second process stages its own iteration 3. Then the first one copies the rest of its own.
+These cells cover the steps of the agent. The ranks have no Megatron: the first trainer runs in the
+process of the matrix, later ones are forked. When the agent is stopped at its step, iteration 1 is
+committed, iteration 2 is staged, and half of iteration 3 is copied. The second trainer connects,
+the agent continues, and the second trainer stages its own iteration 3. Then the first trainer
+copies the rest of its iteration 3.
 
-Steps of trainers are those of `second_jobs`, where ranks are Megatron's. Left out are the steps of
-agents that hold copies for each other: which process of a rank is served is decided before.
+`second_jobs` covers the steps of trainers, with Megatron's ranks. Steps of agents that hold copies
+for each other are left out, because the agent has chosen the process that it serves before them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank
 from tests.crash import trouble
-from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tests.crash.job import CellError, agent_at, eventually, wake
 from tests.crash.later import Later
 from tests.crash.peers import agent_fault
@@ -34,23 +35,23 @@ from tests.crash.truth import check_left, check_storage, check_tidy, committed, 
 from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
 
 HAPPENS = "started a second time"
-#: Where the agent has not committed, or not even begun to.
+#: Hits of failpoints before a commit.
 _BEFORE = {"agent.attached": (1,), "agent.granted": (2, 3), "agent.enqueued": (2,)}
-#: Of the first process, see `rivals.COUNTS`; and of later ones, of which all is looked at.
+#: Retention of the first process (see `rivals.COUNTS`), and of later ones, which keep all saves.
 _FIRST, _LATER = Retention(latest=1), Retention(latest=4)
 
 
 class Restored(NamedTuple):
-    """What a process has found as it started."""
+    """The checkpoint that a process restored at its start."""
 
     iteration: int
     source: str
-    life: int
-    """The one whose state it is; 0: none."""
+    run: int
+    """Number of the run that saved this state; 0: nothing was restored."""
 
 
-class Life:
-    """A process of the only rank of a job, in one of its lives."""
+class RankRun:
+    """One run of the only rank of a job."""
 
     def __init__(self, root: Path, runtime_dir: Path, number: int) -> None:
         self.number = number
@@ -61,7 +62,7 @@ class Life:
         self.trainer = FakeTrainer(root, config, retention=retention)
 
     def start(self) -> Restored:
-        """Claim the directory and restore what is newest, as `loading` does."""
+        """Claim the directory and restore the newest checkpoint, as a load does."""
         trainer = self.trainer
         trainer.claim(wait_s=PATIENCE_S)
         offers = trainer.take()
@@ -71,14 +72,14 @@ class Life:
         if newest is not None and newest.iteration >= done:
             iteration, save_id = newest.iteration, newest.save_id
             data = trainer.bytes_in(newest.slot)
-            restored = Restored(iteration, "memory", life_of(data, trainer, iteration))
+            restored = Restored(iteration, "memory", run_of(data, trainer, iteration))
         elif done:
             checkpoint = stored_patiently(self._root, done)
             save_id = checkpoint.manifest.save_id
             data = read_rank(checkpoint, trainer)
-            restored = Restored(done, "storage", life_of(data, trainer, done))
+            restored = Restored(done, "storage", run_of(data, trainer, done))
         if trainer.slab is not None and trainer.slab.read_only:
-            trainer.slab.close()  # as `NodeLink` does: it saves into memory of its own
+            trainer.slab.close()  # like `NodeLink`, which saves into a new slab
             trainer.slab = None
         trainer.client.adopt(save_id, restored.iteration)
         return restored
@@ -93,14 +94,14 @@ class Life:
         self._copy(slice(0, half))
 
     def copy_rest(self) -> Slot | None:
-        """Copy the other half of what `begin` has begun; return its slot."""
+        """Copy the second half of the checkpoint of `begin`; return its slot."""
         if self._half is None:
             return None
         self._copy(slice(self.trainer.layout.nbytes // 2, self.trainer.layout.nbytes))
         return self._half[0]
 
     def _copy(self, part: slice) -> None:
-        """Write where the slot was when it was granted, as a copy thread does."""
+        """Write to the granted place of the slot, without a check, as a copy thread does."""
         assert self._half is not None
         assert self.trainer.slab is not None
         slot, iteration = self._half
@@ -109,15 +110,15 @@ class Life:
         self.trainer.slab.memory[start : start + len(data)] = data
 
     def stage(self, iteration: int) -> Slot:
-        """Copy a checkpoint; the agent is not told."""
+        """Copy a checkpoint, without a "staged" message to the agent."""
         self.begin(iteration)
         slot = self.copy_rest()
         assert slot is not None
         slot.set_state(SlotState.STAGED)
         return slot
 
-    def ring(self, slot: Slot | None = None) -> None:
-        """Tell the agent of a slot, or of the one that was begun last."""
+    def send_staged(self, slot: Slot | None = None) -> None:
+        """Send the "staged" message for a slot; by default for the slot of the last `begin`."""
         assert self._half is not None
         self.trainer.client.staged((slot or self._half[0]).index)
 
@@ -128,11 +129,11 @@ class Life:
             raise CellError(f"iteration {iteration}: {outcome}")
 
     def save(self, iteration: int) -> None:
-        self.ring(self.stage(iteration))
+        self.send_staged(self.stage(iteration))
         self.outcome(iteration)
 
     def stage_aside(self, iteration: int) -> None:
-        """Copy a checkpoint for a later `ring`."""
+        """Copy a checkpoint whose "staged" message is sent later."""
         self.stage(iteration)
 
     def leave(self) -> None:
@@ -141,33 +142,33 @@ class Life:
 
 @dataclasses.dataclass(frozen=True)
 class SecondStart(FamilyCell):
-    """The agent is at `point` for the `count`th time when the second process comes."""
+    """The second process starts when the agent is at the `count`th hit of `point`."""
 
     point: str
     count: int
     fails: bool = False
-    """The manifest of iteration 2 cannot be put."""
+    """The manifest of iteration 2 cannot be stored."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
-        return ("agent, two lives of a rank", self.point), HAPPENS
+        return ("agent, two runs of a rank", self.point), HAPPENS
 
     def __str__(self) -> str:
         return f"second start: agent:{self.point}:{self.count}, {HAPPENS}"
 
     @property
     def least(self) -> int:
-        """The iteration that the first process has staged for certain."""
+        """The newest iteration that the first process has certainly staged."""
         return {"agent.attached": 0, "agent.granted": self.count - 1}.get(self.point, 2)
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         root, node = home / "save", Node(home / "run")
         later: list[Later] = []
         try:
             with agent_fault(f"agent:{self.point}:{self.count}:STOP:{home / 'reached'}"):
-                first = Life(root, node.runtime_dir, 1)
+                first = RankRun(root, node.runtime_dir, 1)
             try:
-                _Story(self, home, root, node, first, later).happen()
+                _Scenario(self, home, root, node, first, later).run()
             finally:
                 for process in later:
                     process.kill()
@@ -186,16 +187,22 @@ def second_starts() -> list[FamilyCell]:
     ]
 
 
-class _Story:
-    """One cell, step by step."""
+class _Scenario:
+    """The scenario of one cell, step by step."""
 
     def __init__(
-        self, cell: SecondStart, home: Path, root: Path, node: Node, first: Life, later: list[Later]
+        self,
+        cell: SecondStart,
+        home: Path,
+        root: Path,
+        node: Node,
+        first: RankRun,
+        later: list[Later],
     ) -> None:
         self._cell, self._home, self._root, self._node = cell, home, root, node
         self._first, self._later = first, later
 
-    def happen(self) -> None:
+    def run(self) -> None:
         first = self._first
         (agent,) = self._node.agents()
         first.trainer.claim()
@@ -206,25 +213,25 @@ class _Story:
             (self._root / iteration_dir(2) / MANIFEST).rmdir()
         second = self._start(2, connections=2)
         wake(stopped)
-        found = second.answer()
-        if found.iteration < self._cell.least or found.life not in (0, 1):
-            raise CellError(f"the second process has restored {found}")
-        # What the first one still copies lies in none of the slots that the second one is given.
-        second.do("stage_aside", found.iteration + 1)
+        resumed = second.answer()
+        if resumed.iteration < self._cell.least or resumed.run not in (0, 1):
+            raise CellError(f"the second process restored {resumed}")
+        # The first process must copy its rest into none of the slots granted to the second process.
+        second.do("stage_aside", resumed.iteration + 1)
         training.join()
         first.copy_rest()
-        second.do("ring")
-        second.do("outcome", found.iteration + 1)
+        second.do("send_staged")
+        second.do("outcome", resumed.iteration + 1)
         self._check_refusal(second.pid)
-        second.do("save", found.iteration + 2)
+        second.do("save", resumed.iteration + 2)
         check_storage(self._root)
         second.kill()
 
-        newest = found.iteration + 2
+        newest = resumed.iteration + 2
         third = self._start(3)
         restored = third.answer()
         if restored != Restored(newest, "memory", 2):
-            raise CellError(f"the third process has restored {restored}")
+            raise CellError(f"the third process restored {restored}")
         trouble.end(self._root)
         third.do("save", newest + 1)
         third.do("leave")
@@ -232,28 +239,29 @@ class _Story:
         check_storage(self._root)
         check_tidy(self._root, newest + 1)
         check_left(self._node.runtime_dir)
-        for iteration, lives in lives_in(self._root, [first.trainer]).items():
-            expected = 1 if iteration <= found.iteration else 2 if iteration <= newest else 3
-            if lives != {expected}:
-                raise CellError(f"iteration {iteration} is of {lives}, not {expected}")
+        for iteration, runs in runs_in(self._root, [first.trainer]).items():
+            expected = 1 if iteration <= resumed.iteration else 2 if iteration <= newest else 3
+            if runs != {expected}:
+                raise CellError(
+                    f"iteration {iteration} has the state of runs {runs}, not {expected}"
+                )
 
     def _train(self) -> None:
-        """What the first process does until the agent hangs up on it."""
+        """Save with the first process until the agent closes its connection."""
         first = self._first
-        with contextlib.suppress(AgentError, AssertionError):  # nor does any outcome count
+        # Failed saves are ignored as well.
+        with contextlib.suppress(AgentError, AssertionError):
             first.save(1)
-            trouble.begin(
-                self._root
-            )  # earlier ones would move the step that `cell.count` counts to
+            trouble.begin(self._root)  # earlier errors would shift the hits of `cell.count`
             if self._cell.fails:
                 (self._root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
             slot = first.stage(2)
             first.begin(3)
-            first.ring(slot)
+            first.send_staged(slot)
             first.outcome(2)
 
     def _start(self, number: int, connections: int = 0) -> Later:
-        """Start a later process, and wait until the agent has so many connections, or to accept."""
+        """Start a later process, and wait until the agent has `connections` (or pending ones)."""
         process = Later(self._home, self._root, self._node.runtime_dir, number)
         self._later.append(process)
         process.ask("start")
@@ -261,7 +269,7 @@ class _Story:
 
         def connected() -> bool:
             lines = Path("/proc/net/unix").read_text().splitlines()
-            # One more is the socket that listens.
+            # The listening socket counts as one more.
             return sum(line.endswith(path) for line in lines) > connections
 
         if connections:
@@ -274,5 +282,5 @@ class _Story:
         except AgentError as error:
             if f"process {served} of the same rank" in str(error) and "end it" in str(error):
                 return
-            raise CellError(f"the first process is told: {error}") from error
+            raise CellError(f"the first process got: {error}") from error
         raise CellError("the first process is served")

@@ -1,13 +1,13 @@
-"""Cells of lost sockets: a cleaner of temporary files takes an agent's files in mid-save.
+"""Cells of lost sockets: a cleaner of temporary files removes an agent's files during a save.
 
-The agent is stopped at its step while its socket, or everything in its directory, is removed. When
-it goes on, its trainer does so too; or (`at once`) the trainer dies first, and its successor comes
-before the agent has seen what is missing. Both must find that same agent, with its memory: an
-iteration that is in memory only tells. A trainer that finds no socket waits for one, and kills the
-agent if none comes within 10 s; so the agent would be another one if its files stayed away.
+The agent is stopped at its step while its socket, or every file of its directory, is removed. Then
+the agent and its trainer continue; or (`at_once`) the trainer dies first, and its successor starts
+before the agent has noticed the missing files. Both trainers must find the same agent with its
+memory; an iteration that only memory holds proves this. A trainer that finds no socket waits for
+one, and kills the agent after 10 s. So a different agent means that the files were not restored.
 
-Left out are steps of trainers, to which the agent's files mean nothing once they are connected, and
-those of agents that hold copies for each other: agents talk over ports.
+Steps of trainers are left out, because a connected trainer needs no file of the agent. Steps of
+agents that hold copies for each other are left out, because those agents communicate over ports.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tests.support.trainer import FakeTrainer, content, is_alive, new_save_id
 SOCKET_GONE, ALL_GONE = "socket removed", "all files removed"
 _BEFORE = {"agent.attached": (1,), "agent.granted": (2,), "agent.enqueued": (2,)}
 _RETENTION = Retention(latest=1)
-#: Longest wait of a start for the end of the run before it.
+#: Longest wait of a start for the end of the previous run.
 _AWAIT_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LostSocket(FamilyCell):
-    """The agent is at `point` for the `count`th time when its files go."""
+    """The agent loses its files at the `count`th hit of `point`."""
 
     point: str
     count: int
     gone: str
     at_once: bool
-    """The trainer dies in that moment, and comes back."""
+    """The trainer dies at the same time, and a successor starts."""
     fails: bool = False
-    """The manifest of iteration 2 cannot be put."""
+    """The manifest of iteration 2 cannot be stored."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -59,16 +59,16 @@ class LostSocket(FamilyCell):
         then = "trainer dies" if self.at_once else "trainer goes on"
         return f"lost socket: agent:{self.point}:{self.count}, {self.gone}, {then}"
 
-    def tell(self, home: Path) -> None:
+    def run(self, home: Path) -> None:
         node = Node(home / "run")
         try:
-            _happen(self, home, node)
+            _run_scenario(self, home, node)
         finally:
             node.close()
 
 
 def lost_sockets() -> list[FamilyCell]:
-    """Return all cells: at every step both losses, and the two ways to go on by turns."""
+    """Return all cells: both losses at every step; `at_once` alternates."""
     steps = [
         (point, count, fails)
         for points, fails in ((_BEFORE, False), (COUNTS, False), (FAILING, True))
@@ -82,7 +82,7 @@ def lost_sockets() -> list[FamilyCell]:
     ]
 
 
-def _happen(cell: LostSocket, home: Path, node: Node) -> None:
+def _run_scenario(cell: LostSocket, home: Path, node: Node) -> None:
     root = home / "save"
     config = node.config(answer_timeout_s=600.0)
     with agent_fault(f"agent:{cell.point}:{cell.count}:STOP:{home / 'reached'}"):
@@ -105,19 +105,19 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
     if not cell.at_once:
         _saved(trainer, last := 3)
         _kept(trainer, last := 4)
-        eventually("the files are back", lambda: _finds(directory, agent))
+        eventually("the agent restores its files", lambda: _finds(directory, agent))
     trainer.hang_up()
 
-    with agent_fault(None):  # or an agent that is started here could take another cell's fault
+    with agent_fault(None):  # an agent started here must not get the fault of another cell
         again = node.trainer(root, config=config, retention=_RETENTION)
     again.claim(wait_s=_AWAIT_S)
     least = {"agent.attached": 0, "agent.granted": 1}.get(cell.point, 2) if cell.at_once else last
     if again.client.agent_pid == agent:
-        eventually("there is one agent", lambda: node.agents() == [agent])
+        eventually("only one agent runs", lambda: node.agents() == [agent])
         _check_memory(again, least)
     elif cell.gone == SOCKET_GONE or not cell.at_once:
-        raise CellError(f"agent {again.client.agent_pid} has taken the place of agent {agent}")
-    # Else nothing told of the agent any more: another one serves, and what is stored is restored.
+        raise CellError(f"agent {again.client.agent_pid} has replaced agent {agent}")
+    # Otherwise no file named the old agent: a new agent serves, and storage is restored.
     newest = _restored(again)
     if again.client.agent_pid != agent and newest < min(least, 1):
         raise CellError(f"iteration {newest} was restored")
@@ -129,7 +129,7 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
     serving = again.client.agent_pid
     again.hang_up(leave=True)
     eventually("the agent leaves", lambda: not is_alive(serving))
-    # An agent that had to complain leaves its log, of which the cleaner has taken that part.
+    # An agent that logged an error keeps its log, but the cleaner has removed the error.
     if not node.agents() and not (cell.fails and cell.gone == ALL_GONE):
         check_left(node.runtime_dir)
 
@@ -139,7 +139,7 @@ def _finds(directory: Path, agent: int) -> bool:
 
 
 def _check_memory(trainer: FakeTrainer, least: int) -> None:
-    """Refuse memory that lacks what was staged."""
+    """Fail if memory does not hold the iteration `least` or a newer one."""
     newest = max((offer.iteration for offer in trainer.take()), default=0)
     if newest < least:
         raise CellError(f"iteration {newest} is the newest in memory, expected {least}")
@@ -159,7 +159,7 @@ def _restored(trainer: FakeTrainer) -> int:
         save_id = checkpoint.manifest.save_id
         data = read_rank(checkpoint, trainer)
     if data is not None and data != content(0, done, trainer.layout.nbytes):
-        raise CellError(f"iteration {done} is not what it was")
+        raise CellError(f"iteration {done} has other bytes")
     trainer.client.adopt(save_id, done)
     return done
 
@@ -167,7 +167,7 @@ def _restored(trainer: FakeTrainer) -> int:
 def _train(cell: LostSocket, trainer: FakeTrainer) -> None:
     with contextlib.suppress(AgentError):  # the trainer dies
         _saved(trainer, 1)
-        trouble.begin(trainer.root)  # earlier ones would move the step that `cell.count` counts to
+        trouble.begin(trainer.root)  # earlier errors would shift the hits that `cell.count` counts
         if cell.fails:
             (trainer.root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
         error = trainer.save(2, new_save_id()).error

@@ -1,4 +1,4 @@
-"""What a forked rank of the crash tests starts with.
+"""Start of a forked rank of the crash tests.
 
 Imports nothing of megatron_flashckpt before the environment is set.
 """
@@ -17,34 +17,34 @@ from tests.support.forked.nursery import settle_in
 
 
 @dataclasses.dataclass(frozen=True)
-class Life:
-    """What the ranks do from one start to the next."""
+class RunPlan:
+    """Plan of a run: the steps of the ranks from one start to the next."""
 
     save: str
     seed: int
-    """Of the contents."""
+    """Seed of the contents that this run saves."""
     saves: int
-    """How many iterations are saved after the load, one after the other."""
+    """Number of iterations that are saved after the load."""
     step: int = 1
-    """How far these iterations lie apart."""
+    """Distance between these iterations."""
     hurried: bool = False
-    """Go on after a save without waiting for what becomes of it."""
+    """Continue after a save without waiting for its result."""
     broken: int = -1
-    """Which of the saves rank 1 has no part in, for its doorbell is broken."""
+    """Number of the save for which rank 1 sends no "staged" message; -1: none."""
     retain_interval: int | None = None
     loads: int | None = None
-    """Seed of the contents that are loaded, if another life has saved them."""
+    """Seed of the contents that are loaded; None: the seed of this run."""
     recovers: bool = False
-    """Storage has no more faults before the last save."""
+    """End the faults of the storage before the last save."""
     forks: str = ""
-    """POINT:COUNT at which each rank forks helpers; see `helpers.fork_at`."""
+    """Step (POINT:COUNT) at which each rank forks helpers; see `helpers.fork_at`."""
 
 
-def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) -> None:
-    """Set the environment, then import what reads it. Returns when the rank has ended."""
+def start(environment: dict[str, str], log: str, plan: RunPlan, *arguments: Any) -> None:
+    """Set the environment, then import the package. Returns when the rank has ended."""
     settle_in(environment, log)
-    if life.forks:
-        fork_at(life.forks, Path(life.save).parent)
+    if plan.forks:
+        fork_at(plan.forks, Path(plan.save).parent)
     if "FAULTY_STORAGE" in environment:
         from tests.crash.trouble import retry_at_once
 
@@ -52,11 +52,11 @@ def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) ->
     from tests.crash.rank import main
 
     try:
-        main(life, *arguments)
+        main(plan, *arguments)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # As after an unhandled exception in a script, but the exit hooks have to see it too.
+        # Exit like a script with an unhandled exception, without running exit hooks.
         os._exit(1)
     sys.stdout.flush()

@@ -1,10 +1,10 @@
-"""Cells of a commit on storage in trouble: an agent is killed at a step, and the next one finishes.
+"""Cells of a commit on faulty storage: an agent is killed at a step, and its successor commits.
 
-Two nodes with a real agent and a rank each, on storage with faults (`tests.faulty_storage`): every
-agent process meets errors that pass at the calls of a commit, or sees the other's new names late.
-The agent that commits is stopped at a step of its second save. Then it is killed, and its
-successor finishes; or both agents are killed, and the job starts again from storage. The trouble
-lasts to the end.
+Two nodes have a real agent and a rank each, on storage with faults (`tests.faulty_storage`). Every
+agent process gets transient errors from the calls of a commit, or sees new names of the other agent
+late. The committing agent is stopped at a step of its second save. Then it is killed, and its
+successor commits; or both agents are killed, and the job starts again from storage. The faults
+last until the end of the cell.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.trainer import FakeTrainer, content, is_alive
 
 AGENT, BOTH = "agent killed", "both agents killed"
 KILLED = (AGENT, BOTH)
-#: By trouble: the rules. Each rule with `times` counts in each process.
+#: Rules, by trouble. A rule with `times` is counted separately in each process.
 PASSING = "errors that pass"
 RULES = {
     PASSING: (
@@ -45,8 +45,8 @@ RULES = {
     ),
     "names that come late": (late(150),),
 }
-#: By point: at which counts it lies in the save of iteration 2. The puts: the record, the common
-#: state, the manifest, the marker, the tracker, the history. Leftovers: the records of both ranks.
+#: Hits that lie in the save of iteration 2, by failpoint. The puts store the record, the common
+#: state, the manifest, the marker, the tracker, the history. The records of both ranks are removed.
 _COUNTS = {
     "persist.durable": (2,),
     "put.written": (7, 8, 9, 10, 11),
@@ -60,13 +60,13 @@ _COUNTS = {
     "save.marked": (2,),
 }
 _RETENTION = Retention(latest=1)
-#: Longest wait for an outcome.
+#: Longest wait for the result of a save.
 _OUTCOME_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class FaultyCell(FamilyCell):
-    """The agent that commits comes to `point` for the `count`th time."""
+    """The committing agent is stopped at the `count`th hit of `point`."""
 
     trouble: str
     point: str
@@ -75,35 +75,35 @@ class FaultyCell(FamilyCell):
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
-        """The row, and the column."""
+        """The row and the column of the table."""
         return (f"agent, {self.trouble}", self.point), self.killed
 
     def __str__(self) -> str:
         return f"{self.trouble}: agent:{self.point}:{self.count}, {self.killed}"
 
-    def tell(self, home: Path) -> None:
-        """Let the cell happen in the empty directory `home`.
+    def run(self, home: Path) -> None:
+        """Run the cell in the empty directory `home`.
 
         Raises:
-            CellError: something is lost, half or left behind.
+            CellError: a checkpoint is lost or partial, or files are left over.
         """
-        story = _Story(self, home)
+        scenario = _Scenario(self, home)
         try:
-            story.begin()
+            scenario.begin()
             if self.killed == AGENT:
-                story.succeed()
+                scenario.succeed()
             else:
-                story.restart()
-            story.end()
+                scenario.restart()
+            scenario.end()
         finally:
-            story.close()
+            scenario.close()
 
 
 def faulty_cells() -> list[FaultyCell]:
-    """Return all cells on storage in trouble."""
+    """Return all cells on faulty storage."""
 
     def is_thorough(trouble: str, point: str) -> bool:
-        """Return whether to kill in both ways; the matrix as a whole takes long enough."""
+        """Return whether to kill in both ways; the other steps alternate, to save time."""
         return trouble == PASSING and not point.startswith("put.")
 
     steps = [(point, count) for point, counts in _COUNTS.items() for count in counts]
@@ -116,7 +116,7 @@ def faulty_cells() -> list[FaultyCell]:
 
 
 def faulty_sample() -> list[FaultyCell]:
-    """Return cells that stand for all of them in the test suite."""
+    """Return the cells that the test suite runs."""
     passing, late_names = RULES
     return [
         FaultyCell(passing, "commit.common", 2, AGENT),
@@ -126,7 +126,9 @@ def faulty_sample() -> list[FaultyCell]:
     ]
 
 
-class _Story:
+class _Scenario:
+    """The scenario of one cell, step by step."""
+
     def __init__(self, cell: FaultyCell, home: Path) -> None:
         self._cell = cell
         self._root, self._reached = home / "save", home / "reached"
@@ -136,7 +138,7 @@ class _Story:
         self._staging: threading.Thread | None = None
 
     def _start(self, fault: str | None = None) -> None:
-        """Start both ranks, and with them their agents; the first one comes to `fault`."""
+        """Start both ranks and their agents; the first agent gets `fault`."""
         self._trainers = []
         for rank, node in enumerate(self._nodes):
             with agent_fault(None if rank else fault), self._faulty.under_agents():
@@ -144,7 +146,7 @@ class _Story:
                     self._root,
                     rank,
                     2,
-                    # The first agent stands still for a while, and must not be given up for that.
+                    # Trainers must keep waiting for the answer of the stopped first agent.
                     config=node.config(answer_timeout_s=600.0),
                     retention=_RETENTION,
                     numel=4000,
@@ -152,13 +154,13 @@ class _Story:
             self._trainers.append(made)
 
     def begin(self) -> None:
-        """Commit iteration 1, and let the first agent stop in the save of iteration 2."""
+        """Commit iteration 1; return when the first agent is stopped in the save of iteration 2."""
         cell = self._cell
         self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
         self._save(1)
-        # One: with those of these rules a shard meets as many as the agent bears.
+        # At most 1: with the errors of these rules, a shard gets as many as the agent tolerates.
         self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1, within_s=60))
-        # Nobody knows whether the agent still answers before it stops.
+        # In a thread, because the agent may stop before it answers.
         self._staging = threading.Thread(target=self._stage_at_last)
         self._staging.start()
         self._trainers[1].stage(2, _save_id(2))
@@ -171,39 +173,39 @@ class _Story:
             self._trainers[0].stage(2, _save_id(2))
 
     def succeed(self) -> None:
-        """Let another agent finish what the killed one has begun."""
+        """Kill the first agent; its successor must commit iteration 2."""
         self._kill(self._nodes[0])
         self._join()
         with agent_fault(None), self._faulty.under_agents():
             taken = self._trainers[0].reconnect()
-        told = [self._trainers[1].outcome(_OUTCOME_S)]
+        outcomes = [self._trainers[1].outcome(_OUTCOME_S)]
         if _save_id(2) in taken:
-            told.append(self._trainers[0].outcome(_OUTCOME_S))
-        if errors := [outcome.error for outcome in told if outcome.error is not None]:
-            raise CellError(f"the successor has not committed: {errors}")
+            outcomes.append(self._trainers[0].outcome(_OUTCOME_S))
+        if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
+            raise CellError(f"the successor did not commit: {errors}")
         self._check(2)
 
     def restart(self) -> None:
-        """Lose all memory; what is committed is whole."""
+        """Kill both agents; committed checkpoints must be complete."""
         for node in self._nodes:
             self._kill(node)
         self._join()
         check_storage(self._root)
         if not committed(self._root):
-            raise CellError("no checkpoint is left, though iteration 1 was committed")
+            raise CellError("no checkpoint is left, although iteration 1 was committed")
         for trainer in self._trainers:
             trainer.hang_up()
         self._start()
 
     def end(self) -> None:
-        """Save twice more, in the same trouble; nothing may stay of what was cut short."""
+        """Save twice more with the same faults; no file of the interrupted save may be left."""
         for iteration in (3, 4):
             if iteration == 4 and trouble.is_troubled(self._root):
                 self._faulty.rule(*RULES[self._cell.trouble])
             self._save(iteration)
             self._check(iteration)
         if self._cell.trouble == PASSING and not self._faulty.hits():
-            raise CellError("no error was come to")
+            raise CellError("no process got an error")
         await_tidy(self._root, 4)
 
     def _save(self, iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""One cell of the matrix: a job is killed at a point and goes on, and what must be true then."""
+"""One cell of the matrix: a job is killed at a failpoint, resumes, and is checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.crash import trouble
 from tests.crash.job import RANKS, CellError, Job, wake
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.truth import await_tidy, check_left, check_storage, committed, in_memory
 
 TRAINERS, AGENT, NODE = "trainers", "agent", "node"
@@ -17,13 +17,13 @@ KILLED = (TRAINERS, AGENT, NODE)
 
 @dataclasses.dataclass(frozen=True)
 class Crash:
-    """Where a job comes to its end, and how."""
+    """A failpoint where a job is interrupted, and the processes that are killed."""
 
     who: str
     point: str
     count: int = 1
     killed: str = TRAINERS
-    """`trainers`: all ranks; the agent goes on. `agent`: it alone. `node`: everything."""
+    """`trainers`: all ranks, not the agent. `agent`: only the agent. `node`: all processes."""
 
     @property
     def fault(self) -> str:
@@ -35,14 +35,14 @@ class Crash:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Crashes, one after the other, each followed by a restart."""
+    """Successive crashes, each followed by a restart."""
 
     crashes: tuple[Crash, ...]
     seed: int = 0
     saves: int = 4
-    """In a life that ends with a crash."""
+    """Number of saves in a run that ends with a crash."""
     step: int = 1
-    """Between saves in the last life; more than 1 leaves out what a crash cut short."""
+    """Iterations between saves in the last run; above 1, the interrupted ones are not repeated."""
     hurried: bool = False
     broken: int = -1
     retain_interval: int | None = None
@@ -52,26 +52,26 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What a start finds, or must find: nothing at first."""
+class RestorePoint:
+    """The checkpoint that a start restores or must restore; initially none."""
 
     iteration: int = 0
     source: str = "nothing"
 
 
-def tell(cell: Cell, home: Path) -> list[Found]:
-    """Let `cell` happen in the empty directory `home`; return what was restored in it.
+def run_cell(cell: Cell, home: Path) -> list[RestorePoint]:
+    """Run `cell` in the empty directory `home`; return the restored checkpoints.
 
     Raises:
-        CellError: something is not as it should be.
+        CellError: a check failed.
     """
     job = Job(home)
     trouble.begin(job.save)
-    expected = Found()
+    expected = RestorePoint()
     restored = []
     try:
         for number, crash in enumerate(cell.crashes):
-            life = Life(
+            plan = RunPlan(
                 save=str(job.save),
                 seed=cell.seed,
                 saves=cell.saves,
@@ -79,13 +79,13 @@ def tell(cell: Cell, home: Path) -> list[Found]:
                 broken=-1 if number else cell.broken,
                 retain_interval=cell.retain_interval,
             )
-            job.start(life, crash.fault, linger=True)
+            job.start(plan, crash.fault, linger=True)
             expected = crash_job(job, crash, expected)
             restored.append(expected)
-        life = dataclasses.replace(
-            life, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
+        plan = dataclasses.replace(
+            plan, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
         )
-        job.start(life, None, linger=False)
+        job.start(plan, None, linger=False)
         job.join()
         check_load(job, expected)
         check_end(job, expected.iteration + 2 * cell.step)
@@ -94,20 +94,20 @@ def tell(cell: Cell, home: Path) -> list[Found]:
         job.close()
 
 
-def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
-    """Kill what the crash kills, at its point; return what the next life must find."""
-    there = job.stopped(crash.who)
+def crash_job(job: Job, crash: Crash, expected: RestorePoint) -> RestorePoint:
+    """Kill the processes of `crash` at its failpoint; return what the next run must restore."""
+    stopped = job.stopped(crash.who)
     with job.agent_at_rest():
         check_storage(job.save)
     check_load(job, expected, all_ranks=False)
     if crash.killed == AGENT:
         job.kill_agents()
-        wake(there)
+        wake(stopped)
         job.everyone("ended")
         check_load(job, expected)
-    told = [
-        max((e["told"] for e in rank if e["error"] is None), default=0)
-        for rank in job.reports("told")
+    saved = [
+        max((e["reported"] for e in rank if e["error"] is None), default=0)
+        for rank in job.reports("reported")
     ]
     staged = [max((e["staged"] for e in rank), default=0) for rank in job.reports("staged")]
     before = expected.iteration
@@ -115,33 +115,34 @@ def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
         job.kill_trainers()
         job.kill_agents()
         check_storage(job.save)
-        found = stored_in(job)
-        least = max(*told, before if expected.source == "storage" else 0)
+        left = stored_in(job)
+        least = max(*saved, before if expected.source == "storage" else 0)
     else:
         job.kill_trainers()
         with job.agent_at_rest():
             check_storage(job.save)
             memory = in_memory(job.agents, RANKS)
-            found = stored_in(job)
-        if memory is not None and memory >= found.iteration:
-            found = Found(memory, "memory")
-        least = max(*told, min(staged), before)
+            left = stored_in(job)
+        if memory is not None and memory >= left.iteration:
+            left = RestorePoint(memory, "memory")
+        least = max(*saved, min(staged), before)
         if crash.killed == TRAINERS:
-            wake(there)
-    if found.iteration < least:
-        raise CellError(f"{found} is left, though iteration {least} was there")
-    return found
+            wake(stopped)
+    if left.iteration < least:
+        raise CellError(f"{left} is left, although iteration {least} was complete")
+    return left
 
 
-def stored_in(job: Job) -> Found:
-    found = committed(job.save)
-    return Found(found[-1], "storage") if found else Found()
+def stored_in(job: Job) -> RestorePoint:
+    """Return the newest committed checkpoint."""
+    iterations = committed(job.save)
+    return RestorePoint(iterations[-1], "storage") if iterations else RestorePoint()
 
 
-def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
-    """Refuse another checkpoint than the newest, from elsewhere, or not bit for bit.
+def check_load(job: Job, expected: RestorePoint, *, all_ranks: bool = True) -> None:
+    """Fail unless the ranks loaded the expected checkpoint from the expected source, bit for bit.
 
-    Without `all_ranks`, some may not have come so far.
+    With `all_ranks` false, some ranks may not have loaded yet.
     """
     loaded = [event for events in job.reports("loaded") for event in events]
     for event in loaded:
@@ -149,17 +150,17 @@ def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
             raise CellError(f"loaded {event}, expected {expected}: {job.log()[-3000:]}")
     if len(loaded) < RANKS:
         if all_ranks:
-            raise CellError(f"a rank has not loaded: {job.log()[-3000:]}")
+            raise CellError(f"a rank did not load: {job.log()[-3000:]}")
         return
-    said = re.findall(r"iteration (\d+) was restored from (\w+)", job.log())
+    restored = re.findall(r"iteration (\d+) was restored from (\w+)", job.log())
     meant = [(str(expected.iteration), expected.source)] if expected.iteration else []
-    if said != meant:
-        raise CellError(f"restored {said}, expected {meant}")
+    if restored != meant:
+        raise CellError(f"restored {restored}, expected {meant}")
 
 
 def check_end(job: Job, newest: int) -> None:
-    """Refuse a last life in which something was not saved, and whatever is left behind."""
-    for events in job.reports("told"):
+    """Fail if a save of the last run failed, or if files are left over."""
+    for events in job.reports("reported"):
         errors = [event["error"] for event in events if event["error"] is not None]
         if errors or len(events) != 2:
             raise CellError(f"the saves after the restart: {events}")

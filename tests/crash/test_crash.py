@@ -1,8 +1,8 @@
-"""A sample of the crash matrix; `scripts/crash` runs all of it.
+"""A sample of the crash matrix; `scripts/crash` runs all cells.
 
-A cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
-whole or in part, and started again; or one of several nodes that hold copies for each other; or two
-jobs in one save directory; or it is of a family that tells a story of its own.
+In most cells a job of two real Megatron ranks and their agent is stopped at a failpoint, killed in
+whole or in part, and started again. Other cells have nodes that hold copies for each other, or two
+jobs in one save directory. Cells of a family run their own scenario.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job
-from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
-from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
+from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, run_peer_cell
+from tests.crash.rivals import RivalCell, rival_cells, rival_sample, run_rival_cell
 from tests.crash.sockets import SOCKET_GONE, LostSocket
-from tests.crash.start import Life
+from tests.crash.start import RunPlan
 from tests.crash.storage_faults import RULES, faulty_cells
-from tests.crash.story import KILLED, Cell, tell
+from tests.crash.story import KILLED, Cell, run_cell
 from tests.crash.truth import await_tidy, check_storage, check_tidy
 from tests.faulty_storage.preload import CALLS
 
-#: Modules whose steps ranks come to.
+#: Modules whose failpoints are hit by ranks.
 OF_RANKS = (
     *(
         "save.slot_acquisition",
@@ -45,31 +45,31 @@ OF_RANKS = (
 
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
-def test_nothing_is_lost_and_nothing_stays_behind(cell: Cell, tmp_path: Path) -> None:
-    assert len(tell(cell, tmp_path)) == len(cell.crashes)
+def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
+    assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
 
 
 @pytest.mark.parametrize("cell", peer_sample(), ids=str)
-def test_what_other_nodes_hold_is_whole_and_the_newest_or_is_not_used(
+def test_a_job_resumes_from_the_newest_complete_copies_on_other_nodes(
     cell: PeerCell, tmp_path: Path
 ) -> None:
-    assert len(tell_of_peers(cell, tmp_path)) == 1
+    assert len(run_peer_cell(cell, tmp_path)) == 1
 
 
 @pytest.mark.parametrize("cell", rival_sample(), ids=str)
-def test_an_overtaken_job_changes_nothing_however_late_its_agent_wakes(
+def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
     cell: RivalCell, tmp_path: Path
 ) -> None:
-    tell_of_rivals(cell, tmp_path)
+    run_rival_cell(cell, tmp_path)
 
 
 @pytest.mark.parametrize("cell", family_sample(), ids=str)
-def test_one_life_is_committed_and_none_is_lost_or_mixed(cell: FamilyCell, tmp_path: Path) -> None:
-    cell.tell(tmp_path)
+def test_runs_of_a_job_are_never_mixed_or_lost(cell: FamilyCell, tmp_path: Path) -> None:
+    cell.run(tmp_path)
 
 
-#: Of cells without Megatron: its ranks are forked from a process that the suite may have started
-#: before, without the library. They are cheap, and each has two nodes, jobs or lives of a rank.
+#: Cheap cells without Megatron, each with two nodes, jobs or runs of a rank. Megatron's ranks are
+#: forked from a process that the suite may have started before, without the library of faults.
 FAULTY_SAMPLE = (
     *storage_faults.faulty_sample()[-1:],
     LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
@@ -77,20 +77,20 @@ FAULTY_SAMPLE = (
 
 
 @pytest.mark.parametrize("cell", FAULTY_SAMPLE, ids=str)
-def test_nothing_is_lost_on_storage_with_faults(cell: FamilyCell, tmp_path: Path) -> None:
+def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) -> None:
     trouble.prepare(tmp_path, 1, cell)
     with trouble.everywhere():
-        cell.tell(tmp_path)
-    assert trouble.met(tmp_path).count("fallocate") >= 4, "agents were not on this storage"
+        cell.run(tmp_path)
+    assert trouble.met(tmp_path).count("fallocate") >= 4, "the agents did not run on faulty storage"
 
 
-def test_every_call_meets_every_error_that_may_pass(tmp_path: Path) -> None:
-    """But close, and a cell that is not prepared meets none."""
+def test_every_storage_call_gets_every_transient_error(tmp_path: Path) -> None:
+    """The call close(2) gets fewer errors, and a cell without `prepare` gets none."""
     assert trouble.errors(tmp_path / "save") == []
     trouble.prepare(tmp_path, 0, "a cell")
     rules = [rule.split() for rule in trouble.errors(tmp_path / "save")]
     numbers = {words[1]: words[4].split(",") for words in rules if words[0] == "sometimes"}
-    passing = {str(number) for number, it in TABLE.items() if it.may_pass}
+    passing = {str(number) for number, error in TABLE.items() if error.may_pass}
     assert numbers.keys() == set(CALLS) - {"fallocate"}
     assert all(passing == set(of) for call, of in numbers.items() if call != "close")
     assert set(numbers["close"]) <= passing
@@ -101,7 +101,7 @@ def test_every_call_meets_every_error_that_may_pass(tmp_path: Path) -> None:
     assert (tmp_path / "faults").read_text() == before
 
 
-def test_the_long_version_has_each_family_at_every_step_of_its_process() -> None:
+def test_the_full_matrix_runs_each_family_at_every_step_of_its_process() -> None:
     cells = family_cells()
     assert len(set(cells)) == len(cells)
     assert {type(cell) for cell in family_sample()} == {type(made()[0]) for made in FAMILIES}
@@ -114,11 +114,11 @@ def test_the_long_version_has_each_family_at_every_step_of_its_process() -> None
     of_agents = POINTS.keys() - of_peers - of_ranks
     assert steps["SecondJob"] == steps["Forks"] == of_ranks
     assert steps["SecondStart"] == steps["LostSocket"] == of_agents
-    # What a requeue resumes from was committed, so the save before it must not fail.
+    # A requeue resumes from a committed save, so the save before the requeue must not fail.
     assert steps["Requeue"] == of_agents - {"agent.attached", "save.failed", "forget.file"}
 
 
-def test_the_long_version_kills_a_commit_on_storage_in_each_trouble_in_each_way() -> None:
+def test_the_full_matrix_kills_commits_under_every_storage_trouble() -> None:
     cells = faulty_cells()
     assert len(set(cells)) == len(cells)
     assert {(cell.trouble, cell.killed) for cell in cells} == {
@@ -134,7 +134,7 @@ def test_the_long_version_kills_a_commit_on_storage_in_each_trouble_in_each_way(
     } <= points
 
 
-def test_the_long_version_wakes_agents_at_every_step_that_others_see() -> None:
+def test_the_full_matrix_wakes_agents_at_every_step_visible_to_others() -> None:
     seen = ("persist", "file", "put", "commit", "retain", "leftover", "save", "forget")
     of_trainers = {"save.granted", "save.staging", "save.told"}
     assert {cell.point for cell in rival_cells()} == {
@@ -145,17 +145,17 @@ def test_the_long_version_wakes_agents_at_every_step_that_others_see() -> None:
 def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     first, second = Job(tmp_path), Job(tmp_path / "second")
-    second.runtime_dir = tmp_path / "run2"  # short, as paths of sockets must be
+    second.runtime_dir = tmp_path / "run2"  # the path of a socket must be short
     try:
-        life = Life(save=str(first.save), seed=1, saves=1)
-        first.start(life, None, linger=True)
+        plan = RunPlan(save=str(first.save), seed=1, saves=1)
+        first.start(plan, None, linger=True)
         first.everyone("ended")
         (agent,) = first.agents
         before = {path for path in first.save.rglob("*") if path.suffix != ".tmp"}
-        second.start(life, None, linger=False)
+        second.start(plan, None, linger=False)
         with pytest.raises(CellError, match=r"exit codes \[1, 1\]"):
             second.join()
-        assert second.log().count("OtherWriterError") >= RANKS, "on all ranks"
+        assert second.log().count("OtherWriterError") >= RANKS, "not all ranks refused to start"
         assert f"(agent {agent} on {platform.node()}, claim renewed 2" in second.log()
         assert second.reports("loaded") == [[]] * RANKS
         assert set(first.save.rglob("*")) == before
@@ -164,7 +164,7 @@ def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
         first.close()
 
 
-def test_the_long_version_kills_everybody_at_every_point_in_every_way() -> None:
+def test_the_full_matrix_kills_every_process_at_every_failpoint() -> None:
     cells = all_cells(60)
     assert len(set(cells)) == len(cells) >= 200
     crashes = {(crash.point, crash.killed) for cell in cells for crash in cell.crashes}
@@ -190,10 +190,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-def test_the_checks_see_what_is_wrong(job: Job) -> None:
-    """Damage, a tracker that is ahead, a stray file, contents of another seed: all are noticed."""
-    life = Life(save=str(job.save), seed=1, saves=2)
-    job.start(life, None, linger=False)
+def test_the_checks_of_a_cell_report_every_kind_of_damage(job: Job) -> None:
+    """The checks report damage, a tracker that is ahead, a stray file, and other contents."""
+    plan = RunPlan(save=str(job.save), seed=1, saves=2)
+    job.start(plan, None, linger=False)
     job.join()
     check_storage(job.save)
     await_tidy(job.save, 2)
@@ -207,7 +207,7 @@ def test_the_checks_see_what_is_wrong(job: Job) -> None:
     with pytest.raises(CellError, match=stray.name):
         check_tidy(job.save, 2)
     stray.unlink()
-    job.start(Life(save=str(job.save), seed=2, saves=0), None, linger=False)
+    job.start(RunPlan(save=str(job.save), seed=2, saves=0), None, linger=False)
     job.join()
     for (event,) in job.reports("loaded"):
         assert event["loaded"] == 2

@@ -1,4 +1,4 @@
-"""Training jobs that are killed in the middle of handing over a checkpoint, and again and again."""
+"""Training jobs that are killed during a save, and killed repeatedly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.megatron_jobs import await_no_agent, run_job, succeeded
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
 
-def test_a_job_killed_in_the_middle_of_a_save_goes_on_bit_for_bit_from_the_one_before(
+def test_a_job_killed_during_a_save_resumes_exactly_from_the_previous_save(
     tmp_path: Path,
 ) -> None:
     save, reached = tmp_path / "save", tmp_path / "reached"
@@ -33,8 +33,8 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_bit_for_bit_from_the_one_b
         )
     )
     assert reached.exists()
-    said = re.findall(r"iteration (\d+) was restored from (\w+)", result.log)
-    assert said == [("2", "memory")], "of iteration 4 all is copied, but not all is said"
+    restored = re.findall(r"iteration (\d+) was restored from (\w+)", result.log)
+    assert restored == [("2", "memory")], "iteration 4 was copied, but not reported as staged"
     before, after = result.losses(0), result.losses(1)
     assert sorted(after) == [3, 4, 5, 6]
     for iteration in (3, 4):
@@ -42,10 +42,10 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_bit_for_bit_from_the_one_b
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-def test_three_restarts_in_a_row_with_kills_in_between_resume_bit_for_bit(
+def test_a_job_killed_three_times_resumes_bit_for_bit_each_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank is killed in iteration 4, the other one in 6, and the first one in 6 again."""
+    """One rank is killed in iteration 4, the other rank in 6, and the first rank in 6 again."""
     save = tmp_path / "save"
     result = succeeded(
         run_job(
@@ -60,8 +60,8 @@ def test_three_restarts_in_a_row_with_kills_in_between_resume_bit_for_bit(
             env={"KILL": "1:4 0:6 1:6"},
         )
     )
-    said = re.findall(r"iteration (\d+) was restored from (\w+)", result.log)
-    assert said == [("2", "memory"), ("4", "memory"), ("4", "memory")]
+    restored = re.findall(r"iteration (\d+) was restored from (\w+)", result.log)
+    assert restored == [("2", "memory"), ("4", "memory"), ("4", "memory")]
     attempts = [result.losses(attempt) for attempt in range(4)]
     for earlier, later, iteration in ((0, 1, 3), (1, 2, 5), (2, 3, 5)):
         assert sorted(attempts[earlier][iteration]) == sorted(attempts[later][iteration])

@@ -1,13 +1,13 @@
-"""Storage with faults under every process of a cell, whatever the cell is about.
+"""Faulty storage for every process of any cell.
 
-All agents, and all ranks that are processes of their own, work on `tests.faulty_storage`: it cannot
-reserve space, its new names come up to a second late, and errors that pass are met at every call,
-as a seed says. A process meets two of them in ten seconds at most: each step is tried again, so
-every save must be committed all the same. Trainers of the matrix's own process have no faults:
-they only claim their directory. Neither have the checks, which want to know what there is.
+All agents, and all ranks in their own processes, work on `tests.faulty_storage`. This storage
+cannot reserve space, shows new names up to a second late, and returns transient errors from every
+call, chosen by a seed. A process gets at most two errors in ten seconds. Each step is retried, so
+every save must still be committed. Trainers in the process of the matrix have no faults, because
+they only claim their directory. The checks have none either.
 
-A cell calls `begin` where its errors begin, and `end` before its last save: what an error has kept
-an agent from removing must go after that. Without `prepare` both do nothing.
+A cell calls `begin` where its errors begin, and `end` before its last save, which must remove the
+files that an agent could not remove because of an error. Without `prepare` both do nothing.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from tests.faulty_storage.preload import (
     sometimes_late,
 )
 
-#: All names are visible after so long.
+#: Time after which all names are visible.
 LATE_S = 1.0
-#: What an agent needs of the environment of the process that starts it.
+#: Environment variables that an agent takes from the process that starts it.
 VARIABLES = ("LD_PRELOAD", "FAULTY_STORAGE")
-#: The rules of a cell, beside its save directory: where `FaultyStorage` has them, too.
+#: File with the rules of a cell, next to its save directory; `FaultyStorage` uses it too.
 _RULES = "faults"
 _SEED = "seed "
-#: Of 10,000 calls. An agent makes some thousand calls in a cell.
+#: Failing calls per 10,000. An agent makes some thousand calls in a cell.
 _RATE = 100
 _DONE_RATE = 300
-#: Half of what the shortest retries of the package bear.
+#: Half of the errors that the shortest retries of the package tolerate.
 _MOST, _WITHIN_S = 2, 10
-_PASSING = sorted(number for number, it in TABLE.items() if it.may_pass)
-#: close(2) names it, and the package takes it for one that may pass.
+_PASSING = sorted(number for number, error in TABLE.items() if error.may_pass)
+#: close(2) documents this error, and the package treats it as transient.
 _OF_CLOSE = (errno.EIO,)
-#: A client that sends a request again may be told an error though the first one was carried out.
+#: A client that repeats a request may get an error although the first request succeeded.
 _MAY_BE_DONE = ("rename", "link", "unlink", "mkdir", "rmdir")
 
 
 def prepare(home: Path, seed: int, cell: object) -> None:
-    """Let the cell in the empty directory `home` be on storage with faults."""
+    """Put the cell in the empty directory `home` on faulty storage."""
     of_cell = zlib.crc32(f"{seed}: {cell}".encode())
     _write(home, [f"{_SEED}{of_cell}"], of_cell)
 
 
 def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str]:
-    """Return the rules of the errors that pass, for a cell with faults; none without.
+    """Return the rules of the transient errors of a cell; empty for a cell without faults.
 
     Args:
-        most: how many of them a process meets within so many seconds.
+        most: largest number of errors of a process within `within_s` seconds.
     """
     seed = _seed(root.parent)
     if seed is None:
@@ -80,35 +80,35 @@ def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str
 
 
 def begin(root: Path) -> None:
-    """From now on calls below the save directory meet errors."""
+    """Start the errors of calls below the save directory."""
     seed = _seed(root.parent)
     if seed is not None:
         _write(root.parent, [f"{_SEED}{seed}", *errors(root)], seed)
 
 
 def end(root: Path) -> None:
-    """No call below the save directory meets an error any more."""
+    """End the errors of calls below the save directory."""
     seed = _seed(root.parent)
     if seed is not None:
         _write(root.parent, [f"{_SEED}{seed}"], seed)
 
 
 def await_names(root: Path) -> None:
-    """Return when all names that there are below the save directory are visible to all processes.
+    """Wait until all processes see all names below the save directory.
 
-    Called before another job starts: schedulers take longer, too.
+    Called before another job starts, because schedulers need longer than this delay.
     """
     if is_troubled(root):
         time.sleep(LATE_S)
 
 
 def is_troubled(root: Path) -> bool:
-    """Return whether the cell of this save directory is on storage with faults."""
+    """Return whether the cell of this save directory is on faulty storage."""
     return _seed(root.parent) is not None
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Return what processes on this save directory, and their agents, are started with."""
+    """Return environment variables for processes on this save directory, and their agents."""
     if not is_troubled(root):
         return {}
     return {
@@ -119,12 +119,12 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def retry_at_once() -> None:
-    """Let this process retry within a second what it reads: errors of these tests pass at once."""
+    """Make this process retry reads within a second, because these errors pass at once."""
     patient.RETRIES_S = (0.1, 0.2, 0.4)
 
 
 def met(home: Path) -> list[str]:
-    """Return the calls that were refused in a cell, by name."""
+    """Return the names of the calls that failed in a cell."""
     try:
         lines = (home / f"{_RULES}.hits").read_text().splitlines()
     except FileNotFoundError:
@@ -134,10 +134,10 @@ def met(home: Path) -> list[str]:
 
 @contextlib.contextmanager
 def everywhere() -> Iterator[None]:
-    """Have what this process starts meanwhile see the faults of the cell that it belongs to.
+    """Give processes that start inside the `with` block the faults of their cell.
 
-    An agent belongs to the cell of its save directory. Ranks are forked from a process that is
-    started with the first cell, and have no faults if it was started before.
+    An agent belongs to the cell of its save directory. Ranks are forked from a process that starts
+    with the first cell; if that process started before the block, its ranks have no faults.
     """
     run = subprocess.run
 
@@ -147,7 +147,7 @@ def everywhere() -> Iterator[None]:
             named["env"] = {**named["env"], **environment(root)}
         return run(command, **named)
 
-    library()  # skips a test where there is no compiler
+    library()  # skips the test if there is no compiler
     preloaded = {"LD_PRELOAD": str(library())}
     with mock.patch.dict(os.environ, preloaded), mock.patch.object(subprocess, "run", start):
         yield

@@ -1,4 +1,4 @@
-"""What a crash has left, read from memory and storage directly, to compare with what is said."""
+"""Checks of the state after a crash, read directly from memory and storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_A_CHECKPOINT = re.compile(
 
 
 def in_memory(agents: list[int], ranks: int) -> int | None:
-    """Return the newest iteration that all ranks' slots hold completely, of one save."""
+    """Return the newest iteration of which all ranks hold a complete slot of the same save."""
     held: list[dict[str, int]] = [{} for _ in range(ranks)]
     for agent in agents:
         for entry in Path(f"/proc/{agent}/fd").iterdir():
@@ -50,27 +50,27 @@ def in_memory(agents: list[int], ranks: int) -> int | None:
 
 
 def committed(save: Path) -> list[int]:
-    """Return all iterations that have a manifest, oldest first; in a cell's process, too.
+    """Return all iterations that have a manifest, oldest first.
 
-    That process may meet errors that pass.
+    Reads are retried, because the process of a cell may get transient errors.
     """
     storage = PatientStorage(PosixStorage(save))
-    found = [parse_iteration_dir(name) for name in storage.list("")]
+    iterations = [parse_iteration_dir(name) for name in storage.list("")]
     return sorted(
-        n for n in found if n is not None and storage.present(iteration_dir(n), [MANIFEST])
+        n for n in iterations if n is not None and storage.present(iteration_dir(n), [MANIFEST])
     )
 
 
 def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
-    """Return a checkpoint that a cell's process reads, which may meet errors that pass."""
+    """Open a checkpoint with retries, because the process of a cell may get transient errors."""
     storage = PatientStorage(PosixStorage(save))
     return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
 
 
 def check_storage(save: Path) -> None:
-    """Refuse half a checkpoint that looks like a whole one, and a tracker that is ahead.
+    """Fail if a partial checkpoint looks complete, or if the tracker names no committed checkpoint.
 
-    Retention may be at work: it takes the manifest of a checkpoint away before any other file.
+    Retention may run at the same time; it removes the manifest of a checkpoint before other files.
     """
     storage = PosixStorage(save)
     for iteration in committed(save):
@@ -82,13 +82,13 @@ def check_storage(save: Path) -> None:
         if damages and iteration in committed(save):
             raise CellError(f"iteration {iteration} has a manifest, but: {damages}")
     if (save / TRACKER).exists():
-        said = (save / TRACKER).read_text()
-        if not said.isdecimal() or int(said) not in (whole := committed(save)):
-            raise CellError(f"the tracker says '{said}'; there are {whole}")
+        tracked = (save / TRACKER).read_text()
+        if not tracked.isdecimal() or int(tracked) not in (complete := committed(save)):
+            raise CellError(f"the tracker says '{tracked}'; there are {complete}")
 
 
 def check_tidy(save: Path, newest: int) -> None:
-    """Refuse whatever later commits should have cleaned up."""
+    """Fail if files are left over that later commits remove."""
     storage = PosixStorage(save)
     if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
         raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
@@ -104,11 +104,11 @@ def check_tidy(save: Path, newest: int) -> None:
             ).manifest
             expected = {MANIFEST, f"common-{manifest.save_id}.msgpack"}
             expected |= {shard.file for shard in manifest.shards}
-            # Put if the agent that commits does not know that all ranks are on its node.
+            # An agent stores a marker unless it knows that all ranks run on its node.
             expected.add(marker_name(manifest.save_id))
         left += [f"{directory.name}/{name}" for name in files - expected]
-        # A last file may go though its removal reports an error. What is left is taken for one that
-        # another node is about to fill: it holds nothing, and stays.
+        # The removal of the last file may report an error although it succeeded. Then the empty
+        # directory stays, because another node might be about to fill it.
         is_emptied = not files and trouble.is_troubled(save)
         left += [directory.name] if not expected and not is_emptied else []
     if left:
@@ -116,25 +116,27 @@ def check_tidy(save: Path, newest: int) -> None:
 
 
 def await_tidy(save: Path, newest: int) -> None:
-    """Wait until later commits have cleaned up what agents of former lives may still write."""
+    """Wait until no files are left over; agents of earlier runs may still write some."""
 
     def is_tidy() -> bool:
-        with contextlib.suppress(CellError, FileNotFoundError):  # of a directory that goes
+        with contextlib.suppress(
+            CellError, FileNotFoundError
+        ):  # a directory may disappear meanwhile
             check_tidy(save, newest)
             return True
         return False
 
     try:
-        eventually("nothing else is left", is_tidy)
+        eventually("no file is left over", is_tidy)
     except CellError:
-        check_tidy(save, newest)  # names what is left
+        check_tidy(save, newest)  # names the files
         raise
 
 
 def check_left(runtime_dir: Path) -> None:
-    """Refuse what agents that have gone should not have left, but for what they had to report."""
+    """Fail if agents that ended have left files, except logs of errors."""
     logs = list(runtime_dir.rglob("agent.log"))
-    # An agent that had an error to report leaves it, and its lock.
+    # An agent that logged an error keeps its log and its lock.
     complained = any(" ERROR " in log.read_text() for log in logs)
     stays = ("agent.log", "lock") if complained else ("agent.log",)
     files = filter(Path.is_file, runtime_dir.rglob("*"))

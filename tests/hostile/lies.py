@@ -1,4 +1,4 @@
-"""Random lies about a checkpoint: what a disk, a crash, a person or an enemy made of it."""
+"""Random damage to a checkpoint, as a disk, a crash, a person or an attacker causes it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OTHER_SAVE = "ba9876543210"
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Two committed checkpoints in one directory, and what lies beside it."""
+    """Two committed checkpoints in one directory, and files outside of it."""
 
     older: Made
     newest: Made
     other: Made
-    """Another save of the newest iteration, in another directory."""
+    """Another save of the newest iteration, in a different directory."""
     outside: Path
-    """Must never change; what a pickle bomb would make is looked for here."""
+    """Directory that must never change; a pickle bomb would create a directory here."""
 
     @property
     def root(self) -> Path:
@@ -44,12 +44,12 @@ class Scene:
         return self.root / TRACKER
 
     def files(self) -> list[Path]:
-        """All that the newest checkpoint consists of."""
+        """All files of the newest checkpoint."""
         shards = [self.newest.shard(rank) for rank in range(len(self.newest.pieces))]
         return [*shards, self.newest.manifest, self.newest.common]
 
 
-Tell = Callable[[Scene, random.Random], object]
+Damage = Callable[[Scene, random.Random], object]
 
 
 # ---------------------------------------------------------------- bytes
@@ -81,7 +81,7 @@ def flip_one(scene: Scene, dice: random.Random) -> None:
 
 
 def flip_table(scene: Scene, dice: random.Random) -> None:
-    """One bit of the manifest or of a header: where what is not read back would be overlooked."""
+    """Flip one bit of the manifest or a header, which a load does not read completely."""
     if dice.random() < 0.5:
         rewrite(scene.newest.manifest, lambda content: flip_bits(content, dice, 1))
         return
@@ -98,7 +98,7 @@ def zeros(scene: Scene, dice: random.Random) -> None:
     def change(content: bytearray) -> None:
         start = dice.randrange(len(content))
         end = dice.randint(start + 1, len(content))
-        while not any(content[start:end]):  # or it would be no lie
+        while not any(content[start:end]):  # overwriting zeros would change nothing
             start = start // 2
             end = len(content)
         content[start:end] = bytes(end - start)
@@ -115,7 +115,7 @@ def garbage(scene: Scene, dice: random.Random) -> None:
 
 
 def huge(scene: Scene, dice: random.Random) -> None:
-    """A sparse file of a terabyte: nobody may read it whole."""
+    """Make a sparse file of 1 TB, which no reader may read completely."""
     os.truncate(dice.choice(scene.files()), 2**40)
 
 
@@ -158,7 +158,7 @@ def missing(scene: Scene, dice: random.Random) -> None:
 
 
 def in_place(path: Path, outside: Path, dice: random.Random) -> None:
-    """Put something that is no file in the place of `path`."""
+    """Replace `path` by an entry that is not a regular file."""
     kept = path.with_name(path.name + ".kept")
     path.rename(kept)
     match dice.randrange(9):
@@ -180,7 +180,7 @@ def in_place(path: Path, outside: Path, dice: random.Random) -> None:
             path.symlink_to(outside)
         case 8:
             here = os.getcwd()
-            os.chdir(path.parent)  # names of sockets are short
+            os.chdir(path.parent)  # the path of a socket must be short
             try:
                 with socket.socket(socket.AF_UNIX) as made:
                     made.bind(path.name)
@@ -193,10 +193,10 @@ def no_file(scene: Scene, dice: random.Random) -> None:
 
 
 def no_directory(scene: Scene, dice: random.Random) -> None:
-    """Nothing, or something else, where the newest checkpoint's directory was.
+    """Remove the directory of the newest checkpoint, or replace it by another entry.
 
-    (A link to a directory that holds a whole checkpoint of that iteration is followed by who reads:
-    people move checkpoints to other disks. Nobody writes or deletes through it.)
+    Readers follow a link to a directory with a complete checkpoint of that iteration, because
+    people move checkpoints to other disks. The package never writes or deletes through such a link.
     """
     directory = scene.newest.directory
     shutil.rmtree(directory)
@@ -215,11 +215,11 @@ def no_directory(scene: Scene, dice: random.Random) -> None:
             os.mkfifo(directory)
 
 
-# ---------------------------------------------------------------- what must not matter
+# ---------------------------------------------------------------- foreign files
 
 
 def bystanders(scene: Scene, dice: random.Random) -> None:
-    """Leftovers of earlier attempts, and things that are nobody's business."""
+    """Add orphaned files of earlier attempts, and foreign files."""
     directory = scene.newest.directory
     rank = dice.randrange(5)
     for name in dice.sample(
@@ -278,7 +278,7 @@ def tracker(scene: Scene, dice: random.Random) -> None:
             in_place(scene.tracker, scene.outside, dice)
 
 
-# ---------------------------------------------------------------- forgeries: digests are right
+# ---------------------------------------------------------------- forgeries with right digests
 
 
 HOSTILE: list[Any] = [
@@ -354,14 +354,14 @@ def deep(scene: Scene, dice: random.Random) -> None:
 
 
 def forge_manifest(scene: Scene, dice: random.Random) -> None:
-    said = json.loads(scene.newest.manifest.read_bytes())
-    del said["digest"]
-    mutate(said, dice)
-    scene.newest.manifest.write_bytes(seal(json.dumps(said).encode()))
+    manifest = json.loads(scene.newest.manifest.read_bytes())
+    del manifest["digest"]
+    mutate(manifest, dice)
+    scene.newest.manifest.write_bytes(seal(json.dumps(manifest).encode()))
 
 
 def forge_header(scene: Scene, dice: random.Random) -> None:
-    """A header that its file and the manifest vouch for."""
+    """Forge a header whose digests in the file and the manifest are right."""
     rank = dice.randrange(len(scene.newest.pieces))
     content = scene.newest.shard(rank).read_bytes()
     entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -370,14 +370,14 @@ def forge_header(scene: Scene, dice: random.Random) -> None:
     if "__metadata__" in entries and isinstance(entries["__metadata__"], dict):
         entries["__metadata__"]["flashckpt"] = json.dumps(metadata)
     body = json.dumps(entries).encode()
-    if dice.random() < 0.1:  # a key that comes twice
+    if dice.random() < 0.1:  # a duplicate key
         body = body[:-1] + b"," + body[1:]
     length = dice.choice([len(body)] * 8 + [2**63, 99_999_999, 1])
     scene.newest.forge(rank, struct.pack("<Q", length) + body)
 
 
 class Bomb:
-    """Calls `os.mkdir` when it is unpickled by something that calls what a pickle wants called."""
+    """Object whose unpickling calls `os.mkdir`, if the unpickler allows any call."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -398,16 +398,16 @@ def pickle_bomb(scene: Scene, dice: random.Random) -> None:
             torch.save(bomb, common, _use_new_zipfile_serialization=False)
         case 3:
             laughs: list[Any] = ["ha"]
-            for _ in range(60):  # a few hundred bytes, and 2**60 elements to whoever unfolds them
+            for _ in range(60):  # a few hundred bytes that expand to 2**60 elements
                 laughs = [laughs, laughs]
             torch.save({"args": laughs}, common)
     if dice.random() < 0.9:
         digest = xxhash.xxh3_64_hexdigest(common.read_bytes())
-        scene.newest.change_manifest(lambda said: said.update(common_digest=digest))
+        scene.newest.change_manifest(lambda manifest: manifest.update(common_digest=digest))
 
 
-#: Lies that no digest vouches for: found, and an older checkpoint is there to be used instead.
-PLAIN: list[Tell] = [
+#: Damage that a load detects; the load then uses the older checkpoint.
+PLAIN: list[Damage] = [
     truncate,
     flip,
     flip_one,
@@ -423,6 +423,13 @@ PLAIN: list[Tell] = [
     no_file,
     no_directory,
 ]
-#: An enemy's work. Whoever can write there can also write a sound checkpoint; but nothing that is
-#: written there may harm who reads it.
-FORGED: list[Tell] = [forge_manifest, forge_manifest, forge_header, forge_header, deep, pickle_bomb]
+#: Damage by an attacker with right digests. An attacker with write access can also write an intact
+#: checkpoint, but no file may harm its reader.
+FORGED: list[Damage] = [
+    forge_manifest,
+    forge_manifest,
+    forge_header,
+    forge_header,
+    deep,
+    pickle_bomb,
+]

@@ -1,6 +1,6 @@
-"""Random lies, by seed: found, or of no consequence; never another error, a hang or a side effect.
+"""Random damage, by seed: detected or harmless, never another error, a hang or a side effect.
 
-`FUZZ_SEEDS=100000 pytest tests/hostile/test_fuzz.py` runs more of them.
+`FUZZ_SEEDS=100000 pytest tests/hostile/test_fuzz.py` runs more seeds.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
-from tests.hostile.lies import FORGED, PLAIN, Scene, Tell
+from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
 from tests.support.checkpoints import Made, expected, make, pieces_of_rank, read, snapshot, stage
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
 RANKS = [pieces_of_rank(rank) for rank in range(4)]
 SAVE_30 = "ddddeeeeffff"
 WANTED = [piece for held in RANKS for piece in held]
-#: A seed that takes longer hangs; the slowest takes well under a second.
+#: Seconds after which a seed counts as a hang; the slowest seed needs less than one.
 HANG_S = 60
-#: More memory than all seeds together need, and far less than the lies speak of.
+#: More memory than all seeds need, and far less than the damaged files claim.
 MEMORY_KIB = 700 * 1024
 
 
 def common_of(iteration: int, **args: int) -> bytes:
-    said = dict.fromkeys(side_state.COMMON_STATE)
+    empty = dict.fromkeys(side_state.COMMON_STATE)
     return side_state.encode_common(
-        {**said, "args": argparse.Namespace(**args), "iteration": iteration}
+        {**empty, "args": argparse.Namespace(**args), "iteration": iteration}
     )
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that every seed gets a copy of."""
+    """Return a directory that is copied for every seed."""
     home = tmp_path_factory.mktemp("good")
     make(home / "save", 10, seed=10, common=common_of(10))
     make(home / "save", 20, seed=20, common=common_of(20))
@@ -78,7 +78,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Copies:
-    """A fresh copy of the good save directory for every seed; what lies beside it stays."""
+    """Fresh copies of the good save directory for each seed; files outside of it stay."""
 
     def __init__(self, good: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
         self._iterations = iterations
@@ -102,7 +102,7 @@ class Copies:
 @pytest.fixture
 def copies(good: Path, tmp_path: Path) -> Iterator[Copies]:
     yield Copies(good, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy")  # pipes and the like, which would hang who greps there
+    shutil.rmtree(tmp_path / "copy")  # pipes would block a grep in these directories
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def peak_kib() -> int:
 
 
 def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
-    """Load as a job does, all ranks in one; return the iteration and the bytes."""
+    """Load as a job does, with all ranks in one; return the iteration and the tensors."""
     storage = PosixStorage(scene.root)
     candidates = Candidates(storage, named_in(storage, None), [], rank=0, fall_back=True)
     while (current := candidates.current) is not None:
@@ -131,7 +131,7 @@ def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
             name = common_name(stored.manifest.save_id)
             side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
             try:
-                found = read(stored, WANTED)
+                tensors = read(stored, WANTED)
             except MissingStateError:
                 stored.check_whole()
                 raise
@@ -139,15 +139,15 @@ def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
             candidates.refuse(error)
         else:
             candidates.report()
-            return current, found
+            return current, tensors
     return None, []
 
 
 CONTENT = {iteration: expected(WANTED, iteration) for iteration in (10, 20, 30)}
 
 
-def is_exact(found: list[torch.Tensor], iteration: int) -> bool:
-    pairs = zip(found, CONTENT[iteration], strict=True)
+def is_exact(tensors: list[torch.Tensor], iteration: int) -> bool:
+    pairs = zip(tensors, CONTENT[iteration], strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -160,105 +160,105 @@ def damages(scene: Scene) -> list[FlashCkptError]:
 
 def run_seeds(
     copies: Copies,
-    tells: list[Tell],
+    kinds: list[Damage],
     seeds: range,
-    check: Callable[[Scene, Tell, random.Random], None],
+    check: Callable[[Scene, Damage, random.Random], None],
 ) -> None:
-    """Tell one lie per seed and `check` what comes of it, and what holds after any."""
+    """Apply one kind of damage per seed, run `check`, and check files outside and memory."""
     before = peak_kib()
     for seed in seeds:
         dice = random.Random(seed)
-        tell = tells[seed % len(tells)]
+        damage = kinds[seed % len(kinds)]
         scene = copies.scene()
-        tell(scene, dice)
-        beside = snapshot(scene.outside)
+        damage(scene, dice)
+        outside = snapshot(scene.outside)
         signal.alarm(HANG_S)
         try:
-            check(scene, tell, dice)
-            assert snapshot(scene.outside) == beside
+            check(scene, damage, dice)
+            assert snapshot(scene.outside) == outside
         except Exception as error:
-            raise AssertionError(f"seed {seed}, {tell.__name__}: {error!r}") from error
+            raise AssertionError(f"seed {seed}, {damage.__name__}: {error!r}") from error
     assert peak_kib() - before < MEMORY_KIB
 
 
-def test_a_lie_is_found_and_the_older_checkpoint_is_loaded_exactly(copies: Copies) -> None:
-    """Not one bit of a checkpoint is of no consequence: padding is under a digest too."""
+def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Copies) -> None:
+    """Digests cover every bit of a checkpoint, including padding."""
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
-        iteration, found = load(scene)
+        iteration, tensors = load(scene)
         assert iteration == 10
-        assert is_exact(found, 10)
+        assert is_exact(tensors, 10)
         assert damages(scene)
         assert snapshot(scene.root) == save
 
     run_seeds(copies, PLAIN, range(SEEDS // 2), check)
 
 
-def test_a_forgery_is_refused_or_changes_nothing(copies: Copies) -> None:
-    """It may say what it likes of things that nobody reads back, such as the description."""
+def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -> None:
+    """A forgery may change fields that no load reads, such as the description."""
     refused = 0
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         nonlocal refused
         save = snapshot(scene.root)
         try:
-            iteration, found = load(scene)
+            iteration, tensors = load(scene)
         except FlashCkptError:
             refused += 1
         else:
             assert iteration in (10, 20)
-            assert is_exact(found, iteration)
+            assert is_exact(tensors, iteration)
             refused += iteration == 10
             if iteration == 10:
-                assert damages(scene) or tell is lies.pickle_bomb
+                assert damages(scene) or damage is lies.pickle_bomb
         assert snapshot(scene.root) == save
 
     run_seeds(copies, FORGED, range(SEEDS // 4), check)
     assert refused > SEEDS // 4 / 2
 
 
-def test_a_lying_tracker_hides_nothing(copies: Copies) -> None:
-    """A tracker has no digest: one that is changed to name another iteration is followed."""
+def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
+    """A tracker has no digest, so a load follows a tracker that names another iteration."""
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         named = None
         if scene.tracker.is_file() and not scene.tracker.is_symlink():
             with open(scene.tracker, "rb") as file:
                 named = file.read(100)
-        iteration, found = load(scene)
+        iteration, tensors = load(scene)
         assert iteration == (10 if named == b"10" else 20)
-        assert is_exact(found, iteration)
+        assert is_exact(tensors, iteration)
         assert main(["ls", str(scene.root)]) in (0, 1)
         assert main(["verify", str(scene.root)]) in (0, 1)
 
     run_seeds(copies, [lies.tracker], range(SEEDS // 10), check)
 
 
-def test_what_lies_about_is_of_no_consequence(copies: Copies) -> None:
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
-        iteration, found = load(scene)
+def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
+        iteration, tensors = load(scene)
         assert iteration == 20
-        assert is_exact(found, 20)
+        assert is_exact(tensors, 20)
         assert damages(scene) == []
         assert main(["ls", str(scene.root)]) == 0
-        scene.newest.manifest.unlink()  # now it is looked at what these tell of an attempt
+        scene.newest.manifest.unlink()  # now `ls` reads the other files of the attempt
         assert main(["ls", str(scene.root)]) == 0
 
     run_seeds(copies, [lies.bystanders], range(SEEDS // 20), check)
 
 
-def test_the_command_line_says_what_is_wrong(
+def test_the_command_line_reports_damage_without_a_traceback(
     copies: Copies, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
         command = [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]][dice.randrange(4)]
         status = main([*command, str(scene.root)])
         shown = capsys.readouterr()
         assert status in (0, 1)
         assert "Traceback" not in shown.out + shown.err
-        if command == ["verify"] and tell in PLAIN:
+        if command == ["verify"] and damage in PLAIN:
             assert status == 1
             assert "iter_0000020" in shown.out + shown.err
         assert snapshot(scene.root) == save
@@ -266,7 +266,7 @@ def test_the_command_line_says_what_is_wrong(
     run_seeds(copies, PLAIN + FORGED, range(10_000, 10_000 + SEEDS // 5), check)
 
 
-def test_converting_refuses_or_is_exact(tmp_path: Path) -> None:
+def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> None:
     made = contents()
     for name in ("outside", "other"):
         (tmp_path / "good" / name).mkdir(parents=True)
@@ -275,22 +275,22 @@ def test_converting_refuses_or_is_exact(tmp_path: Path) -> None:
     copies = Copies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
     converted = 0
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         nonlocal converted
         save, result = snapshot(scene.root), tmp_path / "result"
         status = main(["convert", str(scene.root), str(result), "--to", "flashckpt"])
-        assert status == 1 or (status == 0 and tell not in PLAIN)
+        assert status == 1 or (status == 0 and damage not in PLAIN)
         if status == 0:
             converted += 1
-            found = open_ours(PosixStorage(result), ITERATION, Options())
-            assert differing(made.tensors, found.tensors) == []
+            written = open_ours(PosixStorage(result), ITERATION, Options())
+            assert differing(made.tensors, written.tensors) == []
         assert status == 0 or not any(result.glob("*/*.safetensors"))
         assert snapshot(scene.root) == save
         shutil.rmtree(result, ignore_errors=True)
 
     beside = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
-    tells = [tell for tell in PLAIN + FORGED if tell not in beside]
-    run_seeds(copies, tells, range(20_000, 20_000 + SEEDS // 12), check)
+    kinds = [damage for damage in PLAIN + FORGED if damage not in beside]
+    run_seeds(copies, kinds, range(20_000, 20_000 + SEEDS // 12), check)
     assert converted < SEEDS // 24
 
 
@@ -302,18 +302,18 @@ def records(scene: Scene) -> list[Path]:
 
 
 def share_records(directory: Path, of_node: int) -> None:
-    """Put the records of `of_node` ranks into one file each, as agents of such nodes do."""
+    """Merge the records of each `of_node` ranks into one file, as the agent of a node does."""
     for first in range(0, len(RANKS), of_node):
         paths = [directory / record_name(first + i, SAVE_30) for i in range(of_node)]
-        found = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
+        merged = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
         for path in paths:
             path.unlink()
         shared = directory / record_name(first, SAVE_30, of_node)
-        shared.write_bytes(encode_records(found))
+        shared.write_bytes(encode_records(merged))
 
 
 def record_lie(scene: Scene, dice: random.Random) -> None:
-    """Lie about the records of a save that is about to be committed."""
+    """Damage the records of a save before its commit."""
     file, other = dice.sample(records(scene), 2)
     match dice.randrange(7):
         case 0:
@@ -337,7 +337,7 @@ def record_lie(scene: Scene, dice: random.Random) -> None:
 
 
 def record_forgery(scene: Scene, dice: random.Random) -> None:
-    """A record whose digest is right: at the latest whoever loads finds that it is no good."""
+    """Forge a record with a right digest; the commit or a load detects it."""
     file = dice.choice(records(scene))
     records_in = msgspec.msgpack.decode(file.read_bytes()[8:])
     lies.mutate(dice.choice(records_in), dice)
@@ -347,7 +347,7 @@ def record_forgery(scene: Scene, dice: random.Random) -> None:
 
 
 def place_lie(scene: Scene, dice: random.Random) -> None:
-    """Lie about what a commit replaces or looks at besides."""
+    """Damage other files that a commit replaces or reads."""
     directory = scene.root / "iter_0000030"
     match dice.randrange(5):
         case 0:
@@ -366,9 +366,9 @@ def place_lie(scene: Scene, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("of_node", [1, 2])
-@pytest.mark.parametrize("tell", [record_lie, record_forgery, place_lie])
-def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
-    good: Path, tmp_path: Path, tell: Tell, of_node: int
+@pytest.mark.parametrize("damage", [record_lie, record_forgery, place_lie])
+def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
+    good: Path, tmp_path: Path, damage: Damage, of_node: int
 ) -> None:
     shutil.copytree(good, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
@@ -376,7 +376,7 @@ def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
     copies = Copies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 
-    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         storage = PosixStorage(scene.root)
         save = dataclasses.replace(pending, storage=storage, error=None)
         before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
@@ -385,30 +385,30 @@ def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
         outcomes[committed] += 1
         if committed:
             try:
-                iteration, found = load(scene)
+                iteration, tensors = load(scene)
             except FlashCkptError:
-                assert tell is record_forgery
+                assert damage is record_forgery
             else:
-                assert iteration == 30 or (tell is record_forgery and iteration == 20)
-                assert is_exact(found, iteration)
+                assert iteration == 30 or (damage is record_forgery and iteration == 20)
+                assert is_exact(tensors, iteration)
         elif finished:
             forget(save)
         after = [snapshot(made.directory) for made in (scene.older, scene.newest)]
         assert after == before
 
-    run_seeds(copies, [tell], range(SEEDS // 10), check)
+    run_seeds(copies, [damage], range(SEEDS // 10), check)
     assert outcomes[False]
-    assert outcomes[True] or tell is record_lie
+    assert outcomes[True] or damage is record_lie
 
 
 # ---------------------------------------------------------------- host memory
 
 
 def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
-    """Only what no digest covers may differ: the rest of the header's page, and of the capacity."""
+    """A slot may differ only outside all digests: in the rest of the header's page."""
     pending = stage(tmp_path, 30, SAVE_30, RANKS)
     meta = msgspec.msgpack.encode(pending.metas[0])
-    data = b"".join(each.numpy().tobytes() for each in expected(RANKS[0], 30))
+    data = b"".join(tensor.numpy().tobytes() for tensor in expected(RANKS[0], 30))
     starts = range(0, len(data), CHUNK_NBYTES)
     digests = tuple(chunk_digest(data[start : start + CHUNK_NBYTES]) for start in starts)
     slab = Slab.create(1, len(meta), len(data), "0")
@@ -443,6 +443,6 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
         else:
             assert held.meta == pending.metas[0], f"seed {seed}"
             assert b"".join(read) == data, f"seed {seed}"
-            assert low == 0, f"seed {seed}: a lie about what is covered passed"
+            assert low == 0, f"seed {seed}: damage under a digest was accepted"
         slab.memory[begin + low : begin + high] = good[low:high]
     slab.close()

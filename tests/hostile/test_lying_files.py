@@ -1,6 +1,6 @@
-"""Files that lie: each gives one clear error with file, fact and remedy, and is left as it is.
+"""Damaged files: each gives one clear error with file, fact and remedy, and is not changed.
 
-The same error comes from `verify` and from a read; no lie makes either hang, crash or allocate.
+`verify` and a read report the same error; no damage makes them hang, crash or allocate memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OLDER = r"load an older iteration with --ckpt-step$"
 
 
 @dataclasses.dataclass(frozen=True)
-class Lie:
-    """A way to damage a checkpoint, and the one error that must come of it."""
+class Damage:
+    """A kind of damage to a checkpoint, and the one error that it must give."""
 
-    tell: Callable[[Made], object]
-    says: str
+    apply: Callable[[Made], object]
+    message: str
     """Pattern of file, fact and remedy."""
     error: type[FlashCkptError] = CorruptCheckpointError
 
@@ -64,7 +64,7 @@ def put_in_place_of(file: Path, make_it: Callable[[Path], object]) -> None:
 
 
 def link_to_kept(file: Path) -> None:
-    """A link to the true file: even that is refused, or a link out of the directory would pass."""
+    """Link to the true file; all links are refused, as they may lead out of the directory."""
     put_in_place_of(file, lambda path: path.symlink_to(path.with_suffix(".kept")))
 
 
@@ -74,7 +74,7 @@ def shard_of(made: Made, iteration: int, save_id: str) -> None:
 
 
 def vouched_shard_of(made: Made, iteration: int, save_id: str) -> None:
-    """A shard of another save, with a manifest that holds its digests."""
+    """Use a shard of another save, with a manifest that holds its digests."""
     other = make(made.root.parent / "other", iteration, save_id)
     content = other.shard(1).read_bytes()
     made.forge(1, content[: 8 + int.from_bytes(content[:8], "little")])
@@ -85,7 +85,7 @@ def header(body: bytes) -> bytes:
 
 
 def forge_metadata(made: Made, change: Callable[[dict], object]) -> None:
-    """Change what the header of rank 1 says of itself; the manifest vouches for the result."""
+    """Change the metadata in the header of rank 1, and its digest in the manifest."""
     content = made.shard(1).read_bytes()
     entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     metadata = json.loads(entries["__metadata__"]["flashckpt"])
@@ -95,219 +95,219 @@ def forge_metadata(made: Made, change: Callable[[dict], object]) -> None:
 
 
 def change_entry(**fields: object) -> Callable[[Made], None]:
-    return lambda made: made.change_manifest(lambda said: said["shards"][1].update(fields))
+    return lambda made: made.change_manifest(lambda manifest: manifest["shards"][1].update(fields))
 
 
 def change_item(position: int, value: object) -> Callable[[Made], None]:
     """Change one field of the first item of the template of rank 1."""
 
-    def change(said: dict) -> None:
-        said["templates"][said["shards"][1]["template"]][0][position] = value
+    def change(manifest: dict) -> None:
+        manifest["templates"][manifest["shards"][1]["template"]][0][position] = value
 
     return lambda made: made.change_manifest(change)
 
 
 def change_placement(position: int, value: object) -> Callable[[Made], None]:
-    def change(said: dict) -> None:
-        said["shards"][1]["placement"][position] = value
+    def change(manifest: dict) -> None:
+        manifest["shards"][1]["placement"][position] = value
 
     return lambda made: made.change_manifest(change)
 
 
-LIES = {
+DAMAGES = {
     # ------------------------------------------------------------------ shard files
-    "one byte short": Lie(
+    "one byte short": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held[:-1]),
         rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
     ),
-    "cut inside the header": Lie(
+    "cut inside the header": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held[:100]),
         rf"{SHARD_1}: 100 bytes long, the manifest says \d+; {OLDER}",
     ),
-    "cut inside the length": Lie(
+    "cut inside the length": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held[:5]),
         rf"{SHARD_1}: 5 bytes long, the manifest says \d+; {OLDER}",
     ),
-    "empty": Lie(
+    "empty": Damage(
         lambda made: made.shard(1).write_bytes(b""),
         rf"{SHARD_1}: 0 bytes long, the manifest says \d+; {OLDER}",
     ),
-    "one byte more": Lie(
+    "one byte more": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held + b"\0"),
         rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
     ),
-    "all zero, as after a power cut": Lie(
+    "all zero, as after a power cut": Damage(
         lambda made: rewrite(made.shard(1), lambda held: bytes(len(held))),
         rf"{SHARD_1}: header claims 0 bytes, so this is not a shard file; {OLDER}",
     ),
-    "data zero": Lie(
+    "data zero": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held[:-64] + bytes(64)),
         rf"{SHARD_1}, chunk 0 \(bytes 0-\d+ of the data\): digest \w+, expected \w+; {OLDER}",
     ),
-    "a shard of another iteration": Lie(
+    "a shard of another iteration": Damage(
         lambda made: shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
-    "a shard of another save of this iteration": Lie(
+    "a shard of another save of this iteration": Damage(
         lambda made: shard_of(made, made.iteration, OTHER_SAVE),
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
-    "a vouched shard of another iteration": Lie(
+    "a vouched shard of another iteration": Damage(
         lambda made: vouched_shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '\w+', 1\), expected "
         rf"\(10, '\w+', 1\); {OLDER}",
     ),
-    "a vouched shard of another save": Lie(
+    "a vouched shard of another save": Damage(
         lambda made: vouched_shard_of(made, made.iteration, OTHER_SAVE),
         rf"{SHARD_1}: is the shard of .*'{OTHER_SAVE}', 1\), expected .*; {OLDER}",
     ),
-    "missing": Lie(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
-    "a symbolic link": Lie(
+    "missing": Damage(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
+    "a symbolic link": Damage(
         lambda made: link_to_kept(made.shard(1)),
         rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
-    "a dangling symbolic link": Lie(
+    "a dangling symbolic link": Damage(
         lambda made: put_in_place_of(made.shard(1), lambda path: path.symlink_to("nowhere")),
         rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
-    "a directory": Lie(
+    "a directory": Damage(
         lambda made: put_in_place_of(made.shard(1), Path.mkdir),
         rf"{SHARD_1}: cannot read .*a directory stands where a file should be: move it away$",
         StorageError,
     ),
-    "a pipe": Lie(
+    "a pipe": Damage(
         lambda made: put_in_place_of(made.shard(1), os.mkfifo),
         rf"{SHARD_1}: cannot read .*stands where a file should be: move it away$",
         StorageError,
     ),
     # ------------------------------------------------------------------ hostile headers
-    "a header of 2**60 bytes": Lie(
+    "a header of 2**60 bytes": Damage(
         lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 1 << 60) + held[8:]),
         rf"{SHARD_1}: header claims {1 << 60} bytes, so this is not a shard file; {OLDER}",
     ),
-    "a header longer than the file": Lie(
+    "a header longer than the file": Damage(
         lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 99_999_999) + held[8:]),
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
-    "a deeply nested header": Lie(
+    "a deeply nested header": Damage(
         lambda made: made.forge(1, header(b'{"__metadata__":' + b"[" * 500_000)),
         rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
     ),
-    "a header of another tool": Lie(
+    "a header of another tool": Damage(
         lambda made: made.forge(1, header(b'{"__metadata__":{"format":"pt"}}')),
         rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
     ),
-    "a header of a newer release": Lie(
-        lambda made: forge_metadata(made, lambda said: said.update(version=FORMAT_VERSION + 1)),
+    "a header of a newer release": Damage(
+        lambda made: forge_metadata(made, lambda fields: fields.update(version=FORMAT_VERSION + 1)),
         rf"{SHARD_1}: format version {FORMAT_VERSION + 1}; .* upgrade megatron_flashckpt, or load",
         FormatVersionError,
     ),
-    "a header with fewer digests": Lie(
-        lambda made: forge_metadata(made, lambda said: said.update(digests="")),
+    "a header with fewer digests": Damage(
+        lambda made: forge_metadata(made, lambda fields: fields.update(digests="")),
         rf"{SHARD_1}: 0 digests of \d+ bytes do not stand for \d+ bytes of data; {OLDER}",
     ),
-    "a header that moves a tensor": Lie(
-        lambda made: forge_metadata(made, lambda said: said["pieces"][-1].__setitem__(3, 1)),
+    "a header that moves a tensor": Damage(
+        lambda made: forge_metadata(made, lambda fields: fields["pieces"][-1].__setitem__(3, 1)),
         rf"{SHARD_1}: .*range \[1, \d+\) leaves the box; {OLDER}",
     ),
-    "a header that puts a tensor outside the global one": Lie(
-        lambda made: forge_metadata(made, lambda said: said["pieces"][0][1].__setitem__(0, 99)),
+    "a header that puts a tensor outside the global one": Damage(
+        lambda made: forge_metadata(made, lambda fields: fields["pieces"][0][1].__setitem__(0, 99)),
         rf"{SHARD_1}: .*box leaves the global shape .*; {OLDER}",
     ),
     # ------------------------------------------------------------------ common
-    "common missing": Lie(
+    "common missing": Damage(
         lambda made: (made.common).unlink(), rf"common-\w+\.msgpack: is missing; {OLDER}"
     ),
-    "common with a flipped bit": Lie(
+    "common with a flipped bit": Damage(
         lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
         rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
-    "common cut short": Lie(
+    "common cut short": Damage(
         lambda made: rewrite(made.common, lambda held: held[:-1]),
         rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
-    "common a symbolic link": Lie(
+    "common a symbolic link": Damage(
         lambda made: link_to_kept(made.common),
         r"common-\w+\.msgpack: cannot read .*a symbolic link stands where a file should be: "
         "remove it$",
         StorageError,
     ),
     # ------------------------------------------------------------------ manifest.json
-    "manifest not JSON": Lie(
+    "manifest not JSON": Damage(
         lambda made: made.manifest.write_text("{ not json"),
         rf"manifest\.json: is not a manifest .*; {OLDER}",
     ),
-    "manifest empty": Lie(
+    "manifest empty": Damage(
         lambda made: made.manifest.write_bytes(b""),
         rf"manifest\.json: is not a manifest .*; {OLDER}",
     ),
-    "manifest cut short": Lie(
+    "manifest cut short": Damage(
         lambda made: rewrite(made.manifest, lambda held: held[:-1]),
         rf"manifest\.json: is not a manifest .*; {OLDER}",
     ),
-    "manifest not UTF-8": Lie(
+    "manifest not UTF-8": Damage(
         lambda made: rewrite(made.manifest, lambda held: held.replace(b"layers", b"lay\xff\xfes")),
         rf"manifest\.json: is not a manifest .*; {OLDER}",
     ),
-    "manifest deeply nested": Lie(
+    "manifest deeply nested": Damage(
         lambda made: made.manifest.write_bytes(b'{"version":1,"keys":' + b"[" * 500_000),
         rf"manifest\.json: is not a manifest .*; {OLDER}",
     ),
-    "manifest of a newer release": Lie(
-        lambda made: made.change_manifest(lambda said: said.update(version=FORMAT_VERSION + 1)),
+    "manifest of a newer release": Damage(
+        lambda made: made.change_manifest(lambda fields: fields.update(version=FORMAT_VERSION + 1)),
         rf"manifest\.json: format version {FORMAT_VERSION + 1}; .*upgrade megatron_flashckpt, or l",
         FormatVersionError,
     ),
-    "manifest of another iteration": Lie(
-        lambda made: made.change_manifest(lambda said: said.update(iteration=20)),
+    "manifest of another iteration": Damage(
+        lambda made: made.change_manifest(lambda fields: fields.update(iteration=20)),
         rf"manifest\.json: is the manifest of iteration 20; {OLDER}",
     ),
-    "manifest naming a file above": Lie(
+    "manifest naming a file above": Damage(
         change_entry(file="../x"), rf"manifest\.json: '\.\./x' is not a shard's name; {OLDER}"
     ),
-    "manifest naming an absolute path": Lie(
+    "manifest naming an absolute path": Damage(
         change_entry(file="/etc/passwd"),
         rf"manifest\.json: '/etc/passwd' is not a shard's name; {OLDER}",
     ),
-    "manifest naming one file twice": Lie(
+    "manifest naming one file twice": Damage(
         change_entry(file="rank_00000-0123456789ab.safetensors"), rf"{SHARD_0}: .*; {OLDER}"
     ),
-    "manifest of an absurd world": Lie(
-        lambda made: made.change_manifest(lambda said: said.update(world_size=10**15)),
+    "manifest of an absurd world": Damage(
+        lambda made: made.change_manifest(lambda fields: fields.update(world_size=10**15)),
         rf"manifest\.json: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
     ),
-    "manifest of no world": Lie(
-        lambda made: made.change_manifest(lambda said: said.update(world_size=0, shards=[])),
+    "manifest of no world": Damage(
+        lambda made: made.change_manifest(lambda fields: fields.update(world_size=0, shards=[])),
         rf"manifest\.json: shards are not those of ranks .*; {OLDER}",
     ),
-    "manifest without the last rank": Lie(
-        lambda made: made.change_manifest(lambda said: said["shards"].pop()),
+    "manifest without the last rank": Damage(
+        lambda made: made.change_manifest(lambda fields: fields["shards"].pop()),
         rf"manifest\.json: shards are not those of ranks 0 to 3; {OLDER}",
     ),
-    "manifest with an unknown type": Lie(
+    "manifest with an unknown type": Damage(
         change_item(2, "F12"),
         rf"manifest\.json: a template has \d+ elements of type 'F12'; {OLDER}",
     ),
-    "manifest with negative elements": Lie(
+    "manifest with negative elements": Damage(
         change_item(5, -5), rf"manifest\.json: a template has -5 elements of type '\w+'; {OLDER}"
     ),
-    "manifest with another size of a file": Lie(
+    "manifest with another size of a file": Damage(
         change_entry(nbytes=17),
         rf"{SHARD_1}: \d+ bytes long, the manifest says 17; {OLDER}",
     ),
-    "manifest a symbolic link": Lie(
+    "manifest a symbolic link": Damage(
         lambda made: link_to_kept(made.manifest),
         r"manifest\.json: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
-    "manifest a directory": Lie(
+    "manifest a directory": Damage(
         lambda made: put_in_place_of(made.manifest, Path.mkdir),
         r"manifest\.json: cannot read .*a directory stands where a file should be: move it away$",
         StorageError,
     ),
-    "manifest a pipe": Lie(
+    "manifest a pipe": Damage(
         lambda made: put_in_place_of(made.manifest, os.mkfifo),
         r"manifest\.json: cannot read .*stands where a file should be: move it away$",
         StorageError,
@@ -322,39 +322,39 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture
 def made(good: Made, tmp_path: Path) -> Iterator[Made]:
-    """A copy of a good checkpoint, to be damaged."""
+    """Yield a copy of a good checkpoint, for damage."""
     root = tmp_path / "save"
     shutil.copytree(good.root, root)
     yield dataclasses.replace(good, root=root)
-    shutil.rmtree(root)  # pytest keeps directories, and whoever greps them would hang at a pipe
+    shutil.rmtree(root)  # pytest keeps directories, and a pipe would block a grep in them
 
 
 def damages(made: Made) -> list[FlashCkptError]:
-    """Return what `flashckpt verify` finds."""
+    """Return the damages that `flashckpt verify` reports."""
     try:
         return verify(open_checkpoint(PosixStorage(made.root), made.iteration))
     except FlashCkptError as error:
         return [error]
 
 
-def test_the_checkpoint_is_intact_before_anyone_lies(made: Made) -> None:
+def test_the_undamaged_checkpoint_passes_verify(made: Made) -> None:
     assert damages(made) == []
     assert len(read_all(made)) == sum(map(len, made.pieces))
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_a_lie_gives_one_clear_error_and_nothing_is_changed(
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_gives_one_clear_error_and_is_not_changed(
     made: Made, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lie = LIES[name]
-    lie.tell(made)
+    case = DAMAGES[name]
+    case.apply(made)
     before = snapshot(made.root)
     (damage,) = damages(made)
-    with pytest.raises(lie.error) as caught:
+    with pytest.raises(case.error) as caught:
         read_all(made)
     for error in (damage, caught.value):
-        assert type(error) is lie.error
-        assert re.search(lie.says, str(error)), str(error)
+        assert type(error) is case.error
+        assert re.search(case.message, str(error)), str(error)
         assert str(made.directory) in str(error)
     assert main(["verify", str(made.root)]) == 1
     shown = capsys.readouterr()
@@ -364,32 +364,32 @@ def test_a_lie_gives_one_clear_error_and_nothing_is_changed(
         main([*command.split(), str(made.root)])
         other = capsys.readouterr()
         shown = shown._replace(out=shown.out + other.out, err=shown.err + other.err)
-    assert "--ckpt-step" not in shown.out + shown.err, "no command has this option"
+    assert "--ckpt-step" not in shown.out + shown.err, "commands have no option --ckpt-step"
     assert snapshot(made.root) == before
 
 
-def test_swapped_shard_files_are_both_found(made: Made) -> None:
+def test_verify_reports_both_swapped_shard_files(made: Made) -> None:
     swap(made.shard(1), made.shard(3))
     before = snapshot(made.root)
-    found = damages(made)
-    assert [type(error) for error in found] == [CorruptCheckpointError] * 2
-    for rank, error in zip((1, 3), found, strict=True):
+    errors = damages(made)
+    assert [type(error) for error in errors] == [CorruptCheckpointError] * 2
+    for rank, error in zip((1, 3), errors, strict=True):
         assert re.search(rf"{made.shard(rank).name}: .*; {OLDER}", str(error))
     with pytest.raises(CorruptCheckpointError, match=SHARD_1):
         read_all(made)
     assert snapshot(made.root) == before
 
 
-def test_swapped_names_in_the_manifest_are_both_found(made: Made) -> None:
-    def change(said: dict) -> None:
-        one, other = said["shards"][1], said["shards"][3]
+def test_verify_reports_both_swapped_names_in_the_manifest(made: Made) -> None:
+    def change(manifest: dict) -> None:
+        one, other = manifest["shards"][1], manifest["shards"][3]
         for field in ("file", "nbytes", "header_digest"):
             one[field], other[field] = other[field], one[field]
 
     made.change_manifest(change)
-    found = damages(made)
-    assert len(found) == 2
-    for meant, there, error in zip((1, 3), (3, 1), found, strict=True):
+    errors = damages(made)
+    assert len(errors) == 2
+    for meant, there, error in zip((1, 3), (3, 1), errors, strict=True):
         assert made.shard(there).name in str(error)
         assert re.search(rf"'\w+', {there}\), expected \(10, '\w+', {meant}\); ", str(error))
 
@@ -405,10 +405,10 @@ def test_swapped_names_in_the_manifest_are_both_found(made: Made) -> None:
     ],
     ids=["box", "start", "global shape", "elements", "type"],
 )
-def test_a_manifest_that_contradicts_a_sound_shard_is_found_at_the_shard_and_in_the_tensor(
+def test_verify_reports_a_manifest_that_contradicts_an_intact_shard(
     made: Made, change: Callable[[Made], None], tensor: str
 ) -> None:
-    """Reads are planned by the manifest: such a lie would load wrong bytes with right digests."""
+    """Reads use the manifest, so it could load wrong bytes with right digests."""
     change(made)
     before = snapshot(made.root)
     *tensors, shard = damages(made)
@@ -424,31 +424,31 @@ def test_a_manifest_that_contradicts_a_sound_shard_is_found_at_the_shard_and_in_
     assert snapshot(made.root) == before
 
 
-def test_all_damages_are_listed_not_just_the_first(made: Made) -> None:
+def test_verify_lists_all_damages(made: Made) -> None:
     (made.common).unlink()
     made.shard(0).unlink()
     rewrite(made.shard(2), lambda held: held[:-1] + bytes([held[-1] ^ 1]))
     rewrite(made.shard(3), lambda held: held + b"more")
-    found = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
+    messages = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
     patterns = [
         r"common-\w+\.msgpack: is missing",
         r"rank_00000-",
         r"rank_00002-.* chunk 0",
         r"rank_00003-",
     ]
-    assert len(found) == len(patterns)
-    for pattern, message in zip(patterns, found, strict=True):
+    assert len(messages) == len(patterns)
+    for pattern, message in zip(patterns, messages, strict=True):
         assert re.match(pattern, message)
 
 
-def test_foreign_files_are_not_damage(made: Made) -> None:
+def test_verify_ignores_foreign_files(made: Made) -> None:
     (made.directory / "notes.txt").write_text("mine")
     (made.directory / "rank_00009-fedcba9876543210.safetensors").write_bytes(b"")
     (made.root / "iter_9").mkdir()
     assert damages(made) == []
 
 
-def test_a_checkpoint_that_is_gone_was_never_committed(made: Made) -> None:
+def test_verify_reports_a_missing_checkpoint_as_not_committed(made: Made) -> None:
     shutil.rmtree(made.directory)
     (error,) = damages(made)
     assert isinstance(error, NotCommittedError)

@@ -1,15 +1,15 @@
 """CPU stand-ins for TransformerEngine's FP8 and FP4 weights (subclasses of `QuantizedTensor`).
 
-No machine here has TransformerEngine. The stand-ins follow the dispatch rules of its
+The test machines have no TransformerEngine. The stand-ins follow the dispatch rules of its
 `quantized_tensor.py`, `float8_tensor.py`, `mxfp8_tensor.py` and `nvfp4_tensor.py`, releases 1.x to
-2.x, as far as a checkpoint can meet them; `test_quantized_double.py` pins each rule.
+2.x, as far as checkpoints depend on them; `test_quantized_double.py` pins each rule.
 
 - The class is a wrapper: it has a nominal dtype (bfloat16), and its bytes are in other tensors.
 - `detach` and `.data` return another wrapper of the same bytes.
 - `copy_` into a quantized tensor quantizes the source; `copy_` out of one dequantizes it.
-- Every other operator runs on dequantized copies, slices too: what is written to a slice is lost.
+- Every other operator, also a slice, runs on dequantized copies, so writes to a slice are lost.
 - An operator that changes its arguments writes whole tensors back. Lists of tensors are written
-  back since 2025 only (`writes_lists_back`).
+  back only since 2025 (`writes_lists_back`).
 - `float`, `bfloat16`, `half` and `cpu` return plain tensors; `expand_as(self)` stays quantized.
 - Scaling in blocks (MXFP8, NVFP4) refuses views that change the last axis: there is no `view(-1)`.
 - FP4 packs two neighbours of a row into a byte, and Megatron knows these bytes by name.
@@ -31,7 +31,7 @@ BLOCK = 32
 
 
 class _Identity(torch.autograd.Function):
-    """Gives a parameter an autograd node, through which DDP finds where gradients accumulate."""
+    """Adds an autograd node to a parameter, in which DDP finds the accumulator of gradients."""
 
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class QuantizedDouble(torch.Tensor):
     """Factor by which FP8 values are multiplied."""
     writes_lists_back = True
     dequantizations = 0
-    """Number of times that tensors of these classes were dequantized."""
+    """Number of dequantizations of tensors of these classes."""
 
     @staticmethod
     def __new__(
@@ -102,10 +102,10 @@ class QuantizedDouble(torch.Tensor):
     def quantize_shard(
         self, master: torch.Tensor | None, start: int | None, group: Any = None
     ) -> None:
-        """Quantize elements `[start, start + len(master))`; the other ranks of `group` the others.
+        """Quantize elements `[start, start + len(master))`; `group` quantizes the rest.
 
         Args:
-            master: fp32; None: this rank has none of this tensor.
+            master: fp32 elements; None if this rank has no elements of this tensor.
         """
         rounded = None if master is None else master.to(self.dtype).float()
         largest = torch.zeros(1) if rounded is None else rounded.abs().max().view(1)
@@ -206,7 +206,7 @@ class PackedDouble(QuantizedDouble):
 
     @property
     def _rowwise_data(self) -> torch.Tensor:
-        """The bytes, under the name by which Megatron moves them into its buffer."""
+        """The bytes, under the name that Megatron uses to move them into its buffer."""
         return self.raw
 
     @_rowwise_data.setter
@@ -225,7 +225,7 @@ class PackedDouble(QuantizedDouble):
         self.scale_inv.copy_(torch.where(largest > 0, largest / 7, torch.ones_like(largest)))
 
     def _codes(self) -> torch.Tensor:
-        """Return the 4-bit codes, one in a byte, flat: 8 means zero."""
+        """Return a flat tensor with one 4-bit code per byte; code 8 means zero."""
         flat = self.raw.reshape(-1)
         return torch.stack([flat & 15, flat >> 4], -1).view(-1)
 

@@ -1,4 +1,4 @@
-"""The sums of copies are put into the description of a slot that has room for nothing else."""
+"""Sums of copies are written into slot metadata that has no other free bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EncodedMeta, SlotHeader, SlotState
 
-#: Up to the largest that settings take.
+#: Ages up to the largest accepted setting.
 AGES: list[Any] = [None, 0, 24, 24.0, 0.5, 10**9, 1e9]
 
 
 @pytest.mark.parametrize("age", AGES, ids=repr)
 @pytest.mark.parametrize("value", [1, 1.0, -(2**63), 1e-308], ids=repr)
-def test_sums_leave_the_rest_of_a_description_as_long_as_it_was(age: Any, value: Any) -> None:
-    """Fields that are declared as floats are encoded as the integers that they were given as."""
+def test_writing_sums_keeps_the_length_of_the_slot_metadata(age: Any, value: Any) -> None:
+    """Float fields set to an integer are encoded as integers, which changes their length."""
     tensor = torch.arange(100, dtype=torch.float32)
     local = LocalPiece(Piece("norm.weight", MASTER, "F32", (100,), (0,), (100,), 0, 100), tensor)
     layout = PlanCache(lambda name: None, lambda name, encoded: None).layout([local.piece])
@@ -53,7 +53,7 @@ def test_sums_leave_the_rest_of_a_description_as_long_as_it_was(age: Any, value:
     comparison.write(slot, layout)
     written = slot.meta
     assert written.sums is not None
-    assert [(each.key, each.numel) for each in written.sums] == [("norm.weight", 100)]
+    assert [(entry.key, entry.numel) for entry in written.sums] == [("norm.weight", 100)]
     assert written.sums != comparison.room
     assert (written.retention.max_age_hours, written.metrics) == (age, {"loss": value})
     slab.close()

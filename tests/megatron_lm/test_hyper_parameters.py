@@ -1,9 +1,9 @@
-"""Param groups and steps find their like under another layout.
+"""Loads of param groups and steps under another layout.
 
-The optimizers are torch's own (step per parameter), or a stand-in with the layout of Apex and
-TransformerEngine (step per group, none for an empty group), with plain data in Megatron's param
-groups. Megatron's wrappers around them are real classes, made without their constructors, which
-want a GPU. tests/integration has whole jobs.
+The optimizers are torch's own (one step per parameter), or a stand-in for those of Apex and
+TransformerEngine (one step per group, none for an empty group). Megatron's param groups hold plain
+data. Megatron's wrappers are real classes, created without their constructors, which need a GPU.
+tests/integration has complete jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Group = dict[str, Any]
 
 
 class PerGroup(torch.optim.Optimizer):
-    """Counts as the fused optimizers do; changes nothing else."""
+    """Optimizer that only counts steps per group, like the fused optimizers."""
 
     def __init__(self, groups: list[Group]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -45,7 +45,7 @@ class PerGroup(torch.optim.Optimizer):
 
 
 class Scaler:
-    """What Megatron asks of a loss scaler."""
+    """Loss scaler with the methods that Megatron calls."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -84,8 +84,8 @@ def adam(groups: list[Group]) -> torch.optim.Optimizer:
 
 
 def stepped(inner: torch.optim.Optimizer, steps: int = 5) -> torch.optim.Optimizer:
-    for each in inner.param_groups:
-        for parameter in each["params"]:
+    for param_group in inner.param_groups:
+        for parameter in param_group["params"]:
             parameter.grad = torch.ones_like(parameter)
     for _ in range(steps):
         inner.step()
@@ -93,7 +93,7 @@ def stepped(inner: torch.optim.Optimizer, steps: int = 5) -> torch.optim.Optimiz
 
 
 def go_on(inner: torch.optim.Optimizer) -> None:
-    """Make one more step. The other state is allocated first, as a load has done it."""
+    """Make one more step; allocate the other state before, as a load does."""
     for parameter, state in inner.state.items():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter)
@@ -103,15 +103,18 @@ def go_on(inner: torch.optim.Optimizer) -> None:
 def steps_of(inner: torch.optim.Optimizer) -> list[list[float | None]]:
     """Return, by group, the step of each parameter."""
     if isinstance(inner, PerGroup):
-        return [[each.get("step")] * len(each["params"]) for each in inner.param_groups]
+        return [
+            [param_group.get("step")] * len(param_group["params"])
+            for param_group in inner.param_groups
+        ]
     return [
-        [float(inner.state[parameter]["step"]) for parameter in each["params"]]
-        for each in inner.param_groups
+        [float(inner.state[parameter]["step"]) for parameter in param_group["params"]]
+        for param_group in inner.param_groups
     ]
 
 
 def rates(inner: torch.optim.Optimizer) -> list[float]:
-    return [each["lr"] for each in inner.param_groups]
+    return [param_group["lr"] for param_group in inner.param_groups]
 
 
 @pytest.fixture(params=[adam, PerGroup])
@@ -122,7 +125,7 @@ def make(request: pytest.FixtureRequest) -> Any:
 # ---------------------------------------------------------------------- other layouts
 
 
-def test_the_same_layout_takes_back_what_it_saved(make) -> None:
+def test_the_same_layout_restores_its_hyper_parameters(make) -> None:
     def fresh(lr: float) -> list[Group]:
         return [group(1.0, lr=lr, parameters=2), group(0.0, lr=lr / 2)]
 
@@ -133,7 +136,7 @@ def test_the_same_layout_takes_back_what_it_saved(make) -> None:
     assert steps_of(inner) == [[5, 5], [5]]
 
 
-def test_experts_of_two_chained_optimizers_go_into_one(make) -> None:
+def test_two_chained_optimizers_are_loaded_into_one(make) -> None:
     dense = stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))
     experts = stepped(make([group(1.0, expert=True, lr=0.5)]))
     saved = hyper_parameters(chained(wrapped(dense), wrapped(experts)))
@@ -144,7 +147,7 @@ def test_experts_of_two_chained_optimizers_go_into_one(make) -> None:
     assert steps_of(inner) == [[5, 5, 5], [5]]
 
 
-def test_one_optimizer_goes_into_two_chained_ones(make) -> None:
+def test_one_optimizer_is_loaded_into_two_chained_ones(make) -> None:
     saved = hyper_parameters(
         wrapped(stepped(make([group(1.0, lr=0.5, parameters=3), group(0.0, lr=0.25)])))
     )
@@ -152,12 +155,12 @@ def test_one_optimizer_goes_into_two_chained_ones(make) -> None:
     load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), saved)
     assert (rates(dense), rates(experts)) == ([0.5, 0.25], [0.5])
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[5]])
-    # Each goes on by itself: nothing is shared with the other or with what was saved.
+    # The optimizers share no step with each other or with the saved state.
     go_on(dense)
     assert (steps_of(dense), steps_of(experts)) == ([[6], [6]], [[5]])
 
 
-def test_experts_that_have_settings_of_their_own_take_those(make) -> None:
+def test_experts_with_their_own_settings_restore_those(make) -> None:
     dense = stepped(make([group(1.0, lr=0.5)]))
     experts = stepped(make([group(1.0, expert=True, lr=0.125)]))
     saved = hyper_parameters(chained(wrapped(dense), wrapped(experts)))
@@ -168,7 +171,7 @@ def test_experts_that_have_settings_of_their_own_take_those(make) -> None:
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
-def test_groups_are_matched_by_what_they_are_in_any_order(make, order) -> None:
+def test_groups_are_matched_by_identity_in_any_order(make, order) -> None:
     def fresh(lrs: tuple[float, float, float]) -> list[Group]:
         return [
             group(1.0, lr=lrs[0]),
@@ -177,15 +180,17 @@ def test_groups_are_matched_by_what_they_are_in_any_order(make, order) -> None:
         ]
 
     saved = hyper_parameters(wrapped(stepped(make(fresh((1.0, 2.0, 3.0))))))
-    mine = fresh((0.0, 0.0, 0.0))
-    inner = make([mine[n] for n in order])
+    fresh_groups = fresh((0.0, 0.0, 0.0))
+    inner = make([fresh_groups[n] for n in order])
     load_hyper_parameters(wrapped(inner), saved)
     assert rates(inner) == [float(n + 1) for n in order]
-    assert [each["wd_mult"] for each in inner.param_groups] == [mine[n]["wd_mult"] for n in order]
+    assert [param_group["wd_mult"] for param_group in inner.param_groups] == [
+        fresh_groups[n]["wd_mult"] for n in order
+    ]
 
 
-def test_a_group_that_one_stage_lacks_is_there_once_stages_are_merged(make) -> None:
-    """Stage 0 has no group without weight decay, stage 1 no other; a job of one stage has both."""
+def test_merged_stages_have_the_groups_of_all_stages(make) -> None:
+    """Stage 0 saved only the group with weight decay, stage 1 only the other group."""
     of_ranks = [
         hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)])))),
         hyper_parameters(wrapped(stepped(make([group(0.0, lr=0.25)])))),
@@ -199,7 +204,7 @@ def test_a_group_that_one_stage_lacks_is_there_once_stages_are_merged(make) -> N
     assert steps_of(inner) == [[5], [5, 5]]
 
 
-def test_merging_one_rank_changes_nothing(make) -> None:
+def test_merging_equal_ranks_changes_nothing(make) -> None:
     inner = stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))
     saved = hyper_parameters(chained(wrapped(inner), wrapped(stepped(make([group(0.0)])))))
     assert merge([saved, saved]) == saved
@@ -208,8 +213,8 @@ def test_merging_one_rank_changes_nothing(make) -> None:
 # ---------------------------------------------------------------------- steps
 
 
-def test_a_group_that_was_empty_where_it_was_saved_has_made_as_many_steps(make) -> None:
-    """With the distributed optimizer a rank may own nothing of a group."""
+def test_a_group_saved_empty_takes_the_step_of_the_other_groups(make) -> None:
+    """With the distributed optimizer a rank may own no parameters of a group."""
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, parameters=0, lr=0.5), group(0.0)]))))
     inner = make([group(1.0, parameters=2), group(0.0)])
     load_hyper_parameters(wrapped(inner), saved)
@@ -218,7 +223,7 @@ def test_a_group_that_was_empty_where_it_was_saved_has_made_as_many_steps(make) 
 
 
 @pytest.mark.parametrize("empty_first", [True, False])
-def test_a_rank_that_owns_nothing_does_not_hide_the_steps_of_others(make, empty_first) -> None:
+def test_a_rank_without_parameters_does_not_hide_the_steps_of_others(make, empty_first) -> None:
     of_ranks = [
         hyper_parameters(wrapped(stepped(make([group(1.0, parameters=0)])))),
         hyper_parameters(wrapped(stepped(make([group(1.0)])))),
@@ -229,7 +234,7 @@ def test_a_rank_that_owns_nothing_does_not_hide_the_steps_of_others(make, empty_
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_chained_optimizers_keep_a_count_each(make, merged: bool) -> None:
+def test_chained_optimizers_keep_their_own_step(make, merged: bool) -> None:
     saved = hyper_parameters(
         chained(
             wrapped(stepped(make([group(1.0), group(0.0)]), 5)),
@@ -244,10 +249,10 @@ def test_chained_optimizers_keep_a_count_each(make, merged: bool) -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_an_optimizer_that_has_made_no_step_takes_none_of_the_one_chained_to_it(merged) -> None:
+def test_an_optimizer_without_steps_takes_none_from_a_chained_one(merged) -> None:
     saved = hyper_parameters(
         chained(
-            # A rank may own nothing of a group, which then does not count there.
+            # A rank may own no parameters of a group; then the group has no step on that rank.
             wrapped(stepped(PerGroup([group(1.0), group(0.0, parameters=0)]))),
             wrapped(PerGroup([group(1.0, expert=True), group(0.0, expert=True)])),
         )
@@ -260,7 +265,7 @@ def test_an_optimizer_that_has_made_no_step_takes_none_of_the_one_chained_to_it(
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[None], [None]])
 
 
-def test_that_no_step_was_made_is_known_from_ranks_that_had_parameters() -> None:
+def test_ranks_with_parameters_show_that_no_step_was_made() -> None:
     def saved(expert_parameters: int) -> list[Group]:
         dense = stepped(PerGroup([group(1.0)]))
         experts = PerGroup([group(1.0, expert=True, parameters=expert_parameters)])
@@ -272,7 +277,7 @@ def test_that_no_step_was_made_is_known_from_ranks_that_had_parameters() -> None
     assert (steps_of(dense), steps_of(experts)) == ([[5]], [[None]])
 
 
-def test_an_optimizer_that_none_of_these_ranks_had_a_part_of_takes_the_count_of_the_other(
+def test_an_optimizer_without_saved_parameters_takes_the_step_of_the_other(
     make,
 ) -> None:
     saved = hyper_parameters(
@@ -286,7 +291,7 @@ def test_an_optimizer_that_none_of_these_ranks_had_a_part_of_takes_the_count_of_
     assert (steps_of(dense), steps_of(experts)) == ([[5]], [[5]])
 
 
-def test_a_rank_that_owned_nothing_of_one_optimizer_takes_its_count_from_others(make) -> None:
+def test_a_rank_without_parameters_of_an_optimizer_takes_its_step_from_others(make) -> None:
     def saved(expert_parameters: int) -> list[Group]:
         dense = stepped(make([group(1.0, lr=0.5)]), 5)
         experts = stepped(make([group(1.0, expert=True, parameters=expert_parameters)]), 3)
@@ -299,20 +304,20 @@ def test_a_rank_that_owned_nothing_of_one_optimizer_takes_its_count_from_others(
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(adam, PerGroup), (PerGroup, adam)])
-def test_a_step_per_parameter_becomes_one_per_group_and_the_reverse(saved_as, loaded_as) -> None:
+def test_steps_per_parameter_and_per_group_convert_both_ways(saved_as, loaded_as) -> None:
     saved = hyper_parameters(wrapped(stepped(saved_as([group(1.0), group(0.0)]))))
     inner = loaded_as([group(1.0, parameters=2), group(0.0)])
     load_hyper_parameters(wrapped(inner), saved)
     assert steps_of(inner) == [[5, 5], [5]]
     if loaded_as is PerGroup:
-        assert {type(each["step"]) for each in inner.param_groups} == {int}
+        assert {type(param_group["step"]) for param_group in inner.param_groups} == {int}
     else:
-        assert all("step" not in each for each in inner.param_groups)
+        assert all("step" not in param_group for param_group in inner.param_groups)
     go_on(inner)
     assert steps_of(inner) == [[6, 6], [6]]
 
 
-def test_every_parameter_has_a_step_of_its_own() -> None:
+def test_every_parameter_has_its_own_step_tensor() -> None:
     saved = hyper_parameters(wrapped(stepped(adam([group(1.0), group(0.0)]))))
     inner = adam([group(1.0, parameters=3), group(0.0, parameters=2)])
     load_hyper_parameters(wrapped(inner), saved)
@@ -321,8 +326,8 @@ def test_every_parameter_has_a_step_of_its_own() -> None:
     assert {state["step"].dtype for state in inner.state.values()} == {torch.float32}
 
 
-def test_a_step_that_is_a_tensor_is_not_shared_between_groups() -> None:
-    """As optimizers keep it that can be captured in a CUDA graph."""
+def test_groups_do_not_share_a_step_tensor() -> None:
+    """Optimizers that CUDA graphs can capture keep the step in a tensor."""
     saved = hyper_parameters(wrapped(stepped(PerGroup([group(1.0)]))))
     saved[0]["param_groups"][0]["step"] = torch.tensor(5, dtype=torch.int32)
     dense, experts = PerGroup([group(1.0)]), PerGroup([group(1.0, expert=True)])
@@ -332,7 +337,7 @@ def test_a_step_that_is_a_tensor_is_not_shared_between_groups() -> None:
     assert saved[0]["param_groups"][0]["step"] == 5
 
 
-def test_before_the_first_step_there_is_none_to_take(make) -> None:
+def test_a_save_before_the_first_step_restores_no_step(make) -> None:
     saved = hyper_parameters(wrapped(make([group(1.0, lr=0.5)])))
     inner = make([group(1.0)])
     load_hyper_parameters(wrapped(inner), saved)
@@ -355,7 +360,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor "on a GPU": only a copy takes one of the host beside it."""
+    """Tensor on a simulated GPU: only `copy_` accepts a CPU tensor as well."""
 
     @classmethod
     def __torch_function__(
@@ -363,7 +368,11 @@ class OnDevice(torch.Tensor):
     ) -> Any:
         if function == torch.Tensor.device.__get__:
             return DEVICE
-        others = [it for it in args if isinstance(it, torch.Tensor) and not isinstance(it, cls)]
+        others = [
+            argument
+            for argument in args
+            if isinstance(argument, torch.Tensor) and not isinstance(argument, cls)
+        ]
         if others and function is not torch.Tensor.copy_:
             raise RuntimeError(f"{function}: expected all tensors to be on the same device")
         made = super().__torch_function__(function, types, args, kwargs or {})
@@ -371,7 +380,7 @@ class OnDevice(torch.Tensor):
 
 
 class Gpu(torch.overrides.TorchFunctionMode):
-    """Make tensors that are to be on the GPU."""
+    """Mode in which tensors are created on the simulated GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -380,35 +389,37 @@ class Gpu(torch.overrides.TorchFunctionMode):
         to_device = function is torch.Tensor.to and DEVICE in args
         if to_device or kwargs.get("device") == DEVICE:
             kwargs.pop("device", None)
-            args = tuple(it for it in args if it != DEVICE) if to_device else args
+            args = tuple(argument for argument in args if argument != DEVICE) if to_device else args
             made = args[0].clone() if to_device else function(*args, **kwargs)
             return made.as_subclass(OnDevice)
         return function(*args, **kwargs)
 
 
 class Capturable(PerGroup):
-    """Counts and keeps its learning rate as TransformerEngine's and Apex's FusedAdam do."""
+    """Stand-in that keeps step and learning rate like FusedAdam of TransformerEngine and Apex."""
 
     def __init__(self, groups: list[Group], *, capturable: bool = True) -> None:
         super().__init__(groups)
         self.capturable = capturable
-        for each in self.param_groups if capturable else ():
-            each["params"] = [it.as_subclass(OnDevice) for it in each["params"]]
-            each["lr"] = torch.tensor(each["lr"]).as_subclass(OnDevice)
+        for param_group in self.param_groups if capturable else ():
+            param_group["params"] = [
+                tensor.as_subclass(OnDevice) for tensor in param_group["params"]
+            ]
+            param_group["lr"] = torch.tensor(param_group["lr"]).as_subclass(OnDevice)
 
     def step(self, closure: Any = None) -> None:
         with Gpu():
-            for each in self.param_groups:
+            for param_group in self.param_groups:
                 one: Any = 1
                 if self.capturable:
                     one = torch.tensor([1], dtype=torch.int, device=DEVICE)
-                    assert each["lr"].device == DEVICE
+                    assert param_group["lr"].device == DEVICE
                 else:
-                    assert type(each["lr"]) is float
-                if "step" in each:
-                    each["step"] += one
+                    assert type(param_group["lr"]) is float
+                if "step" in param_group:
+                    param_group["step"] += one
                 else:
-                    each["step"] = one
+                    param_group["step"] = one
 
 
 def loaded(inner: torch.optim.Optimizer, saved: Any) -> torch.optim.Optimizer:
@@ -418,7 +429,7 @@ def loaded(inner: torch.optim.Optimizer, saved: Any) -> torch.optim.Optimizer:
 
 
 def counted(inner: torch.optim.Optimizer, steps: int) -> Any:
-    """Return what a checkpoint has of `inner` after so many steps."""
+    """Return the saved hyper-parameters of `inner` after `steps` more steps."""
     for _ in range(steps):
         inner.step()
     (entry,) = hyper_parameters(wrapped(inner))
@@ -426,49 +437,61 @@ def counted(inner: torch.optim.Optimizer, steps: int) -> Any:
 
 
 @pytest.mark.parametrize("saving", [True, False], ids=["from a graph", "from no graph"])
-def test_what_a_graph_reads_stays_in_the_same_tensors_on_the_device(saving: bool) -> None:
+def test_a_load_updates_the_tensors_of_a_cuda_graph_in_place(saving: bool) -> None:
     saved = counted(Capturable([group(1.0, lr=0.5)], capturable=saving), 5)
     inner = Capturable([group(1.0, lr=0.125)])
-    (mine,) = inner.param_groups
-    rate = mine["lr"]
+    (own_group,) = inner.param_groups
+    rate = own_group["lr"]
     loaded(inner, saved)
-    assert mine["lr"] is rate
+    assert own_group["lr"] is rate
     assert torch.equal(rate.as_subclass(torch.Tensor), torch.tensor(0.5))
-    step = mine["step"]
+    step = own_group["step"]
     assert (step.device, step.dtype, step.tolist()) == (DEVICE, torch.int32, [5])
     inner.step()
     assert step.tolist() == [6]
     loaded(inner, saved)
-    assert mine["step"] is step
+    assert own_group["step"] is step
     assert (step.device, step.dtype, step.tolist()) == (DEVICE, torch.int32, [5])
 
 
-def test_a_job_without_graphs_takes_numbers_from_one_with_graphs() -> None:
+def test_a_job_without_graphs_restores_graph_tensors_as_numbers() -> None:
     saved = counted(Capturable([group(1.0, lr=0.5)]), 5)
     assert isinstance(saved[0]["param_groups"][0]["step"], torch.Tensor)
     inner = loaded(Capturable([group(1.0, lr=0.125)], capturable=False), saved)
-    (mine,) = inner.param_groups
-    assert (type(mine["lr"]), mine["lr"], type(mine["step"]), mine["step"]) == (float, 0.5, int, 5)
+    (own_group,) = inner.param_groups
+    assert (type(own_group["lr"]), own_group["lr"], type(own_group["step"]), own_group["step"]) == (
+        float,
+        0.5,
+        int,
+        5,
+    )
     inner.step()
-    assert mine["step"] == 6
+    assert own_group["step"] == 6
 
 
 @pytest.mark.parametrize("how", ["capturable", "fused"])
-def test_the_steps_of_torchs_optimizers_are_on_the_device_where_a_kernel_reads_them(
+def test_steps_of_torch_optimizers_are_on_the_device_of_their_kernel(
     how: str,
 ) -> None:
     saved = counted(stepped(adam([group(1.0)])), 0)
     inner = adam([group(1.0, parameters=2)])
-    (mine,) = inner.param_groups
-    mine["params"] = [it.as_subclass(OnDevice) for it in mine["params"]]
-    mine[how] = True
+    (own_group,) = inner.param_groups
+    own_group["params"] = [tensor.as_subclass(OnDevice) for tensor in own_group["params"]]
+    own_group[how] = True
     loaded(inner, saved)
-    assert mine[how] is True, "how this job computes a step is not the checkpoint's to say"
-    steps = [inner.state[parameter]["step"] for parameter in mine["params"]]
-    assert [(it.device, it.dtype, it.item()) for it in steps] == [(DEVICE, torch.float32, 5.0)] * 2
+    assert own_group[how] is True, "a load must keep how this job computes a step"
+    steps = [inner.state[parameter]["step"] for parameter in own_group["params"]]
+    assert [(tensor.device, tensor.dtype, tensor.item()) for tensor in steps] == [
+        (DEVICE, torch.float32, 5.0)
+    ] * 2
     loaded(inner, counted(stepped(adam([group(1.0)]), 7), 0))
-    assert all(inner.state[p]["step"] is it for p, it in zip(mine["params"], steps, strict=True))
-    assert [(it.device, it.dtype, it.item()) for it in steps] == [(DEVICE, torch.float32, 7.0)] * 2
+    assert all(
+        inner.state[p]["step"] is tensor
+        for p, tensor in zip(own_group["params"], steps, strict=True)
+    )
+    assert [(tensor.device, tensor.dtype, tensor.item()) for tensor in steps] == [
+        (DEVICE, torch.float32, 7.0)
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -481,35 +504,47 @@ def test_the_steps_of_torchs_optimizers_are_on_the_device_where_a_kernel_reads_t
     ],
     ids=["fused", "capturable", "capturable betas", "betas"],
 )
-def test_torchs_adam_goes_on_bit_for_bit_with_rates_that_are_tensors(
+def test_torchs_adam_with_tensor_rates_continues_bit_for_bit(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda: ["cpu"])
 
     def made(rate: float) -> torch.optim.AdamW:
-        mine = {**group(1.0), "lr": torch.tensor(rate), **how}
-        mine["betas"] = copy.deepcopy(how.get("betas", (0.75, 0.5)))
-        return torch.optim.AdamW([mine])
+        own_group = {**group(1.0), "lr": torch.tensor(rate), **how}
+        own_group["betas"] = copy.deepcopy(how.get("betas", (0.75, 0.5)))
+        return torch.optim.AdamW([own_group])
 
     def weights(inner: torch.optim.Optimizer) -> torch.Tensor:
-        return torch.cat([it.detach() for it in inner.param_groups[0]["params"]])
+        return torch.cat([tensor.detach() for tensor in inner.param_groups[0]["params"]])
 
     before = stepped(made(0.5))
     saved = counted(before, 0)
     inner = made(0.125)
-    (mine,), (source,) = inner.param_groups, before.param_groups
-    for theirs, parameter in zip(source["params"], mine["params"], strict=True):
-        parameter.data.copy_(theirs.data)
-        state = {key: it.clone() for key, it in before.state[theirs].items() if key != "step"}
+    (own_group,), (source,) = inner.param_groups, before.param_groups
+    for source_parameter, parameter in zip(source["params"], own_group["params"], strict=True):
+        parameter.data.copy_(source_parameter.data)
+        state = {
+            key: tensor.clone()
+            for key, tensor in before.state[source_parameter].items()
+            if key != "step"
+        }
         inner.state[parameter] = state
-    kept = [it for it in (mine["lr"], *mine["betas"]) if isinstance(it, torch.Tensor)]
-    for it in kept[1:]:
-        it.fill_(0.25)
+    kept = [
+        tensor
+        for tensor in (own_group["lr"], *own_group["betas"])
+        if isinstance(tensor, torch.Tensor)
+    ]
+    for tensor in kept[1:]:
+        tensor.fill_(0.25)
     load_hyper_parameters(wrapped(inner), saved)
-    now = [it for it in (mine["lr"], *mine["betas"]) if isinstance(it, torch.Tensor)]
-    assert [id(it) for it in now] == [id(it) for it in kept]
-    assert type(mine["betas"]) is tuple
+    now = [
+        tensor
+        for tensor in (own_group["lr"], *own_group["betas"])
+        if isinstance(tensor, torch.Tensor)
+    ]
+    assert [id(tensor) for tensor in now] == [id(tensor) for tensor in kept]
+    assert type(own_group["betas"]) is tuple
     for steps in (1, 2):
         assert torch.equal(weights(stepped(inner, steps)), weights(stepped(before, steps)))
     assert steps_of(inner) == [[8]]
@@ -518,8 +553,8 @@ def test_torchs_adam_goes_on_bit_for_bit_with_rates_that_are_tensors(
 # ---------------------------------------------------------------------- kept or refused
 
 
-def test_a_load_leaves_classes_and_functions_in_a_group_alone(make) -> None:
-    """Megatron's optimizer over offloaded ones lists their classes."""
+def test_a_load_keeps_classes_and_functions_of_a_group(make) -> None:
+    """Megatron's optimizer for CPU offload lists classes of other optimizers."""
     inner = stepped(make([{**group(1.0, lr=0.5), "kind": torch.optim.AdamW}]))
     saved = hyper_parameters(wrapped(inner))
     assert "kind" not in saved[0]["param_groups"][0]
@@ -529,11 +564,11 @@ def test_a_load_leaves_classes_and_functions_in_a_group_alone(make) -> None:
     assert rates(other) == [0.5]
 
 
-def test_what_makes_a_group_a_group_stays_as_the_job_has_it(make) -> None:
+def test_a_load_keeps_the_identity_of_a_group(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
     saved[0]["param_groups"][0].update(weight_decay=0.75, foreign="also taken")
-    mine = group(1.0, expert=True)
-    inner = make([mine])
+    own_group = group(1.0, expert=True)
+    inner = make([own_group])
     before = {key: inner.param_groups[0][key] for key in IDENTIFIERS}
     load_hyper_parameters(wrapped(inner), saved)
     (after,) = inner.param_groups
@@ -543,36 +578,36 @@ def test_what_makes_a_group_a_group_stays_as_the_job_has_it(make) -> None:
     assert (after["lr"], after["weight_decay"], after["foreign"]) == (0.5, 0.75, "also taken")
 
 
-def test_names_that_nemo_changes_are_known(make) -> None:
+def test_identifiers_renamed_by_nemo_are_recognized(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))))
     renamed = [group(0.0), group(1.0)]
-    for each in renamed:
+    for param_group in renamed:
         for key in ("wd_mult", "lr_mult"):
-            each[f"pre_{key}"] = each.pop(key)
+            param_group[f"pre_{key}"] = param_group.pop(key)
     inner = make(renamed)
     load_hyper_parameters(wrapped(inner), saved)
     assert rates(inner) == [0.25, 0.5]
-    assert [each["pre_wd_mult"] for each in inner.param_groups] == [0.0, 1.0]
+    assert [param_group["pre_wd_mult"] for param_group in inner.param_groups] == [0.0, 1.0]
 
 
-def test_all_groups_that_are_missing_are_named_and_nothing_is_changed(make) -> None:
+def test_an_error_names_all_missing_groups_and_changes_nothing(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
     inner = make([group(1.0), group(0.25), group(0.75, expert=True)])
-    before = copy.deepcopy([{**each, "params": None} for each in inner.param_groups])
+    before = copy.deepcopy([{**param_group, "params": None} for param_group in inner.param_groups])
     with pytest.raises(MissingStateError) as caught:
         check(wrapped(inner), saved)
-    said, known = str(caught.value).split("; it has ")
-    assert said.startswith("the checkpoint has no param group that is certainly meant for ")
-    assert said.count("wd_mult") == 2
-    assert "wd_mult 0.25" in said
-    assert "wd_mult 0.75" in said
+    wanted, known = str(caught.value).split("; it has ")
+    assert wanted.startswith("the checkpoint has no param group that is certainly meant for ")
+    assert wanted.count("wd_mult") == 2
+    assert "wd_mult 0.25" in wanted
+    assert "wd_mult 0.75" in wanted
     assert "wd_mult 1.0" in known
     assert "--no-load-optim" in known
-    assert [{**each, "params": None} for each in inner.param_groups] == before
+    assert [{**param_group, "params": None} for param_group in inner.param_groups] == before
     assert not inner.state
 
 
-def test_a_missing_group_without_parameters_does_not_matter(make) -> None:
+def test_a_missing_group_without_parameters_is_accepted(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
     inner = make([group(1.0), group(0.25, parameters=0, lr=0.125)])
     check(wrapped(inner), saved)
@@ -580,10 +615,10 @@ def test_a_missing_group_without_parameters_does_not_matter(make) -> None:
     assert rates(inner) == [0.5, 0.125]
 
 
-def test_other_learning_rates_do_not_make_another_group_unless_they_tell_groups_apart(
+def test_new_learning_rates_match_a_group_if_the_match_is_unique(
     make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Since core 0.19 `max_lr` and `min_lr` are part of what identifies a group."""
+    """Since core 0.19 `max_lr` and `min_lr` belong to the identity of a group."""
     monkeypatch.setattr(hyper_module, "IDENTIFIERS", (*hyper_module.IDENTIFIERS, "max_lr"))
     saved = hyper_parameters(wrapped(stepped(make([{**group(1.0, lr=0.5), "max_lr": 0.5}]))))
     inner = make([{**group(1.0), "max_lr": 0.25}])
@@ -596,7 +631,7 @@ def test_other_learning_rates_do_not_make_another_group_unless_they_tell_groups_
         check(wrapped(inner), hyper_parameters(wrapped(stepped(make(two)))))
 
 
-def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:
+def test_every_optimizer_with_a_scaler_restores_the_loss_scale(make) -> None:
     saved = hyper_parameters(
         chained(wrapped(make([group(1.0)])), wrapped(make([group(0.0)]), Scaler(256.0)))
     )
@@ -607,8 +642,8 @@ def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_chained_optimizers_keep_a_loss_scale_each(make, merged: bool) -> None:
-    """Each looks for overflows in its own gradients."""
+def test_chained_optimizers_keep_their_own_loss_scale(make, merged: bool) -> None:
+    """Each optimizer checks its own gradients for overflows."""
 
     def made(dense: float, experts: float) -> ChainedOptimizer:
         return chained(
@@ -622,8 +657,8 @@ def test_chained_optimizers_keep_a_loss_scale_each(make, merged: bool) -> None:
     assert [sub.grad_scaler.scale for sub in loading.chained_optimizers] == [256.0, 512.0]
 
 
-def test_what_is_no_optimizer_of_megatrons_is_refused_by_name() -> None:
-    """Also if it wraps no torch optimizer, as those of other projects and of mocks."""
+def test_a_foreign_optimizer_is_refused_by_name() -> None:
+    """Optimizers of other projects and mocks may wrap no torch optimizer."""
 
     class Theirs:
         def state_dict(self) -> dict[str, Any]:
@@ -633,7 +668,7 @@ def test_what_is_no_optimizer_of_megatrons_is_refused_by_name() -> None:
         hyper_parameters(Theirs())
 
 
-def test_groups_of_two_optimizers_with_one_identity_are_told_apart_by_their_settings() -> None:
+def test_groups_with_equal_identity_are_matched_by_their_settings() -> None:
     def muon(momentum: float) -> torch.optim.Optimizer:
         return torch.optim.Optimizer([{**group(1.0), "momentum": momentum}], {})
 

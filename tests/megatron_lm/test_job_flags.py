@@ -1,4 +1,4 @@
-"""Flags of a job decide when its state may be copied."""
+"""Flags of a job that decide when its state may be copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_be
         (Namespace(), None),
     ],
 )
-def test_a_flag_is_named_if_the_state_changes_beside_steps(
+def test_a_flag_that_changes_state_outside_steps_is_named(
     args: Namespace, flag: str | None
 ) -> None:
     assert changes_beside_steps(args) == flag

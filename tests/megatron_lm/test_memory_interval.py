@@ -1,4 +1,4 @@
-"""How the setting `memory_interval` reaches Megatron's training loop."""
+"""The setting `memory_interval` in Megatron's training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm.announcements import ask_for_memory_saves
         (5, 2, 5, "--non-persistent-save-interval 5 overrides memory_interval 2"),
     ],
 )
-def test_the_loop_is_asked_unless_it_was_by_megatrons_own_flag(
+def test_memory_interval_sets_megatrons_own_flag_if_unset(
     given: int | None,
     interval: int | None,
     then: int | None,
@@ -32,7 +32,7 @@ def test_the_loop_is_asked_unless_it_was_by_megatrons_own_flag(
     assert said in capsys.readouterr().out
 
 
-def test_a_loop_that_has_no_such_saves_is_no_silent_failure() -> None:
+def test_memory_interval_is_refused_by_releases_without_such_saves() -> None:
     ask_for_memory_saves(Namespace(), None)
     with pytest.raises(UnsupportedError, match=r"core 0\.10 was.*unset memory_interval"):
         ask_for_memory_saves(Namespace(), 2)

@@ -1,4 +1,4 @@
-"""Geometry of fused tensors, from factories such as Megatron's modules make."""
+"""Geometry of fused tensors, from factories like those of Megatron's modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def factory(local: torch.Tensor, build) -> ShardedTensorFactory:
 
 
 def halves(key, tensor, replica_id):
-    """SwiGLU: two halves, each a tensor-parallel shard of its own half of the global tensor."""
+    """Build SwiGLU: two halves, each a tensor-parallel shard of its half of the global tensor."""
     return [
         ShardedTensor.from_rank_offsets(
             key, part, (0, half * TP + RANK, 2 * TP), replica_id=replica_id
@@ -30,7 +30,7 @@ def halves(key, tensor, replica_id):
 
 
 def transposed(key, tensor, replica_id):
-    """What GroupedMLP did up to core 0.16 (it needs a GPU, so this is a double of it)."""
+    """Build what GroupedMLP built up to core 0.16; the real class needs a GPU."""
     return [
         ShardedTensor.from_rank_offsets(
             key, tensor.t().contiguous(), (0, RANK, TP), replica_id=replica_id
@@ -38,7 +38,7 @@ def transposed(key, tensor, replica_id):
     ]
 
 
-def test_a_fused_tensor_is_one_run_per_part():
+def test_a_fused_tensor_has_one_run_per_part():
     geometry = _geometry("fc", factory(torch.zeros(8, 6), halves))
     assert [(run.offset, run.local_start, run.numel) for run in geometry.runs] == [
         ((4, 0), 0, 24),
@@ -46,6 +46,6 @@ def test_a_fused_tensor_is_one_run_per_part():
     ]
 
 
-def test_a_tensor_that_is_stored_transposed_is_refused_at_once():
+def test_a_tensor_stored_transposed_is_refused_at_once():
     with pytest.raises(UnsupportedError, match=r"experts\.fc: Megatron stores this tensor transp"):
         _geometry("fc", factory(torch.zeros(512, 256), transposed))

@@ -1,4 +1,4 @@
-"""Pieces of local tensors: views wherever that is possible, and none made twice."""
+"""Pieces of local tensors: views if possible, and each created once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 
 def halves() -> Geometry:
-    """Two boxes in one local tensor of 4 x 6, as SwiGLU has them."""
+    """Return a geometry of two boxes in one local tensor of 4 x 6, as for SwiGLU."""
     runs = tuple(Run("fc1", (4, 6), (2 * n, 0), (2, 6), 0, 12 * n, 12) for n in (0, 1))
     return Geometry("fc1.weight", runs, main=True, replica=0, resizable=False)
 
@@ -47,14 +47,14 @@ def test_a_range_within_one_box_is_one_piece() -> None:
     assert torch.equal(only.tensor, flat[13:20])
 
 
-def test_a_tensor_that_is_not_contiguous_is_copied_once_for_all_its_pieces() -> None:
+def test_a_non_contiguous_tensor_is_copied_once_for_all_pieces() -> None:
     transposed = torch.arange(24.0).view(6, 4).t()
     pieces = cut(halves(), "weight", transposed, 0, 24)
     assert len(storages(pieces)) == 1
     assert torch.equal(torch.cat([local.tensor for local in pieces]), transposed.reshape(-1))
 
 
-def test_another_save_has_the_same_pieces_and_other_tensors() -> None:
+def test_a_later_save_reuses_pieces_but_takes_new_tensors() -> None:
     geometry = halves()
     before = cut(geometry, "weight", torch.zeros(4, 6), 0, 24)
     after = cut(geometry, "weight", torch.ones(4, 6), 0, 24)
@@ -65,7 +65,7 @@ def test_another_save_has_the_same_pieces_and_other_tensors() -> None:
 
 
 class Job(torch.nn.Module):
-    """Two 16-bit weights and an expert bias, and Megatron's optimizer around masters of them."""
+    """Two 16-bit weights, an expert bias, and Megatron's optimizer with their masters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,18 +100,18 @@ class Job(torch.nn.Module):
         return self.optimizer.optimizer.state[self.masters[number]]
 
     def held(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Everything that there is to be saved at this moment, by kind and key."""
-        found = {
-            ("buffer" if name == "bias" else "weight", name): it
-            for name, it in self.named().items()
+        """Return all tensors that a save must contain now, by kind and key."""
+        tensors = {
+            ("buffer" if name == "bias" else "weight", name): tensor
+            for name, tensor in self.named().items()
         }
         names = [name for name, _ in self.named_parameters()]
         for name, master in zip(names, self.masters, strict=False):
-            found["master", name] = master
-            for kind, it in self.optimizer.optimizer.state.get(master, {}).items():
+            tensors["master", name] = master
+            for kind, tensor in self.optimizer.optimizer.state.get(master, {}).items():
                 if kind != "step":
-                    found[kind, name] = it
-        return {place: it.detach().clone() for place, it in found.items()}
+                    tensors[kind, name] = tensor
+        return {place: tensor.detach().clone() for place, tensor in tensors.items()}
 
 
 @pytest.fixture
@@ -124,25 +124,25 @@ def in_other_memory(job: Job) -> None:
 
 
 def in_place(job: Job) -> None:
-    for it in job.named().values():
-        it.detach().add_(1)
+    for tensor in job.named().values():
+        tensor.detach().add_(1)
 
 
 def swapped(job: Job) -> None:
-    """As for an evaluation with averaged weights; the parameter's own memory lives on."""
+    """Swap a weight as an evaluation with averaged weights does; its own memory is kept."""
     job.kept = job.layer.vector.data
     job.layer.vector.data = torch.randn(5).bfloat16()
 
 
 def transposed(job: Job) -> None:
-    """The same memory, the same number of elements, another order."""
+    """Keep memory and number of elements, but change their order."""
     state = job.states(0)["exp_avg"]
     state.data = state.data.view(6, 4).t()
 
 
 def of_another_shape(job: Job) -> None:
-    for it in (job.layer.matrix, job.masters[0], *job.states(0).values()):
-        it.data = it.data.reshape(it.shape[::-1])
+    for tensor in (job.layer.matrix, job.masters[0], *job.states(0).values()):
+        tensor.data = tensor.data.reshape(tensor.shape[::-1])
 
 
 def moments_replaced(job: Job) -> None:
@@ -172,7 +172,7 @@ def parameter_replaced(job: Job) -> None:
 
 
 def parameter_come(job: Job) -> None:
-    """A frozen one, below a module that was not there."""
+    """Add a frozen parameter in a new module."""
     job.head = torch.nn.Module()
     job.head.scale = torch.nn.Parameter(torch.randn(2).bfloat16(), requires_grad=False)
 
@@ -190,25 +190,25 @@ def buffer_replaced(job: Job) -> None:
         *(parameter_come, buffer_replaced),
     ],
 )
-def test_the_next_save_has_what_is_there_then(change: Callable[[Job], None]) -> None:
+def test_a_save_takes_the_current_tensors_after_any_change(change: Callable[[Job], None]) -> None:
     job, state = Job(), ModelState(Replicated())
     for act in (lambda _: None, change):
         act(job)
         pieces = state.owned(state.geometry([job]), [job], job.optimizer)
         held = job.held()
-        found = {(it.piece.kind, it.piece.key): it for it in pieces}
-        assert found.keys() == held.keys()
+        pieces_by_key = {(local.piece.kind, local.piece.key): local for local in pieces}
+        assert pieces_by_key.keys() == held.keys()
         for place, expected in held.items():
-            assert torch.equal(found[place].tensor, expected.reshape(-1)), place
-            assert found[place].piece.shape == expected.shape or place[0] != "weight"
+            assert torch.equal(pieces_by_key[place].tensor, expected.reshape(-1)), place
+            assert pieces_by_key[place].piece.shape == expected.shape or place[0] != "weight"
 
 
 @pytest.mark.usefixtures("alone")
-def test_no_tensor_is_kept_alive_for_the_next_save() -> None:
-    """What a job moves off its device between saves must not stay there on our account."""
+def test_a_save_keeps_no_reference_to_tensors() -> None:
+    """A reference would keep tensors on the device that a job offloads between saves."""
     job, state = Job(), ModelState(Replicated())
     pieces: list[Any] = state.owned(state.geometry([job]), [job], job.optimizer)
-    memory = [weakref.ref(it.tensor.untyped_storage()) for it in pieces]
+    memory = [weakref.ref(local.tensor.untyped_storage()) for local in pieces]
     del pieces
     assert None not in [ref() for ref in memory]
     for parameter in (*job.parameters(), *job.masters):

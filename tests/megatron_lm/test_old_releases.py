@@ -1,4 +1,4 @@
-"""Where releases keep their modules, and under which names; `scripts/compat` runs the releases."""
+"""Modules and attribute names of old releases; `scripts/compat` runs the releases themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import megatron_flashckpt
 from megatron_flashckpt.megatron_lm import old_releases
 
-#: Modules of each age.
+#: Modules of each release.
 LAYOUTS = {
     "core 0.5": ("training", "checkpointing", "optimizer/__init__", "optimizer/optimizer"),
     "core 0.6": ("training/training", "training/checkpointing", "core/optimizer/optimizer"),
@@ -50,7 +50,7 @@ def tree_of(release: str, where: Path) -> None:
         ("core 0.7", ["megatron.training", True, "megatron.core.optimizer.optimizer"]),
     ],
 )
-def test_modules_are_found_where_each_release_keeps_them(
+def test_modules_of_each_release_are_found(
     tmp_path: Path, release: str, expected: list[object], imported: tuple[str, ...]
 ) -> None:
     tree_of(release, tmp_path)
@@ -65,7 +65,7 @@ def test_modules_are_found_where_each_release_keeps_them(
     assert json.loads(done.stdout) == expected
 
 
-def test_names_before_and_since_core_06_are_found() -> None:
+def test_attribute_names_before_and_since_core_06_are_found() -> None:
     old = SimpleNamespace(get_model_param_range_map="ranges", grad_buffers=["buffer"])
     new = SimpleNamespace(_get_model_param_range_map="ranges", buffers=["buffer"], config="config")
     for optimizer in (old, new):
@@ -84,7 +84,7 @@ def test_names_before_and_since_core_06_are_found() -> None:
     ],
     ids=["old", "old, not overlapped", "new", "settings elsewhere"],
 )
-def test_an_all_gather_beside_the_parameters_is_noticed(
+def test_an_all_gather_into_a_separate_buffer_is_detected(
     attributes: dict[str, object], gathers: bool
 ) -> None:
     assert old_releases.gathers_beside_parameters(SimpleNamespace(**attributes)) is gathers

@@ -1,7 +1,7 @@
-"""Groups that share Megatron's marks keep their settings through merges and other layouts.
+"""Param groups with equal marks of Megatron, under merges and other layouts.
 
-Plain data in the form of core 0.17's param groups; tests/integration/test_reshard.py has whole
-jobs.
+The tests use plain data like param groups of core 0.17; tests/integration/test_reshard.py has
+complete jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEW = ("max_lr", "min_lr", "eps", "lr")
 
 
 def group(**settings: Any) -> Group:
-    """Return a group as core 0.17 makes it; rates of its own unmark `default_config`."""
+    """Return a group as core 0.17 creates it; own rates set `default_config` to False."""
     return {
         "params": [torch.nn.Parameter(torch.ones(3))],
         "wd_mult": 1.0,
@@ -48,7 +48,7 @@ def group(**settings: Any) -> Group:
 
 
 def decoupled_and_mup(lr: float = 0.002, decoupled: float = 0.005) -> list[Group]:
-    """Return the groups of vectors, embedding, output and hidden layers' matrices."""
+    """Return the groups of vectors, embedding, output, and matrices of hidden layers."""
     scaled = {"eps": 2.5e-9}
     return [
         group(wd_mult=0.0, max_lr=lr) | {"default_config": True},
@@ -59,12 +59,12 @@ def decoupled_and_mup(lr: float = 0.002, decoupled: float = 0.005) -> list[Group
 
 
 def empty(groups: list[Group]) -> list[Group]:
-    return [{**it, "params": []} for it in groups]
+    return [{**param_group, "params": []} for param_group in groups]
 
 
 def scheduled(groups: list[Group]) -> list[Group]:
     """Give each group the learning rate of its own schedule."""
-    return [{**it, "lr": it["max_lr"] / 2} for it in groups]
+    return [{**param_group, "lr": param_group["max_lr"] / 2} for param_group in groups]
 
 
 def saved_by(*groups: Group) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def saved_by(*groups: Group) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_groups_that_differ_in_rates_alone_stay_apart_over_ranks_and_in_any_order(
+def test_groups_that_differ_only_in_rates_stay_separate_in_any_order(
     turn: int,
 ) -> None:
     groups = scheduled(decoupled_and_mup())
@@ -87,29 +87,33 @@ def test_groups_that_differ_in_rates_alone_stay_apart_over_ranks_and_in_any_orde
     inner = adam(fresh[turn:] + fresh[:turn])
     check(wrapped(inner), merged)
     assert load_hyper_parameters(wrapped(inner), merged) == []
-    found = [{name: it[name] for name in NEW} for it in inner.param_groups]
-    expected = [{name: it[name] for name in NEW} for it in groups[turn:] + groups[:turn]]
-    assert found == expected
+    settings = [{name: param_group[name] for name in NEW} for param_group in inner.param_groups]
+    expected = [
+        {name: param_group[name] for name in NEW} for param_group in groups[turn:] + groups[:turn]
+    ]
+    assert settings == expected
 
 
-def test_experts_of_every_group_go_into_the_dense_group_of_the_same_rates() -> None:
+def test_expert_groups_match_dense_groups_of_the_same_rates() -> None:
     groups = scheduled(decoupled_and_mup())
-    experts = [{**copy.deepcopy(it), "is_expert_parallel": True} for it in groups]
+    experts = [{**copy.deepcopy(param_group), "is_expert_parallel": True} for param_group in groups]
     saved = hyper_parameters(
         chained(wrapped(stepped(adam(groups))), wrapped(stepped(adam(experts))))
     )
     inner = adam(decoupled_and_mup())
     load_hyper_parameters(wrapped(inner), merge([saved]))
-    assert rates(inner) == [it["lr"] for it in groups]
-    there = adam([{**it, "is_expert_parallel": True} for it in decoupled_and_mup()])
+    assert rates(inner) == [param_group["lr"] for param_group in groups]
+    there = adam(
+        [{**param_group, "is_expert_parallel": True} for param_group in decoupled_and_mup()]
+    )
     load_hyper_parameters(
         chained(wrapped(adam(decoupled_and_mup())), wrapped(there)),
         merge([saved_by(*groups)]),
     )
-    assert rates(there) == [it["lr"] for it in groups]
+    assert rates(there) == [param_group["lr"] for param_group in groups]
 
 
-def test_the_one_group_whose_rate_a_restart_changed_is_the_one_left_over_and_that_is_told() -> None:
+def test_one_group_with_a_changed_rate_is_matched_and_logged() -> None:
     groups = scheduled(decoupled_and_mup())
     fresh = decoupled_and_mup()
     fresh[3]["max_lr"] = 0.25
@@ -117,13 +121,13 @@ def test_the_one_group_whose_rate_a_restart_changed_is_the_one_left_over_and_tha
     check(wrapped(inner), saved_by(*groups))
     (line,) = load_hyper_parameters(wrapped(inner), saved_by(*groups))
     assert "takes max_lr 0.0005 instead of 0.25" in line
-    assert rates(inner) == [it["lr"] for it in groups]
+    assert rates(inner) == [param_group["lr"] for param_group in groups]
 
 
-def test_new_rates_of_all_groups_are_refused_where_they_alone_told_groups_apart() -> None:
+def test_new_rates_are_refused_if_only_rates_identify_groups() -> None:
     saved = saved_by(*scheduled(decoupled_and_mup()))
     inner = adam(decoupled_and_mup(0.004, 0.003))
-    before = copy.deepcopy([{**it, "params": None} for it in inner.param_groups])
+    before = copy.deepcopy([{**param_group, "params": None} for param_group in inner.param_groups])
     with pytest.raises(MissingStateError) as caught:
         check(wrapped(inner), saved)
     wanted, known = str(caught.value).split("; it has ")
@@ -131,19 +135,19 @@ def test_new_rates_of_all_groups_are_refused_where_they_alone_told_groups_apart(
     assert "eps 2.5e-09" in wanted
     assert "max_lr 0.0005" in known
     assert "--no-load-optim" in known
-    assert [{**it, "params": None} for it in inner.param_groups] == before
+    assert [{**param_group, "params": None} for param_group in inner.param_groups] == before
 
 
-def test_new_rates_are_no_matter_where_other_marks_tell_groups_apart() -> None:
-    """`--decoupled-lr` without `--use-mup`: `default_config` is False for it alone."""
+def test_new_rates_are_accepted_if_other_marks_identify_groups() -> None:
+    """With `--decoupled-lr` but not `--use-mup`, one group has `default_config` False."""
     groups = scheduled([*decoupled_and_mup()[:2], group()])
     inner = adam([*decoupled_and_mup(0.004, 0.003)[:2], group(max_lr=0.004, default_config=True)])
     check(wrapped(inner), saved_by(*groups))
     assert len(load_hyper_parameters(wrapped(inner), saved_by(*groups))) == 3
-    assert rates(inner) == [it["lr"] for it in groups]
+    assert rates(inner) == [param_group["lr"] for param_group in groups]
 
 
-def test_a_group_that_is_new_is_refused_and_not_given_the_rates_of_another() -> None:
+def test_a_new_group_is_refused_instead_of_matched_to_another() -> None:
     saved = saved_by(*scheduled([group(), group(wd_mult=0.0)]))
     inner = adam([group(), group(wd_mult=0.0), group(max_lr=0.005)])
     with pytest.raises(MissingStateError, match="certainly meant"):
@@ -152,19 +156,19 @@ def test_a_group_that_is_new_is_refused_and_not_given_the_rates_of_another() -> 
     assert lost is None
 
 
-def test_the_mark_of_older_releases_is_known() -> None:
-    """Up to core 0.15 `is_decoupled_lr` said what `default_config` says since."""
+def test_the_mark_of_older_releases_is_recognized() -> None:
+    """Up to core 0.15 the mark `is_decoupled_lr` had the role of `default_config`."""
     older = [group(), group(wd_mult=0.0), group(max_lr=0.005, is_decoupled_lr=True)]
-    for it in older:
-        del it["default_config"]
+    for param_group in older:
+        del param_group["default_config"]
     groups = scheduled(older)
     inner = adam([group(max_lr=0.005), group(), group(wd_mult=0.0)])
     load_hyper_parameters(wrapped(inner), merge([saved_by(*groups)]))
     assert rates(inner) == [0.0025, 0.001, 0.001]
 
 
-def test_order_tells_apart_what_differs_in_no_setting() -> None:
-    """As where a job's own schedule gives groups, made alike, other learning rates."""
+def test_groups_with_equal_settings_are_matched_by_order() -> None:
+    """A job's own schedule may give different learning rates to groups with equal settings."""
     groups = [group(lr=0.5), group(lr=0.25), group(wd_mult=0.0)]
     merged = merge([saved_by(*groups), saved_by(*groups)])
     assert sum(len(entry["param_groups"]) for entry in merged) == 3
@@ -175,26 +179,26 @@ def test_order_tells_apart_what_differs_in_no_setting() -> None:
         check(wrapped(adam([group(), group(), group()])), merged)
 
 
-# ---------------------------------------------------------------------- by their parameters
+# ---------------------------------------------------------------------- matches by parameters
 
 KEYS = ("norm", "embedding", "output", "fc1")
 
 
 def geometry_of(inner: torch.optim.Optimizer, keys: tuple[str, ...]) -> ModelGeometry:
     """Return the geometry of a model whose parameters have these global keys, one per group."""
-    held = [parameter for each in inner.param_groups for parameter in each["params"]]
+    held = [parameter for param_group in inner.param_groups for parameter in param_group["params"]]
     places = [SimpleNamespace(runs=(SimpleNamespace(key=key),)) for key in keys]
     return ModelGeometry((), list(zip(held, places, strict=True)), [], [])
 
 
 def named(groups: list[Group], *keys: str) -> list[dict[str, Any]]:
-    """Return what is saved of groups that hold parameters of these keys."""
+    """Return the saved hyper-parameters of groups whose parameters have these keys."""
     inner = stepped(adam(groups))
     return hyper_parameters(wrapped(inner), geometry_of(inner, keys))
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_new_rates_of_all_groups_go_by_the_parameters_that_groups_held(turn: int) -> None:
+def test_groups_with_new_rates_are_matched_by_their_parameters(turn: int) -> None:
     groups = scheduled(decoupled_and_mup())
     merged = merge(
         [
@@ -206,27 +210,27 @@ def test_new_rates_of_all_groups_go_by_the_parameters_that_groups_held(turn: int
     inner = adam(fresh[turn:] + fresh[:turn])
     geometry = geometry_of(inner, KEYS[turn:] + KEYS[:turn])
     check(wrapped(inner), merged, geometry)
-    told = load_hyper_parameters(wrapped(inner), merged, geometry)
-    assert len(told) == 4
-    assert rates(inner) == [it["lr"] for it in groups[turn:] + groups[:turn]]
-    assert all(HELD not in it for it in inner.param_groups)
+    lines = load_hyper_parameters(wrapped(inner), merged, geometry)
+    assert len(lines) == 4
+    assert rates(inner) == [param_group["lr"] for param_group in groups[turn:] + groups[:turn]]
+    assert all(HELD not in param_group for param_group in inner.param_groups)
 
 
-def test_a_rank_in_its_own_place_knows_what_groups_hold_on_others() -> None:
+def test_a_rank_learns_the_parameters_of_groups_on_other_ranks() -> None:
     groups = scheduled(decoupled_and_mup())
     own = named([*groups[:2], *empty(groups[2:])], *KEYS[:2])
     others = merge([own, named([*empty(groups[:2]), *groups[2:]], *KEYS[2:])])
     (entry,) = completed(own, others)
-    assert [it[HELD] for it in entry["param_groups"]] == [[key] for key in KEYS]
+    assert [param_group[HELD] for param_group in entry["param_groups"]] == [[key] for key in KEYS]
 
 
-def test_a_parameter_that_two_groups_held_decides_nothing() -> None:
+def test_a_parameter_of_two_groups_identifies_neither() -> None:
     saved = named(scheduled(decoupled_and_mup()), "norm", "embedding", "fc1", "fc1")
     inner = adam(decoupled_and_mup(0.004, 0.003))
     with pytest.raises(MissingStateError, match=r"eps 2\.5e-09"):
         check(wrapped(inner), saved, geometry_of(inner, KEYS))
 
 
-def test_names_of_parameters_are_of_our_own_format_only() -> None:
+def test_only_our_format_stores_the_parameters_of_groups() -> None:
     groups = scheduled(decoupled_and_mup())
     assert without_held(named(groups, *KEYS)) == saved_by(*groups)

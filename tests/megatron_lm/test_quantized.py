@@ -1,6 +1,6 @@
-"""FP8 and FP4 weights are refused if no load could make them of masters.
+"""Refusals of FP8 and FP4 weights that no load could derive from masters.
 
-`tests/integration/test_quantized_weights.py` saves and loads those that are not.
+`tests/integration/test_quantized_weights.py` saves and loads accepted weights.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Megatron take the stand-ins for TransformerEngine's classes."""
+    """Make Megatron treat the stand-ins as TransformerEngine's classes."""
     monkeypatch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
     monkeypatch.setattr(fp8_utils, "FP8_TENSOR_CLASS", QuantizedDouble)
 
 
 def quantized_job(*, trained: bool = True) -> Job:
-    """Return a job with one FP8 weight; its optimizer holds all of its masters on every replica."""
+    """Return a job with one FP8 weight, whose optimizer holds all masters on every replica."""
     job = Job()
     weight = torch.nn.Parameter(QuantizedDouble.of(job.layer.matrix), requires_grad=trained)
     job.layer.matrix = job.optimizer.float16_groups[0][0] = weight
@@ -58,7 +58,7 @@ def quantized_job(*, trained: bool = True) -> Job:
 
 
 def sharding(job: Job, **config: Any) -> DistributedOptimizer:
-    """Return a DistributedOptimizer of the job's weights, as far as it is asked for masters."""
+    """Return a DistributedOptimizer of the job's weights, with the parts that concern masters."""
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.is_stub_optimizer = False
     optimizer.optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
@@ -75,7 +75,7 @@ def check(job: Job, optimizer: Any) -> None:
     self_check.check(SimpleNamespace(), ModelState(Replicated()), [job], optimizer)
 
 
-def test_only_classes_that_run_operators_themselves_count_as_quantized() -> None:
+def test_only_classes_with_their_own_operators_count_as_quantized() -> None:
     class Labelled(torch.Tensor):
         pass
 
@@ -128,7 +128,7 @@ def test_a_load_without_the_optimizer_is_refused() -> None:
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, None),
     ],
 )
-def test_masters_must_be_the_optimizers_own_and_megatron_must_copy_them(
+def test_fp8_weights_need_masters_that_megatron_copies(
     config: dict[str, bool], line: str | None
 ) -> None:
     job = quantized_job()
@@ -137,7 +137,7 @@ def test_masters_must_be_the_optimizers_own_and_megatron_must_copy_them(
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("name", ["start_param_sync", "bucket_groups"])
-def test_releases_that_gather_weights_otherwise_are_refused(name: str) -> None:
+def test_releases_with_another_gather_of_weights_are_refused(name: str) -> None:
     job = quantized_job()
     optimizer = sharding(job)
     delattr(optimizer.model_chunks[0], name)
@@ -152,7 +152,7 @@ def test_fp8_weights_with_masters_in_host_memory_are_refused() -> None:
     assert unquantizable([job], optimizer) == [WITHOUT_MASTER]
 
 
-def test_classes_that_megatron_does_not_know_are_refused() -> None:
+def test_quantized_classes_unknown_to_megatron_are_refused() -> None:
     job = quantized_job()
     assert unquantizable([job], sharding(job)) == [UNKNOWN]
 
@@ -165,7 +165,7 @@ def test_a_refusal_with_several_reasons_has_one_remedy_at_its_end() -> None:
     assert ":\n  " + "\n  ".join(lines) + "\nNothing was saved" in str(refused.value)
 
 
-def test_no_save_takes_slices_of_a_weight_without_a_master() -> None:
+def test_a_quantized_weight_without_a_master_is_never_sliced() -> None:
     job, state = quantized_job(), ModelState(Replicated())
     before = QuantizedDouble.dequantizations
     with pytest.raises(UnsupportedError, match=r"layer\.matrix: an FP8 or FP4 weight without a"):

@@ -1,4 +1,4 @@
-"""The rules of TransformerEngine's quantized tensors that the stand-ins follow, one by one."""
+"""Rules of TransformerEngine's quantized tensors that the stand-ins follow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def values(seed: int = 0) -> torch.Tensor:
     return torch.randn(4, 2 * BLOCK, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_the_nominal_type_is_not_that_of_the_bytes(kind: type[QuantizedDouble]) -> None:
+def test_the_nominal_type_differs_from_the_stored_type(kind: type[QuantizedDouble]) -> None:
     tensor = torch.nn.Parameter(kind.of(values()))
     assert type(tensor) is kind
     assert isinstance(tensor, torch.nn.Parameter)
     assert (tensor.dtype, tensor.raw.dtype) == (torch.bfloat16, torch.uint8)
-    assert tensor.dequantize().sub(values()).abs().max() < 0.3, "about the values"
-    assert not torch.equal(tensor.dequantize(), values()), "but not exactly"
+    assert tensor.dequantize().sub(values()).abs().max() < 0.3, (
+        "the values differ by more than a rounding error"
+    )
+    assert not torch.equal(tensor.dequantize(), values()), "the values were not quantized"
 
 
 def test_detach_and_data_alias_the_bytes(kind: type[QuantizedDouble]) -> None:
@@ -52,10 +54,10 @@ def test_slices_are_dequantized_copies(kind: type[QuantizedDouble]) -> None:
     part = tensor[1:3]
     assert type(part) is torch.Tensor
     part.fill_(7)
-    assert torch.equal(tensor.raw, kind.of(values()).raw), "the slice was a copy"
+    assert torch.equal(tensor.raw, kind.of(values()).raw), "a write to a slice changed the tensor"
 
 
-def test_changed_arguments_are_written_back_as_wholes(
+def test_changed_arguments_are_written_back_as_whole_tensors(
     kind: type[QuantizedDouble], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = kind.of(values())
@@ -65,10 +67,14 @@ def test_changed_arguments_are_written_back_as_wholes(
     assert torch.equal(tensor.raw, kind.of(values(1)).raw)
     monkeypatch.setattr(QuantizedDouble, "writes_lists_back", False)
     torch._foreach_copy_([tensor], [values(2)])
-    assert torch.equal(tensor.raw, kind.of(values(1)).raw), "releases up to 2025 lose it"
+    assert torch.equal(tensor.raw, kind.of(values(1)).raw), (
+        "a release before 2025 wrote the list back"
+    )
 
 
-def test_casts_are_plain_and_what_ddp_needs_is_not(kind: type[QuantizedDouble]) -> None:
+def test_casts_return_plain_tensors_but_expand_as_stays_quantized(
+    kind: type[QuantizedDouble],
+) -> None:
     tensor = torch.nn.Parameter(kind.of(values()))
     for cast in (tensor.float(), tensor.bfloat16(), tensor.half(), tensor.cpu()):
         assert type(cast) is torch.Tensor
@@ -77,19 +83,19 @@ def test_casts_are_plain_and_what_ddp_needs_is_not(kind: type[QuantizedDouble]) 
     assert node.next_functions[0][0].variable is tensor
 
 
-def test_only_scaling_by_tensor_has_flat_views() -> None:
+def test_only_tensors_with_one_scale_have_flat_views() -> None:
     flat = QuantizedDouble.of(values()).view(-1)
     assert flat.shape == (8 * BLOCK,)
     for kind in (BlockDouble, PackedDouble):
         tensor = kind.of(values())
         assert tensor.view(2, 2, 2 * BLOCK).shape == (2, 2, 2 * BLOCK)
-        for flatten in (lambda it: it.view(-1), lambda it: it.reshape(-1)):
+        for flatten in (lambda tensor: tensor.view(-1), lambda tensor: tensor.reshape(-1)):
             with pytest.raises(ValueError, match="blocks lie in rows"):
                 flatten(tensor)
 
 
 @pytest.mark.parametrize("kind", [QuantizedDouble, PackedDouble])
-def test_shards_of_a_master_make_what_quantizing_all_of_it_does(
+def test_quantizing_shards_equals_quantizing_the_whole_master(
     kind: type[QuantizedDouble],
 ) -> None:
     master = values().float() + 0.001
@@ -101,7 +107,7 @@ def test_shards_of_a_master_make_what_quantizing_all_of_it_does(
     cast.quantize_shard(None, None)
 
 
-def test_fp4_has_two_values_in_a_byte() -> None:
+def test_fp4_packs_two_values_into_a_byte() -> None:
     tensor = PackedDouble.of(values())
     assert (tensor.shape, tensor.raw.shape) == ((4, 2 * BLOCK), (4, BLOCK))
     tensor._rowwise_data = moved = tensor.raw.clone()

@@ -1,4 +1,4 @@
-"""Local models rebuilt from args: no ranks, no CUDA, and together they are the whole model."""
+"""Local models of all ranks, rebuilt from args without ranks and without CUDA."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ EXPERTS = {
 
 
 def shapes(models: list[RankModel]) -> dict[str, tuple[int, ...]]:
-    """Global shapes by key, after a check that the main boxes are the whole of each."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return global shapes by key; fail unless the main boxes cover each tensor once."""
+    global_shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, set] = {}
     for model in models:
         for chunk in model.chunks:
-            for it in (*chunk.parameters, *chunk.buffers):
-                assert sum(run.numel for run in it.geometry.runs) == it.numel
-                for run in it.geometry.runs if it.geometry.main else ():
-                    found.setdefault(run.key, run.global_shape)
-                    assert found[run.key] == run.global_shape
+            for local in (*chunk.parameters, *chunk.buffers):
+                assert sum(run.numel for run in local.geometry.runs) == local.numel
+                for run in local.geometry.runs if local.geometry.main else ():
+                    global_shapes.setdefault(run.key, run.global_shape)
+                    assert global_shapes[run.key] == run.global_shape
                     boxes.setdefault(run.key, set()).add((run.offset, run.shape))
-    for key, shape in found.items():
+    for key, shape in global_shapes.items():
         assert sum(math.prod(extent) for _, extent in boxes[key]) == math.prod(shape), key
         assert len({offset for offset, _ in boxes[key]}) == len(boxes[key])
-    return found
+    return global_shapes
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
-def test_every_layout_is_the_same_dense_model(model: dict) -> None:
+def test_every_layout_rebuilds_the_same_dense_model(model: dict) -> None:
     whole = shapes(rank_models(arguments(**model)))
     assert whole["decoder.layers.self_attention.linear_proj.weight"] == (4, 24, 24)
     for layout in LAYOUTS.values():
         assert shapes(rank_models(arguments(**model, **layout))) == whole
 
 
-def test_every_layout_is_the_same_model_with_experts() -> None:
+def test_every_layout_rebuilds_the_same_model_with_experts() -> None:
     whole = shapes(rank_models(arguments(**EXPERTS)))
     assert whole["decoder.layers.mlp.experts.experts.linear_fc2.weight"] == (4, 4, 24, 40)
     assert whole["decoder.layers.mlp.router.expert_bias"] == (4, 4)
@@ -98,26 +98,26 @@ def test_every_layout_is_the_same_model_with_experts() -> None:
         assert shapes(rank_models(arguments(**EXPERTS, **layout))) == whole
 
 
-def test_every_place_of_the_layout_comes_once() -> None:
+def test_every_coordinate_of_a_layout_is_rebuilt_once() -> None:
     def places(**layout) -> list[tuple[int, int, int]]:
-        return [(it.tp, it.pp, it.ep) for it in rank_models(arguments(**layout))]
+        return [(model.tp, model.pp, model.ep) for model in rank_models(arguments(**layout))]
 
     assert places(**LAYOUTS["tp2-pp4"]) == [(tp, pp, 0) for tp in range(2) for pp in range(4)]
     assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2"]) == [
         (tp, 0, ep) for tp in range(2) for ep in range(2)
     ]
-    # Megatron's rank order: the experts' ranks run along the tensor-parallel ones.
+    # In Megatron's rank order, expert-parallel ranks follow the tensor-parallel ranks.
     assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2-etp1"]) == [(0, 0, 0), (1, 0, 1)]
 
 
-def test_tied_embeddings_are_marked_on_both_ends_and_the_first_is_the_main_one() -> None:
+def test_both_tied_embeddings_are_marked_and_the_first_is_the_main_copy() -> None:
     models = rank_models(arguments(**LAYOUTS["pp2-vpp2"]))
     shared = [
-        (model.pp, number, it.name, it.geometry.main)
+        (model.pp, number, parameter.name, parameter.geometry.main)
         for model in models
         for number, chunk in enumerate(model.chunks)
-        for it in chunk.parameters
-        if it.shared_embedding
+        for parameter in chunk.parameters
+        if parameter.shared_embedding
     ]
     assert shared == [
         (0, 0, "embedding.word_embeddings.weight", True),
@@ -125,17 +125,17 @@ def test_tied_embeddings_are_marked_on_both_ends_and_the_first_is_the_main_one()
     ]
 
 
-def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it matter which attention a model that was here before has chosen."""
+def test_rebuilding_models_restores_all_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention backend chosen by an earlier model has no influence."""
     args = arguments(**LAYOUTS["tp2-pp4"])
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     environment = dict(os.environ)
-    said = dict(vars(args))
+    args_before = dict(vars(args))
     hook, random_state = sys.excepthook, torch.get_rng_state()
     to_cuda, current_device = torch.Tensor.cuda, torch.cuda.current_device
     rank_models(args)
-    assert vars(args) == said
+    assert vars(args) == args_before
     assert dict(os.environ) == environment
     assert not dist.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
@@ -161,14 +161,14 @@ def names(**changes) -> list[str]:
     )
     layer = "decoder.layers.0."
     return [
-        it.name.removeprefix(layer)
-        for it in model.chunks[0].parameters
-        if it.name.startswith(layer)
+        parameter.name.removeprefix(layer)
+        for parameter in model.chunks[0].parameters
+        if parameter.name.startswith(layer)
     ]
 
 
-def test_transformer_engine_names_and_order_of_a_dense_layer() -> None:
-    """The fused layer's norm comes right before its weight."""
+def test_a_dense_layer_has_transformer_engines_names_and_order() -> None:
+    """The norm of a fused layer directly precedes its weight."""
     assert names() == [
         "self_attention.linear_proj.weight",
         "self_attention.linear_proj.bias",
@@ -185,7 +185,7 @@ def test_transformer_engine_names_and_order_of_a_dense_layer() -> None:
     ]
 
 
-def test_transformer_engine_names_order_and_keys_of_a_layer_with_grouped_experts() -> None:
+def test_grouped_experts_have_transformer_engines_names_order_and_keys() -> None:
     changes = {**EXPERTS, "moe_grouped_gemm": True}
     assert names(**changes) == [
         "self_attention.linear_proj.weight",
@@ -199,7 +199,7 @@ def test_transformer_engine_names_order_and_keys_of_a_layer_with_grouped_experts
     ]
     fused = shapes(rank_models(arguments(**changes, transformer_impl="transformer_engine")))
     local = shapes(rank_models(arguments(**EXPERTS)))
-    # Before experts, Transformer Engine's norm is a module of its own, with a key of its own.
+    # Before experts, Transformer Engine's norm is a separate module with its own key.
     moved = {f"decoder.layers.mlp.linear_fc1.layer_norm_{leaf}" for leaf in ("weight", "bias")}
     assert local.keys() - fused.keys() == moved
     assert fused.keys() - local.keys() == {

@@ -1,4 +1,4 @@
-"""An enumeration that repeats the one before has what is there now, and asks no tensor twice."""
+"""Repeated enumerations return the current tensors, and skip checks of unchanged ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
-#: Elements of each parameter that this rank owns. The first range goes through both halves of a
-#: fused tensor, the second is a whole parameter, the third is of one that another rank writes.
+#: Elements of each parameter that this rank owns: a range across both halves of a fused tensor, a
+#: whole parameter, and a range of a parameter that another rank writes.
 OWNED = {"fused": (3, 20), "vector": (0, 5), "norm": (1, 3)}
 
 
@@ -39,12 +39,14 @@ class Job(torch.nn.Module):
         self.fill_tables()
 
     def fill_tables(self) -> None:
-        """Have the optimizer own what `OWNED` says of the parameters that there are now."""
+        """Give the optimizer the ranges `OWNED` of the current parameters."""
         parameters = [getattr(self, name) for name in OWNED]
-        ranges = {it: {"param": Range(*OWNED[name])} for name, it in self.named_parameters()}
+        ranges = {
+            parameter: {"param": Range(*OWNED[name])} for name, parameter in self.named_parameters()
+        }
         self.masters = [
-            it.detach().view(-1)[slice(*extent)].float()
-            for it, extent in zip(parameters, OWNED.values(), strict=True)
+            parameter.detach().view(-1)[slice(*extent)].float()
+            for parameter, extent in zip(parameters, OWNED.values(), strict=True)
         ]
         optimizer = self.optimizer
         optimizer.is_stub_optimizer = False
@@ -65,11 +67,11 @@ class Job(torch.nn.Module):
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
         named = self.named_parameters()
-        return {name: ShardedTensor.from_rank_offsets(name, it) for name, it in named}
+        return {name: ShardedTensor.from_rank_offsets(name, parameter) for name, parameter in named}
 
     def states(self, number: int) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self.optimizer.optimizer.state[self.masters[number]]
-        return found
+        state: dict[str, torch.Tensor] = self.optimizer.optimizer.state[self.masters[number]]
+        return state
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def geometry_of(job: Job, state: ModelState) -> ModelGeometry:
-    """Return the geometry, with two runs in one parameter, and another rank's copy of one."""
+    """Return a geometry with two runs in one parameter, and another rank's copy of a second."""
     geometry = state.geometry([job])
     if not geometry.repeats and len(geometry.parameters[0][1].runs) == 1:
         halves = tuple(Run("fused", (4, 6), (2 * n, 0), (2, 6), 0, 12 * n, 12) for n in (0, 1))
@@ -95,18 +97,23 @@ def owned(job: Job, state: ModelState) -> list[LocalPiece]:
 
 
 def described(pieces: list[LocalPiece]) -> list[tuple[Any, ...]]:
-    """Return all that a save can tell of its pieces."""
+    """Return all properties of pieces that a save uses."""
     return [
         (
-            *(it.piece, it.early, it.resizable, it.copy),
-            *(it.tensor.tolist(), it.tensor.data_ptr(), it.tensor.dim(), it.tensor.requires_grad),
+            *(local.piece, local.early, local.resizable, local.copy),
+            *(
+                local.tensor.tolist(),
+                local.tensor.data_ptr(),
+                local.tensor.dim(),
+                local.tensor.requires_grad,
+            ),
         )
-        for it in pieces
+        for local in pieces
     ]
 
 
 def looks_at_each_tensor() -> Any:
-    """Return a context that tells how often the states of an entry are looked at."""
+    """Return a context that counts the reads of an entry's states."""
     return mock.patch.object(
         OptimizerEntry, "states", autospec=True, side_effect=OptimizerEntry.states
     )
@@ -117,8 +124,8 @@ def nothing(job: Job) -> None:
 
 
 def in_place(job: Job) -> None:
-    for it in (job.fused.data, job.vector.data, *job.masters, job.states(0)["exp_avg"]):
-        it.add_(1)
+    for tensor in (job.fused.data, job.vector.data, *job.masters, job.states(0)["exp_avg"]):
+        tensor.add_(1)
 
 
 def in_other_memory(job: Job) -> None:
@@ -161,7 +168,7 @@ def moment_gone(job: Job) -> None:
 
 
 def moment_let_go(job: Job) -> None:
-    """As an optimizer does that frees its states and keeps their names."""
+    """Free a state but keep its name, as some optimizers do."""
     job.states(1)["exp_avg"] = None  # type: ignore[assignment]
 
 
@@ -186,7 +193,7 @@ def parameter_replaced(job: Job) -> None:
 
 
 def weights_lag(job: Job) -> None:
-    """As with the overlapped all-gather of releases before core 0.7."""
+    """Overlap the all-gather of weights, as releases before core 0.7 do."""
     job.optimizer.overlap_param_gather, job.optimizer.param_buffer_copied = True, []
     for master in job.masters:
         master.add_(1)
@@ -199,14 +206,16 @@ CHANGES += [master_replaced, tables_made_anew, parameter_replaced, weights_lag]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_repeated_enumeration_finds_what_a_new_one_finds(change: Callable[[Job], None]) -> None:
+def test_a_repeated_enumeration_equals_a_new_one(change: Callable[[Job], None]) -> None:
     job, state = Job(), ModelState(Replicated())
     owned(job, state)
     change(job)
     again = described(owned(job, state))
     afresh = described(owned(job, ModelState(Replicated())))
-    if change in (transposed, weights_lag):  # copies are made of the weights, each time others
-        again, afresh = ([(*it[:5], *it[6:]) for it in found] for found in (again, afresh))
+    if change in (transposed, weights_lag):  # each enumeration makes new copies of the weights
+        again, afresh = (
+            [(*entry[:5], *entry[6:]) for entry in entries] for entries in (again, afresh)
+        )
     assert again == afresh
 
 
@@ -218,7 +227,7 @@ def repeated_job() -> tuple[Job, ModelState]:
 
 
 @pytest.mark.parametrize("change", [nothing, in_place, in_other_memory, norm_stepped])
-def test_no_tensor_is_looked_at_by_itself_if_only_values_have_changed(
+def test_a_repeated_enumeration_skips_tensors_with_only_new_values(
     repeated_job: tuple[Job, ModelState], change: Callable[[Job], None]
 ) -> None:
     job, state = repeated_job
@@ -228,8 +237,8 @@ def test_no_tensor_is_looked_at_by_itself_if_only_values_have_changed(
     assert looks.call_count == 0
 
 
-def test_an_instance_that_writes_nothing_looks_at_no_tensor_either() -> None:
-    """With `--num-distributed-optimizer-instances` only the first one writes."""
+def test_an_instance_that_writes_nothing_skips_all_tensors() -> None:
+    """With `--num-distributed-optimizer-instances` only the first instance writes."""
     job, state = Job(), ModelState(Replicated())
     job.optimizer.distributed_optimizer_instance_id = 1
     with looks_at_each_tensor() as looks:
@@ -239,7 +248,7 @@ def test_an_instance_that_writes_nothing_looks_at_no_tensor_either() -> None:
         assert looks.call_count == len(OWNED)
 
 
-def test_what_has_changed_once_is_repeated_from_then_on(
+def test_a_changed_tensor_is_repeated_in_later_enumerations(
     repeated_job: tuple[Job, ModelState],
 ) -> None:
     job, state = repeated_job
@@ -251,7 +260,7 @@ def test_what_has_changed_once_is_repeated_from_then_on(
         assert looks.call_count == len(OWNED)
 
 
-def test_state_that_cannot_be_saved_is_refused_also_after_a_save(
+def test_a_repeated_enumeration_refuses_state_that_cannot_be_saved(
     repeated_job: tuple[Job, ModelState],
 ) -> None:
     job, state = repeated_job
@@ -260,19 +269,21 @@ def test_state_that_cannot_be_saved_is_refused_also_after_a_save(
         owned(job, state)
 
 
-def test_no_tensor_is_kept_alive_for_the_next_enumeration(
+def test_an_enumeration_keeps_no_reference_to_tensors(
     repeated_job: tuple[Job, ModelState],
 ) -> None:
-    """What a job moves off its device between saves must not stay there on our account."""
+    """A reference would keep tensors on the device that a job offloads between saves."""
     job, state = repeated_job
     pieces: list[LocalPiece] = owned(job, state)
-    memory = [weakref.ref(it.tensor.untyped_storage()) for it in pieces]
-    moments = [weakref.ref(it.tensor) for it in pieces if it.piece.kind == "exp_avg"]
+    memory = [weakref.ref(local.tensor.untyped_storage()) for local in pieces]
+    moments = [weakref.ref(local.tensor) for local in pieces if local.piece.kind == "exp_avg"]
     del pieces
     for number in range(len(OWNED)):
         job.states(number).clear()
     gc.collect()
-    assert [ref() for ref in moments] == [None] * len(moments), "the optimizer lives on"
+    assert [ref() for ref in moments] == [None] * len(moments), (
+        "moments are kept alive, although the optimizer freed them"
+    )
     for parameter in job.parameters():
         parameter.data = torch.empty(0)
     del job.optimizer

@@ -1,4 +1,4 @@
-"""Extra states of modules and states of random generators come back as they were saved."""
+"""Saves and loads of extra states of modules and of states of random generators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.simulated_gpu.generators import gpu_random
 
 
 class Keeper(torch.nn.Linear):
-    """As TransformerEngine's modules do, it keeps something that is no tensor."""
+    """Module with an extra state that is no tensor, like TransformerEngine's modules."""
 
     def __init__(self, kept: str) -> None:
         super().__init__(1, 1)
@@ -55,33 +55,33 @@ def geometry() -> ModelGeometry:
         for number in range(2)
         for n in range(2)
     ]
-    # What Megatron lists for modules that have none, or that are no modules.
+    # Megatron also lists modules without extra state, and objects that are no modules.
     objects += [(0, "norm._extra_state", "norm"), (0, "layers.9.fc._extra_state", "gone")]
     objects += [(1, "layers.0.fc.other", "other"), (1, "_extra_state", "chunk")]
     return ModelGeometry((), [], [], objects)
 
 
-def test_extra_states_go_by_global_names_and_come_back() -> None:
+def test_extra_states_are_restored_by_global_name() -> None:
     chunks = [chunk("first"), chunk("second")]
-    found = extra_states(chunks, geometry())
-    assert found == {
+    saved = extra_states(chunks, geometry())
+    assert saved == {
         "layers.fc._extra_state/0": "first 0",
         "layers.fc._extra_state/1": "first 1",
         "layers.fc._extra_state/2": "second 0",
         "layers.fc._extra_state/3": "second 1",
     }
     others = [chunk("third"), chunk("fourth")]
-    load_extra_states(others, geometry(), found)
-    assert extra_states(others, geometry()) == found
+    load_extra_states(others, geometry(), saved)
+    assert extra_states(others, geometry()) == saved
 
 
-def test_a_chunk_may_itself_have_an_extra_state() -> None:
+def test_a_model_chunk_can_have_an_extra_state() -> None:
     only = ModelGeometry((), [], [], [(0, "_extra_state", "chunk")])
     assert extra_states([Keeper("whole")], only) == {"chunk": "whole"}
 
 
 class Experts(Keeper):
-    """Grouped experts as Megatron's TEGroupedLinear: one state of all, named after the first."""
+    """Grouped experts like Megatron's TEGroupedLinear: one state, named after the first expert."""
 
     def __init__(self, num_gemms: int, scale: float) -> None:
         super().__init__("")
@@ -97,7 +97,7 @@ class Experts(Keeper):
 
 
 def experts(num_gemms: int, scale: float) -> tuple[list[torch.nn.Module], ModelGeometry]:
-    """Return a model of two layers of experts, and its geometry under any number of ranks."""
+    """Return a model of two layers of experts, and its geometry for any number of ranks."""
     layers = [Experts(num_gemms, scale), Experts(num_gemms, 2 * scale)]
     first = [(0, f"{n}._extra_state", f"{n}._extra_state/shard_0_8") for n in range(2)]
     others = [
@@ -109,16 +109,21 @@ def experts(num_gemms: int, scale: float) -> tuple[list[torch.nn.Module], ModelG
 
 
 def scales(chunks: list[torch.nn.Module]) -> list[list[float]]:
-    return [it._decode_extra_state(it.kept)["scale_fwd"].tolist() for it in chunks[0].children()]
+    return [
+        module._decode_extra_state(module.kept)["scale_fwd"].tolist()
+        for module in chunks[0].children()
+    ]
 
 
-def test_grouped_experts_take_back_their_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_grouped_experts_restore_their_state(caplog: pytest.LogCaptureFixture) -> None:
     saved = extra_states(*experts(2, 0.5))
     chunks, geometry = experts(2, 8.0)
     load_extra_states(chunks, geometry, saved)
     assert scales(chunks) == [[0.5] * 6, [1.0] * 6]
     load_extra_states(chunks, geometry, {name: torch.empty(0) for name in saved})
-    assert [it.kept.numel() for it in chunks[0].children()] == [0, 0], "saved without FP8"
+    assert [module.kept.numel() for module in chunks[0].children()] == [0, 0], (
+        "a state saved without FP8 is not empty"
+    )
     assert caplog.messages == []
 
 
@@ -149,7 +154,7 @@ def gpu() -> Iterator[None]:
 
 
 def seed(number: int, *, graph_safe: bool) -> Any:
-    """Make Megatron's tracker: of Generators if `graph_safe`, else of tensors."""
+    """Create Megatron's tracker: with Generators if `graph_safe`, else with tensors."""
     tensor_parallel.model_parallel_cuda_manual_seed(
         number,
         use_cudagraphable_rng=graph_safe,
@@ -177,11 +182,11 @@ def saved_and_read(rng: Any) -> Any:
 
 @pytest.mark.parametrize("loading", [False, True], ids=["to tensors", "to generators"])
 @pytest.mark.parametrize("saving", [False, True], ids=["tensors", "generators"])
-def test_every_generator_of_the_tracker_draws_on_after_a_load(
+def test_every_generator_of_the_tracker_continues_after_a_load(
     gpu: None, saving: bool, loading: bool
 ) -> None:
     tracker = seed(7, graph_safe=saving)
-    assert {type(it) for it in tracker.get_states().values()} == {
+    assert {type(state) for state in tracker.get_states().values()} == {
         torch.Generator if saving else torch.Tensor
     }
     drawn()
@@ -192,7 +197,7 @@ def test_every_generator_of_the_tracker_draws_on_after_a_load(
     load_rng_state(read)
     assert torch.equal(drawn(), expected[0])
     assert torch.equal(drawn(), expected[1])
-    assert {type(it) for it in tracker.get_states().values()} == {
+    assert {type(state) for state in tracker.get_states().values()} == {
         torch.Generator if loading else torch.Tensor
     }
 
@@ -218,9 +223,7 @@ def test_saved_states_do_not_change_with_the_tracker(gpu: None) -> None:
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
-def test_a_generator_that_the_tracker_does_not_have_yet_is_added(
-    gpu: None, graph_safe: bool
-) -> None:
+def test_a_load_adds_a_missing_generator_to_the_tracker(gpu: None, graph_safe: bool) -> None:
     tracker = seed(7, graph_safe=graph_safe)
     read = saved_and_read(rng_state())
     expected = drawn()
@@ -230,7 +233,7 @@ def test_a_generator_that_the_tracker_does_not_have_yet_is_added(
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
-def test_a_generator_that_the_saving_release_did_not_have_keeps_its_seed(
+def test_a_generator_unknown_to_the_saving_release_keeps_its_seed(
     gpu: None, graph_safe: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed(7, graph_safe=graph_safe)
@@ -241,17 +244,17 @@ def test_a_generator_that_the_saving_release_did_not_have_keeps_its_seed(
     seed(8, graph_safe=graph_safe)
     del read["rng_tracker_states"][NAMES[0]]
     load_rng_state(read)
-    found = drawn()
-    assert torch.equal(found[1], fresh[1])
-    assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
-    assert [it.message for it in caplog.records if it.name == side_state.__name__] == [
+    numbers = drawn()
+    assert torch.equal(numbers[1], fresh[1])
+    assert torch.equal(numbers[[0, 2, 3]], expected[[0, 2, 3]])
+    assert [record.message for record in caplog.records if record.name == side_state.__name__] == [
         "the checkpoint has no state of the random generator data-parallel-rng, which keeps the "
         "state that this job's seed gave it"
     ]
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
-def test_a_tracker_with_generators_refuses_a_checkpoint_without_any(
+def test_a_tracker_with_generators_refuses_a_checkpoint_without_generators(
     gpu: None, graph_safe: bool
 ) -> None:
     seed(7, graph_safe=graph_safe)
@@ -269,14 +272,14 @@ def test_a_tracker_with_generators_refuses_a_checkpoint_without_any(
     assert torch.equal(drawn(), before)
 
 
-def test_a_tracker_without_generators_takes_a_checkpoint_without_any(gpu: None) -> None:
+def test_a_tracker_without_generators_accepts_a_checkpoint_without_generators(gpu: None) -> None:
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     load_rng_state(saved_and_read(rng_state()))
     assert tensor_parallel.get_cuda_rng_tracker().get_states() == {}
 
 
 def test_a_load_logs_the_values_that_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
-    """A process that has not imported a class, and checkpoints of releases that saved a `repr`."""
+    """Classes may not be imported, and earlier releases saved a `repr` of some values."""
     tag = "__flashckpt__"
     optimizer = [
         {tag: "enum", "class": "no_such.module:Kind", "value": "ONE"},
@@ -297,10 +300,10 @@ def test_a_load_logs_the_values_that_it_leaves_out(caplog: pytest.LogCaptureFixt
     ]
 
 
-# ---------------------------------------------------------------------- what is alike on all ranks
+# ---------------------------------------------------------------------- common state of all ranks
 
 
-def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
+def test_only_megatrons_args_may_hold_values_without_a_plain_form() -> None:
     args = argparse.Namespace(provider=len, lr=0.5)
     common = {"args": args, "iteration": 7, "opt_param_scheduler": {"num_steps": 3}}
     assert side_state_codec.decode(encode_common(common), PLACE) == {
@@ -315,7 +318,7 @@ def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
 
 
 class QuantizedKeeper(torch.nn.Linear):
-    """As a TransformerEngine module under FP8: its state comes with the first step.
+    """Module like TransformerEngine's under FP8, whose state is created by the first step.
 
     The state holds the module's history of absolute maxima, 5 numbers per step and matrix.
     """
@@ -333,7 +336,7 @@ class QuantizedKeeper(torch.nn.Linear):
 @pytest.mark.parametrize("layers", [2, 60])
 @pytest.mark.parametrize("history", [None, 1, 1024])
 @pytest.mark.parametrize("num_gemms", [1, 8])
-def test_there_is_room_for_extra_states_that_come_with_the_first_step(
+def test_the_estimate_covers_extra_states_created_by_the_first_step(
     layers: int, history: int | None, num_gemms: int
 ) -> None:
     modules = torch.nn.ModuleList(QuantizedKeeper(history or 1, num_gemms) for _ in range(layers))
@@ -348,11 +351,13 @@ def test_there_is_room_for_extra_states_that_come_with_the_first_step(
     after = len(side_state_codec.encode(extra_states([only], here)))
     assert after <= room
     assert room <= after + layers * (EXTRA_STATE_NBYTES + 256)
-    assert extra_states_nbytes([only], here) >= after, "also for states that are there already"
+    assert extra_states_nbytes([only], here) >= after, (
+        "the estimate is too small once the states exist"
+    )
 
 
 class Silent(torch.nn.Linear):
-    """Says None: as Megatron's own linear layers for ever, or as others before they see FP8."""
+    """Module whose state is None: Megatron's linear layers, or others before they use FP8."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -362,7 +367,7 @@ class Silent(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp8": None}, {"fp8": "e4m3"}, {"fp4": "e2m1"}])
-def test_there_is_room_for_a_state_that_is_none_only_if_the_job_quantizes(
+def test_the_estimate_covers_a_none_state_only_if_the_job_quantizes(
     precision: dict[str, str | None],
 ) -> None:
     only = torch.nn.ModuleDict({"layer": Silent()})
@@ -373,5 +378,5 @@ def test_there_is_room_for_a_state_that_is_none_only_if_the_job_quantizes(
     assert room == 0 or any(precision.values())
 
 
-def test_modules_without_extra_state_need_no_room() -> None:
+def test_the_estimate_skips_modules_without_extra_state() -> None:
     assert extra_states_nbytes([chunk("x")], ModelGeometry((), [], [], [(0, "norm", "norm")])) == 0

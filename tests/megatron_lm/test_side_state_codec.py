@@ -1,4 +1,4 @@
-"""Side state comes back as it was, as far as it has a plain form, and cannot run anything."""
+"""Round trips of side state with a plain form, and decoding that runs no code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Outer:
 
 
 class Opaque:
-    """Has no plain form."""
+    """Class without a plain form."""
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -60,9 +60,9 @@ def round_trip(value):
 
 def lossy_round_trip(value):
     encoded = side_state_codec.encode({"args": value, "iteration": 7}, lossy=("args",))
-    found = side_state_codec.decode(encoded, PLACE)
-    assert found.pop("iteration") == 7
-    return found.get("args")
+    decoded = side_state_codec.decode(encoded, PLACE)
+    assert decoded.pop("iteration") == 7
+    return decoded.get("args")
 
 
 def refusal(value) -> str:
@@ -81,7 +81,7 @@ def refusal_of(*lost: str) -> str:
 
 
 def saved(tree) -> bytes:
-    """Return what a hostile writer could have put there: `tree`, not tidied by `encode`."""
+    """Return `tree` as bytes without the checks of `encode`, as a hostile writer could."""
     return msgspec.msgpack.encode(tree)
 
 
@@ -119,7 +119,7 @@ trees = st.recursive(
 
 
 def typed(value):
-    """Return `value` with the type of everything in it, since 1 == True == 1.0."""
+    """Return `value` with the types of all parts, because 1 == True == 1.0."""
     if isinstance(value, argparse.Namespace):
         return ("namespace", typed(vars(value)))
     if isinstance(value, dict):
@@ -133,11 +133,11 @@ def typed(value):
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
-def test_everything_with_a_plain_form_comes_back_equal_and_of_its_type(tree):
+def test_every_plain_value_is_restored_with_its_type(tree):
     assert typed(round_trip(tree)) == typed(tree)
 
 
-def test_args_come_back_as_a_namespace():
+def test_args_are_restored_as_a_namespace():
     args = argparse.Namespace(
         tensor_model_parallel_size=2,
         params_dtype=torch.bfloat16,
@@ -154,13 +154,13 @@ def test_args_come_back_as_a_namespace():
 
 
 @pytest.mark.parametrize("member", [Colour.RED, Colour.BLUE, Level.LOW, Outer.Inner.ONE])
-def test_an_enum_comes_back_as_the_very_member(member):
+def test_an_enum_is_restored_as_the_same_member(member):
     assert round_trip(member) is member
     assert round_trip({"a": [member]})["a"][0] is member
 
 
 @pytest.mark.parametrize("pair", [Pair(1, 2), Pair(Pair(Colour.RED, torch.ones(2)), [Pair(0, ())])])
-def test_a_named_tuple_comes_back_as_one(pair):
+def test_a_named_tuple_is_restored_as_a_named_tuple(pair):
     restored = round_trip({"a": pair, pair[:0]: 1})["a"]
     assert type(restored) is Pair
     assert repr(restored) == repr(pair)
@@ -177,7 +177,7 @@ def test_a_named_tuple_comes_back_as_one(pair):
         ("builtins:tuple", [1, 2]),
     ],
 )
-def test_nothing_but_a_named_tuple_that_is_there_is_made(path, items):
+def test_decoding_creates_only_imported_named_tuples(path, items):
     made = {TAG: "namedtuple", "class": path, "value": items}
     assert side_state_codec.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
 
@@ -189,7 +189,7 @@ def test_nothing_but_a_named_tuple_that_is_there_is_made(path, items):
         *(b"", torch.float32, None, TAG),
     ],
 )
-def test_any_key_of_a_dict_comes_back(key):
+def test_a_dict_key_of_any_type_is_restored(key):
     assert typed(round_trip({key: 1, "other": 2})) == typed({key: 1, "other": 2})
 
 
@@ -209,7 +209,7 @@ def test_any_key_of_a_dict_comes_back(key):
     ],
     ids=str,
 )
-def test_an_array_comes_back_with_shape_and_type_and_can_be_written(array):
+def test_an_array_is_restored_writable_with_shape_and_type(array):
     back = round_trip({"a": array})["a"]
     assert (back.shape, back.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(back, array)
@@ -228,19 +228,19 @@ def test_an_array_comes_back_with_shape_and_type_and_can_be_written(array):
     ],
     ids=["tuple", "list", "too large", "a bool", "a float", "none"],
 )
-def test_many_numbers_come_back_equal_and_of_their_types(numbers):
-    found = round_trip({"x": numbers})["x"]
-    assert found == numbers
-    assert type(found) is type(numbers)
-    assert [type(item) for item in found] == [type(item) for item in numbers]
+def test_long_lists_of_numbers_are_restored_with_their_types(numbers):
+    restored = round_trip({"x": numbers})["x"]
+    assert restored == numbers
+    assert type(restored) is type(numbers)
+    assert [type(item) for item in restored] == [type(item) for item in numbers]
 
 
-def test_the_state_of_pythons_generator_comes_back():
+def test_the_state_of_pythons_generator_is_restored():
     state = random.Random(3).getstate()
     assert typed(round_trip(state)) == typed(state)
 
 
-def test_the_state_of_numpys_generator_comes_back():
+def test_the_state_of_numpys_generator_is_restored():
     before = np.random.RandomState(7)
     after = np.random.RandomState(8)
     after.set_state(round_trip(before.get_state()))
@@ -258,12 +258,12 @@ def test_the_state_of_numpys_generator_comes_back():
         (np.complex64(1j), 1j),
     ],
 )
-def test_a_numpy_scalar_comes_back_as_a_plain_number(scalar, value):
+def test_a_numpy_scalar_is_restored_as_a_plain_number(scalar, value):
     assert typed(round_trip([scalar])) == typed([value])
 
 
 @pytest.mark.parametrize("contents", [b"", b"some bytes"])
-def test_a_buffer_comes_back_with_its_contents_whatever_its_position(contents):
+def test_a_buffer_is_restored_whatever_its_position(contents):
     buffer = io.BytesIO(contents)
     buffer.seek(0, io.SEEK_END)
     back = round_trip({"extra_state": buffer})["extra_state"]
@@ -271,7 +271,7 @@ def test_a_buffer_comes_back_with_its_contents_whatever_its_position(contents):
     assert back.read() == contents
 
 
-def test_a_tensor_comes_back_on_the_cpu_without_the_rest_of_its_storage():
+def test_a_tensor_is_restored_on_the_cpu_without_unused_storage():
     whole = torch.arange(1_000_000, dtype=torch.float32, requires_grad=True)
     encoded = side_state_codec.encode(
         {"slice": whole[10:13], "parameter": torch.nn.Parameter(torch.ones(2))}
@@ -283,7 +283,7 @@ def test_a_tensor_comes_back_on_the_cpu_without_the_rest_of_its_storage():
     assert not back["slice"].requires_grad
 
 
-def test_what_was_encoded_does_not_change_with_the_original_tensor():
+def test_encoded_bytes_do_not_change_with_the_original_tensor():
     tensor = torch.zeros(2)
     tree = side_state_codec.to_plain({"t": tensor})
     tensor.fill_(7)
@@ -299,7 +299,7 @@ def test_what_was_encoded_does_not_change_with_the_original_tensor():
     ],
     ids=str,
 )
-def test_a_tensor_of_any_type_comes_back_bit_for_bit(dtype):
+def test_a_tensor_of_any_type_is_restored_bit_for_bit(dtype):
     bits = torch.arange(16, dtype=torch.uint8).bitwise_and(1 if dtype == torch.bool else 255)
     for tensor in (bits.view(dtype), bits.view(dtype)[0], bits.view(dtype)[:0].reshape(0, 3)):
         back = round_trip({"t": tensor})["t"]
@@ -307,23 +307,23 @@ def test_a_tensor_of_any_type_comes_back_bit_for_bit(dtype):
         assert back.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
 
 
-def test_a_tensor_that_is_a_view_comes_back_with_its_elements():
+def test_a_view_of_a_tensor_is_restored_with_its_elements():
     whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert round_trip(whole.T[1:])[0].equal(whole.T[1])
     assert round_trip(torch.complex(whole, whole).conj()).equal(torch.complex(whole, -whole))
 
 
-def test_a_path_comes_back_as_text():
+def test_a_path_is_restored_as_text():
     assert round_trip(pathlib.PurePosixPath("/a/b")) == "/a/b"
 
 
-def test_subclasses_of_dict_come_back_as_plain_dicts():
+def test_subclasses_of_dict_are_restored_as_plain_dicts():
     ordered = collections.OrderedDict(b=1, a=collections.defaultdict(list, c=[2]))
     assert typed(round_trip(ordered)) == typed({"b": 1, "a": {"c": [2]}})
 
 
 class Kind(str):
-    """Text with methods of its own."""
+    """Subclass of `str`."""
 
 
 unknown = pytest.mark.parametrize(
@@ -354,14 +354,14 @@ unknown = pytest.mark.parametrize(
 
 
 @unknown
-def test_a_value_without_a_plain_form_is_refused_with_its_place_and_type(unknown):
+def test_a_refusal_names_place_and_type_of_a_value_without_plain_form(unknown):
     kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
     tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
     assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
 
 
 @unknown
-def test_a_value_without_a_plain_form_is_left_out_under_a_lossy_key(unknown):
+def test_values_without_plain_form_are_left_out_under_lossy_keys(unknown):
     tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
     back = lossy_round_trip(tree)
     assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
@@ -374,7 +374,7 @@ def test_only_values_under_lossy_keys_may_be_left_out():
     assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
 
 
-def test_a_refusal_names_the_place_of_a_value_inside_of_any_container():
+def test_a_refusal_names_the_place_of_the_value_in_any_container():
     tree = {
         TAG: {(1, "a"): len},
         "namespace": argparse.Namespace(a=[len]),
@@ -394,31 +394,31 @@ def test_a_refusal_names_the_place_of_a_value_inside_of_any_container():
     )
 
 
-def test_a_class_that_no_load_could_find_is_refused():
+def test_a_class_that_cannot_be_imported_is_refused():
     class Local(enum.Enum):
         A = 1
 
     Triple = collections.namedtuple("Triple", "a b c")
-    place = f"{__name__}.test_a_class_that_no_load_could_find_is_refused.<locals>"
+    place = f"{__name__}.test_a_class_that_cannot_be_imported_is_refused.<locals>"
     assert refusal({"e": Local.A, "t": Triple(1, 2, 3)}) == refusal_of(
         f"e ({place}.Local)", f"t ({__name__}.Triple)"
     )
 
 
-def test_a_shape_comes_back_as_a_tuple():
+def test_a_shape_is_restored_as_a_tuple():
     assert typed(round_trip({"a": torch.Size([2, 3])})) == typed({"a": (2, 3)})
 
 
-def test_what_has_no_plain_form_is_left_out_of_dicts_with_odd_keys_and_of_sets():
+def test_values_without_plain_form_are_left_out_of_dicts_and_sets():
     tree = {TAG: Opaque(), Opaque(): 1, Colour.RED: 2, "s": {Opaque, 3}, "p": Pair(1, len)}
     assert typed(lossy_round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
 
 
-def test_a_lossy_value_without_a_plain_form_comes_back_as_none():
+def test_a_lossy_value_without_a_plain_form_is_restored_as_none():
     assert lossy_round_trip(Opaque()) is None
 
 
-def test_any_reader_of_the_format_shows_what_is_there_and_what_was_left_out():
+def test_any_msgpack_reader_shows_stored_and_omitted_values():
     encoded = side_state_codec.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
     tree = msgspec.msgpack.decode(encoded)
     betas = {TAG: "tuple", "value": [0.9, 1]}
@@ -428,7 +428,7 @@ def test_any_reader_of_the_format_shows_what_is_there_and_what_was_left_out():
 
 
 class Bomb:
-    """Makes a directory when it is unpickled."""
+    """Object that creates a directory when it is unpickled."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = str(path)
@@ -438,7 +438,7 @@ class Bomb:
 
 
 class Shell(Bomb):
-    """Runs a shell command when it is unpickled."""
+    """Object that runs a shell command when it is unpickled."""
 
     def __reduce__(self):
         return os.system, (f"mkdir {self.path}",)
@@ -453,7 +453,7 @@ def torch_saved(value) -> bytes:
 @pytest.mark.parametrize("bomb", [Bomb, Shell])
 @pytest.mark.parametrize("write", [torch_saved, pickle.dumps])
 @pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"args": [1, bomb]}])
-def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wrap):
+def test_a_pickle_bomb_is_refused_without_running(tmp_path, bomb, write, wrap):
     made = tmp_path / "made"
     encoded = write(wrap(bomb(made)))
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged"):
@@ -472,14 +472,14 @@ def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wra
     ],
     ids=["list", "map", "bytes", "nested lists", "nested maps"],
 )
-def test_a_few_bytes_that_claim_to_be_more_than_any_memory_are_corrupt(encoded):
+def test_bytes_that_claim_an_impossible_size_are_refused(encoded):
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         side_state_codec.decode(encoded, PLACE)
 
 
-def test_tags_in_each_other_without_end_are_corrupt():
+def test_tags_nested_too_deeply_are_refused():
     tree = 1
-    for _ in range(400):  # what is decoded may be nested deeper than what is restored
+    for _ in range(400):  # MessagePack decodes deeper nesting than the codec restores
         tree = {TAG: "tuple", "value": [tree]}
     assert side_state_codec.decode(saved({"args": 1}), PLACE) == {"args": 1}
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: .*RecursionError"):
@@ -487,7 +487,7 @@ def test_tags_in_each_other_without_end_are_corrupt():
 
 
 @pytest.mark.parametrize("bomb", [Bomb, Shell])
-def test_the_bombs_above_are_live(tmp_path, bomb):
+def test_the_pickle_bombs_run_under_plain_unpickling(tmp_path, bomb):
     torch.load(io.BytesIO(torch_saved(bomb(tmp_path / "made"))), weights_only=False)
     assert (tmp_path / "made").is_dir()
 
@@ -497,7 +497,7 @@ def test_the_bombs_above_are_live(tmp_path, bomb):
     [b"", b"not a checkpoint", b"PK\x03\x04", saved({"a": [1]})[:-1], saved({"a": [1]}) + b"\0"],
     ids=["empty", "text", "zip magic", "cut at the end", "too long"],
 )
-def test_broken_bytes_are_corrupt(encoded):
+def test_invalid_bytes_are_refused(encoded):
     with pytest.raises(CorruptCheckpointError, match=rf"(?s){PLACE}: .*--ckpt-step"):
         side_state_codec.decode(encoded, PLACE)
 
@@ -529,7 +529,7 @@ def test_broken_bytes_are_corrupt(encoded):
         {TAG: "tensor", "dtype": "torch.uint8", "shape": ["a"], "value": b"1"},
     ],
 )
-def test_a_tagged_value_that_contradicts_itself_is_corrupt(tree):
+def test_a_tagged_value_that_contradicts_itself_is_refused(tree):
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         side_state_codec.decode(saved({"a": tree}), PLACE)
 
@@ -539,7 +539,7 @@ def test_an_unknown_tag_is_left_out(tag):
     assert side_state_codec.decode(saved({"a": {TAG: tag, "value": 1}, "b": 2}), PLACE) == {"b": 2}
 
 
-def test_a_type_that_is_not_known_is_left_out():
+def test_a_value_of_unknown_type_is_left_out():
     tree = {"a": msgspec.msgpack.Ext(5, b"x"), "d": {TAG: "dtype", "value": "torch.none"}, "b": 2}
     assert side_state_codec.decode(saved(tree), PLACE) == {"b": 2}
 
@@ -564,7 +564,7 @@ def enum_tag(path: str, name: str) -> bytes:
         ("__main__:", ""),
     ],
 )
-def test_what_is_no_member_of_an_imported_enum_is_left_out(path, name):
+def test_a_name_that_is_no_enum_member_is_left_out(path, name):
     assert side_state_codec.decode(enum_tag(path, name), PLACE) == {"b": 2}
 
 
@@ -575,9 +575,7 @@ def test_an_enum_made_inside_a_function_is_left_out():
     assert lossy_round_trip({"e": Local.A, "b": 2}) == {"b": 2}
 
 
-def test_an_enum_of_a_module_that_is_not_imported_is_left_out_and_nothing_is_imported(
-    tmp_path, monkeypatch
-):
+def test_an_enum_is_left_out_unless_its_module_is_imported(tmp_path, monkeypatch):
     (tmp_path / "flashckpt_colours.py").write_text(
         "import enum\nclass Paint(enum.Enum):\n    RED = 1\n"
     )
@@ -592,7 +590,7 @@ def test_an_enum_of_a_module_that_is_not_imported_is_left_out_and_nothing_is_imp
     assert set(sys.modules) == before
 
 
-def test_a_module_that_imports_on_attribute_access_is_not_asked(monkeypatch):
+def test_decoding_does_not_trigger_lazy_imports_of_a_module(monkeypatch):
     asked = []
     lazy = types.ModuleType("flashckpt_lazy")
     lazy.__getattr__ = lambda name: asked.append(name)

@@ -1,4 +1,4 @@
-"""What is expected of a rank before the first step is what it saves after that."""
+"""Estimates of a save before the first step, compared with the save after it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lion(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [adam, momentum, stateless, lion])
 @pytest.mark.parametrize("policy", ["share", "first", 2])
-def test_what_is_expected_is_what_each_replica_saves(
+def test_the_estimate_equals_the_save_of_each_replica(
     make: Make, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, count = Job(), 3
@@ -53,11 +53,11 @@ def test_what_is_expected_is_what_each_replica_saves(
     job.optimizer.optimizer = make(job.masters)
     states = [ModelState(Replicated(optimizer=policy)) for _ in range(count)]
 
-    def of_each(found: Callable[[ModelState], list[Piece]]) -> list[list[Piece]]:
+    def of_each(list_pieces: Callable[[ModelState], list[Piece]]) -> list[list[Piece]]:
         every = []
         for index, state in enumerate(states):
             monkeypatch.setattr(parallel, "data_parallel", lambda index=index: (count, index))
-            every.append(found(state))
+            every.append(list_pieces(state))
         return every
 
     def saved(state: ModelState) -> list[Piece]:
@@ -66,7 +66,7 @@ def test_what_is_expected_is_what_each_replica_saves(
 
     before = of_each(saved)
     expected = of_each(lambda state: expect(state, [job], job.optimizer).pieces)
-    assert not job.optimizer.optimizer.state, "nothing was made"
+    assert not job.optimizer.optimizer.state, "the estimate created optimizer state"
     for master in job.masters:
         master.grad = torch.randn_like(master)
     job.optimizer.optimizer.step()
@@ -82,14 +82,14 @@ def test_what_is_expected_is_what_each_replica_saves(
     ids=["fp32", "bf16-moment", "remainders"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masters_come_with_the_moments_of_precision_aware_optimizers(
+def test_estimates_of_precision_aware_optimizers_include_masters(
     settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     weight = torch.nn.Parameter(torch.randn(6).to(dtype))
     inner = FusedAdam([weight], master_weights=True, **settings)
     entry = OptimizerEntry(weight, 0, 6, weight, False, inner, True, True, keeps_master=True)
     expected = _tensors_after_step(entry)
-    assert not inner.state, "nothing was made"
+    assert not inner.state, "the estimate created optimizer state"
     assert all(tensor.is_meta for tensor in expected.values())
     weight.grad = torch.randn_like(weight)
     inner.step()
@@ -104,8 +104,8 @@ def described(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.dtype, 
 @pytest.mark.parametrize(
     ("start", "end"), [(0, 2**21), (2**19, 2**21), (2**20, 2**21), (0, 64), (64, 64)]
 )
-def test_memory_to_compare_copies_is_what_the_first_save_takes(start: int, end: int) -> None:
-    """Of a whole embedding it is a small part."""
+def test_the_estimate_of_compared_copies_equals_the_first_save(start: int, end: int) -> None:
+    """Only a small part of a large embedding is compared."""
     piece = Piece("w", "master", "F32", (2**21,), (0,), (2**21,), start, end)
     local = LocalPiece(piece, torch.zeros(end - start), copy="1.0")
     comparison = Comparison([], [local], frozenset({"w"}))

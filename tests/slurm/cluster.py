@@ -1,8 +1,8 @@
-"""Real Slurm on this machine: a controller and two nodes, each in namespaces of its own.
+"""Real Slurm on this machine: a controller and two nodes, each in its own namespaces.
 
-A node has its own network, host name, `/etc/hosts` and runtime directory of agents; the file system
-and the kernel's control groups are shared. All daemons are children of the test, with their state
-in its directory, so that nothing of them is left.
+A node has its own network, host name, `/etc/hosts` and runtime directory of agents; the nodes share
+the file system and the kernel's control groups. All daemons are children of the test and keep their
+state in its directory, so the test removes all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NODES = ("node1", "node2")
 _CONTROLLER = "ctl"
 _NETWORK = "10.231.17"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
-#: Seconds until the daemons of an idle machine would have answered many times over.
+#: Longest wait for an answer, far more than the daemons of an idle machine need.
 PATIENCE_S = 60.0
 _CONFIG = """\
 ClusterName=flashckpt
@@ -94,7 +94,7 @@ class Cluster:
         self.runtime_dir = directory / "run"
         self._proctrack = proctrack
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        # Two runs of the suite do not meet, nor two clusters of one.
+        # Names are unique for each run of the suite and for each cluster of a run.
         self._prefix = f"flashckpt-{os.getpid()}-{proctrack}"
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class Cluster:
         files = {"key-file": key, "socket": self.directory / "munge.socket"}
         files |= {name: self.directory / f"munge.{name}" for name in ("pid-file", "seed-file")}
         options = [f"--{name}={path}" for name, path in files.items()]
-        # Forced, because the test's directory lies in one that all can write.
+        # Forced, because all users can write to the parent of the test's directory.
         self._begin(
             "munged",
             ["munged", "--foreground", "--force", f"--log-file={self.directory}/munged", *options],
@@ -132,20 +132,20 @@ class Cluster:
         self._await("idle nodes", lambda: self.run("sinfo", "-h", "-o", "%T %D") == "idle 2")
 
     def start_node(self, node: str) -> None:
-        """Begin slurmd, also after `lose_node`."""
+        """Start slurmd, also after `lose_node`."""
         conf = str(self.directory / "slurm.conf")
         self._begin(node, self.inside(node, "slurmd", "-D", "-f", conf, "-N", node))
 
     def lose_node(self, node: str) -> None:
-        """Kill slurmd and all that runs on a node, at once."""
-        for _ in range(3):  # what was being forked meanwhile
+        """Kill slurmd and all processes of a node at once."""
+        for _ in range(3):  # repeated for processes that were forked meanwhile
             for pid in self._pids(node):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._daemons.pop(node).wait()
 
     def inside(self, host: str, *command: str) -> list[str]:
-        """Return the command as it runs on a host."""
+        """Return the command line that runs `command` on a host."""
         # Not `ip netns exec`, which mounts a /sys without control groups.
         enter = (
             f"hostname {host} && mount --bind '{self.directory}/hosts' /etc/hosts && "
@@ -156,7 +156,7 @@ class Cluster:
         return [*space, "bash", "-c", enter, "bash", *command]
 
     def run(self, *command: str, **variables: str) -> str:
-        """Return the output of a command of Slurm, run on the controller from this directory."""
+        """Run a command of Slurm on the controller in this directory; return its output."""
         done = subprocess.run(
             self.inside(_CONTROLLER, *command),
             env={**self._environment(), **variables},
@@ -169,7 +169,7 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what `scontrol show job` says of a job."""
+        """Return the fields of `scontrol show job` for a job."""
         words = self.run("scontrol", "show", "job", "-o", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -200,7 +200,7 @@ class Cluster:
             )
 
     def _connect(self, addresses: dict[str, int]) -> None:
-        """Make the namespaces, and a bridge in the controller's that all nodes hang on."""
+        """Create the namespaces, and a bridge in the controller's namespace for all nodes."""
 
         def ip(host: str, *words: str) -> None:
             subprocess.run(["ip", "-n", f"{self._prefix}-{host}", *words], check=True)
@@ -248,7 +248,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(directory: Path, proctrack: Proctrack) -> Iterator[Cluster]:
-    """Yield a cluster that is up; nothing of it is left afterwards."""
+    """Yield a running cluster; remove all of it afterwards."""
     cluster = Cluster(directory, proctrack)
     try:
         cluster.start()

@@ -1,8 +1,8 @@
-"""The sbatch script on real Slurm, with real Megatron on CPU ranks: two nodes, a rank on each.
+"""Tests of the sbatch script on real Slurm: real Megatron on two nodes with a CPU rank each.
 
-Slurm is not among what `scripts/install` installs. `scripts/test_slurm` installs Debian's and runs
-these tests; without Slurm they are skipped, and `tests/integration/test_launch_scripts.py` runs the
-script with a double.
+`scripts/install` does not install Slurm. `scripts/test_slurm` installs Debian's package and runs
+these tests. Without Slurm they are skipped, and `tests/integration/test_launch_scripts.py` runs the
+script with a double of Slurm.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.support.megatron_jobs import CPU_MEGATRON, REPO
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no Slurm: {why_not()}")
 
-#: A job of two nodes takes about 40 s on two idle cores, and starts its ranks twice.
+#: Longest wait for a job, which starts its ranks twice: about 40 s on two idle cores.
 PATIENCE_S = 400.0
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
 class Job:
-    """A job that runs the script as it is."""
+    """A job that runs the unchanged script."""
 
     def __init__(self, cluster: Cluster, directory: Path, *options: str, **variables: str) -> None:
         self._cluster = cluster
@@ -67,7 +67,7 @@ class Job:
         return self._cluster.job(self.number)
 
     def ended(self) -> dict[str, str]:
-        """Return what Slurm says of the job when it has ended."""
+        """Wait until the job has ended; return its fields."""
         facts = self.until("the end of the job", self._ended)
         print(f"job {self.number}: {facts['JobState']}, {facts['RunTime']}, {facts['ExitCode']}")
         return facts
@@ -77,16 +77,16 @@ class Job:
         return facts if facts["JobState"] in ENDED else None
 
     def until(self, what: str, probe: Any) -> Any:
-        """Return the first true value of `probe`; look seldom, for each look starts processes."""
+        """Return the first true value of `probe`; poll rarely, as each poll starts processes."""
         deadline = time.monotonic() + PATIENCE_S
         while not (result := probe()):
-            said = f"{self.log[-8000:]}\n{self._cluster.log()}"
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{said}"
+            logs = f"{self.log[-8000:]}\n{self._cluster.log()}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{logs}"
             time.sleep(0.5)
         return result
 
     def runs_again(self) -> bool:
-        """Return whether the job has been requeued and runs; do not let it wait to be eligible."""
+        """Return whether the requeued job runs; end the delay before it becomes eligible."""
         facts = self.facts()
         if facts["JobState"] == "PENDING":
             self._cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
@@ -132,28 +132,30 @@ def assert_resumed_from_memory(job: Job, facts: dict[str, str]) -> None:
     losses = sorted(job.directory.glob("losses.*"))
     assert [path.suffix for path in losses] == [".0", ".1"]
     for path in losses:
-        found = [line.split() for line in path.read_text().splitlines()]
-        iterations = [int(iteration) for iteration, _ in found]
+        entries = [line.split() for line in path.read_text().splitlines()]
+        iterations = [int(iteration) for iteration, _ in entries]
         start = iterations.index(3, iterations.index(4))
-        again = [loss for loss in found[start:] if int(loss[0]) in (3, 4)]
-        assert [loss for loss in found[:start] if int(loss[0]) in (3, 4)] == again != []
+        again = [loss for loss in entries[start:] if int(loss[0]) in (3, 4)]
+        assert [loss for loss in entries[:start] if int(loss[0]) in (3, 4)] == again != []
 
 
-def test_a_killed_rank_costs_a_restart_from_memory(pgid: Cluster, tmp_path: Path) -> None:
+def test_a_job_with_a_killed_rank_resumes_from_memory(pgid: Cluster, tmp_path: Path) -> None:
     directory = tmp_path / "job"
     job = Job(pgid, directory, FLASHCKPT_FAULT=killing(directory))
     assert_resumed_from_memory(job, job.ended())
-    assert "it is started again" not in job.log, "torchrun restarts ranks within the step"
+    assert "it is started again" not in job.log, (
+        "the script started a second step, although torchrun restarts ranks within the step"
+    )
 
 
-def test_a_second_step_is_restored_from_memory(cluster: Cluster, tmp_path: Path) -> None:
-    """The first step fails as a whole: torchrun does not restart its ranks."""
+def test_a_second_slurm_step_resumes_from_memory(cluster: Cluster, tmp_path: Path) -> None:
+    """The whole first step fails, because torchrun does not restart its ranks."""
     directory = tmp_path / "job"
     job = Job(cluster, directory, FLASHCKPT_FAULT=killing(directory), MAX_RESTARTS="0")
     facts = job.ended()
     assert_resumed_from_memory(job, facts)
     assert len(re.findall("the training step failed with status .* started again", job.log)) == 1
-    # The agents were told to end only when the job's script did.
+    # The agents end only when the script of the job ends.
     assert re.search(
         r"agent \d+ of this node, a foreground one.*its memory holds iteration", job.log
     )
@@ -163,7 +165,7 @@ def test_a_second_step_is_restored_from_memory(cluster: Cluster, tmp_path: Path)
 def test_sigterm_before_the_time_limit_leaves_a_checkpoint_in_storage(
     pgid: Cluster, tmp_path: Path
 ) -> None:
-    """The script asks for SIGTERM three minutes before. The limit is set when the ranks train."""
+    """The script requests SIGTERM 3 min before the limit, which is set once the ranks train."""
     job = Job(pgid, tmp_path / "job", TRAIN_ITERS="100000", SAVE_INTERVAL="100000")
     job.until("a training step", lambda: re.search(r"iteration +2/", job.log))
     hours, minutes, _ = map(int, job.facts()["RunTime"].split(":"))
@@ -176,7 +178,9 @@ def test_sigterm_before_the_time_limit_leaves_a_checkpoint_in_storage(
     assert job.tracker == saved[-1]
     assert "it is started again" not in job.log
     print(facts["JobState"], facts["ExitCode"], facts["RunTime"])
-    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "143:0"), "as README says"
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "143:0"), (
+        "docs/how-to/slurm.md documents this state and exit code"
+    )
 
 
 def test_a_job_that_lost_a_node_is_requeued_and_resumes_from_storage(
@@ -189,11 +193,11 @@ def test_a_job_that_lost_a_node_is_requeued_and_resumes_from_storage(
     job.until("the end of the first run", lambda: job.facts()["JobState"] != "RUNNING")
     cgroup.start_node("node2")
     job.until("the second run", job.runs_again)
-    found = job.until(
+    match = job.until(
         "a restart from storage",
         lambda: re.search(r"iteration (\d+) was restored from storage", job.log),
     )
-    assert int(found[1]) >= resumable
+    assert int(match[1]) >= resumable
     before = int(job.tracker)
     job.until("a later checkpoint", lambda: int(job.tracker) > before)
     cgroup.run("scancel", job.number)
