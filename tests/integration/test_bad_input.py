@@ -1,7 +1,7 @@
-"""What a user can get wrong, through Megatron's real `load_checkpoint` and `save_checkpoint`.
+"""User mistakes, through Megatron's real `load_checkpoint` and `save_checkpoint`.
 
-Each case gives one clear error on every rank that names file, fact and remedy; nothing on disk is
-changed. One job makes a good checkpoint, a second one takes all cases.
+Each case raises one clear error on every rank, which names file, fact and remedy, and leaves the
+files on disk unchanged. One job makes a good checkpoint; a second job runs all cases.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def dlrovers_without_files(directory: Path) -> None:
     (directory / "dlrover_latest.txt").write_text("2")
 
 
-#: name -> (damage, extra arguments, error class or None, what its message must say)
+#: name -> (damage, extra arguments, error class or None, pattern of the message)
 CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
     "intact": (None, {}, None, []),
     "foreign_files": (foreign_files, {}, None, []),
@@ -146,7 +146,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 
 class Ran:
-    """The job over all cases, and the directories before and after."""
+    """The job that runs all cases, and the directories before and after."""
 
     def __init__(self, tmp_path: Path) -> None:
         good = tmp_path / "good"
@@ -253,8 +253,8 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: 
             assert event["error"] is None
             assert event["result"] == 2
         else:
-            assert event["error"] is not None, "loaded without a word"
-            # A rank that is not affected itself repeats the error of the one that is.
+            assert event["error"] is not None, "the load succeeded without an error"
+            # A rank without an error of its own repeats the error of the affected rank.
             assert event["error"][0] in (error, "FlashCkptError")
             assert error in (event["error"][0], *event["error"][1].split(": "))
             for pattern in says:
@@ -296,7 +296,7 @@ def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> Non
     for save, load in zip(saves, loads, strict=True):
         assert (save["result"], save["error"], load["error"]) == ([None], None, None)
         before, after = save["weights"]
-        assert before != after, "the load has changed them"
+        assert before != after, "the load has changed the weights"
         assert load["weights"] == [after, before]
 
 

@@ -1,6 +1,6 @@
-"""A job of two ranks crashes and is started again with one: the node gets the other's memory back.
+"""A job of two ranks crashes and is restarted with one rank: the node frees the other's memory.
 
-The second job is killed, too, so that the agent can be looked at.
+The second job is killed as well, so that its agent stays and can be inspected.
 """
 
 from __future__ import annotations

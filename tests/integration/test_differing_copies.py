@@ -1,7 +1,7 @@
-"""Copies that Megatron lets drift apart are found, named, and saved each: resuming is bit-exact.
+"""Replicated tensors whose copies drift apart: each copy is saved, so resuming is bit-exact.
 
-Real jobs of gated delta nets on tensor ranks, dropout on. They save at 2, 4 and 6. The first save
-finds that the copies of `out_norm` differ, and has only the main ones; later saves have all.
+Real jobs of gated delta nets on tensor ranks with dropout, which save at 2, 4 and 6. The first save
+detects that the copies of `out_norm` differ and stores only the main copies; later saves store all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 def copies(save: Path, iteration: int) -> set[tuple[str, str]]:
-    """Kind and key of all copies that are saved beside the main ones."""
+    """Return kind and key of all copies that are saved in addition to the main ones."""
     found = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
     return {(match[1], match[2]) for match in found if match}
 
@@ -69,7 +69,7 @@ def test_it_is_said_once_which_copies_differ(jobs: Jobs) -> None:
     assert "iteration 2: " in said
     assert all(key in said for key in KEYS)
     assert REPLACED not in jobs.a.log + jobs.b.log + jobs.c.log
-    assert FOUND not in jobs.c.log, "its checkpoint says so"
+    assert FOUND not in jobs.c.log, "the checkpoint already records which copies differ"
 
 
 def test_only_copies_that_differ_are_saved_from_the_second_save_on(jobs: Jobs) -> None:
@@ -108,7 +108,7 @@ def test_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
 
 def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs: Jobs) -> None:
     other = jobs.tmp_path / "other"
-    # It ends where it begins, at an iteration that it has not saved.
+    # The job ends at the iteration that it loads, which it has not saved itself.
     ends = ["--tensor-model-parallel-size", "4", "--save", str(other), "--save-interval", "4"]
     result = job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
     (said,) = (line for line in result.log.splitlines() if REPLACED in line)
@@ -118,7 +118,7 @@ def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs:
     expected = {name: tensor for name, tensor in stored.items() if "@" not in name[0]}
     assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
     copies = {(kind, key) for kind, key in found if "@" in kind}
-    assert len(copies) == 3 * 4 * len(KEYS), "saved each, as they differed before"
+    assert len(copies) == 3 * 4 * len(KEYS), "every copy is saved, as the copies differed before"
     for kind, key in copies:
         assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
 
@@ -145,7 +145,7 @@ def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_path: Path) -> None:
-    """With the plain optimizer, whose state replicas hold alike: each saves a part of it."""
+    """Replicas hold equal state of the plain optimizer, and each replica saves a part of it."""
     save = tmp_path / "save"
     killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
     result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
@@ -160,7 +160,7 @@ def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_pat
 
 
 def test_stages_whose_copies_megatron_numbers_alike_have_each_their_own(tmp_path: Path) -> None:
-    """Multi-token prediction on a stage of its own: two later stages have the tied embedding."""
+    """Multi-token prediction on a stage of its own: two later stages hold the tied embedding."""
     stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
     model = f"{stages} --mtp-num-layers 1 --position-embedding-type rope".split()
 

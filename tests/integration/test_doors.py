@@ -1,7 +1,7 @@
-"""The ways in: swapped imports (our patch) and the launcher; both train exactly as stock Megatron.
+"""The entry points, swapped imports (our patch) and the launcher, train exactly as stock Megatron.
 
-One stock job, one per door, all with the same seed; then what our checkpoint holds is compared with
-what stock's own `save_checkpoint` wrote.
+One stock job and one job per entry point run with the same seed. Then the weights in our checkpoint
+are compared with those that stock's own `save_checkpoint` wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODEL = [
 ]
 
 
-#: Megatron's local layers save their layer norms under the names of TransformerEngine's fused ones.
+#: Megatron's local layers name their layer norms as TransformerEngine names its fused ones.
 FUSED_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -117,7 +117,7 @@ def test_a_save_communicates_nothing_and_the_counter_would_have_seen_it(swapped:
     assert [save["calls"] for save in saves] == [[]] * 8
     for control in controls:
         assert {"all_reduce", "barrier"} <= set(control["calls"])
-        assert any("allreduce" in call for call in control["calls"]), "the dispatcher's view"
+        assert any("allreduce" in call for call in control["calls"]), "seen by the dispatcher"
 
 
 def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launched: Result) -> None:
@@ -193,7 +193,7 @@ def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> Non
 
 
 def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:
-    """Stock's own checkpoint goes to stock's own loader, and the next save is ours."""
+    """Stock's own loader reads stock's checkpoint, and the next save is ours."""
     moved = where / "moved"
     job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
     job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]

@@ -1,7 +1,7 @@
-"""A damaged checkpoint: all ranks load the next older one instead, whole, and the log says so.
+"""A damaged checkpoint: all ranks load the next older one completely, and the log reports that.
 
-One job saves iterations 2 and 4. Another takes all kinds of damage through Megatron's real
-`load_checkpoint`; a third trains on from a damaged directory, as a fourth does from iteration 2.
+One job saves iterations 2 and 4. Another runs all kinds of damage through Megatron's real
+`load_checkpoint`. A third trains on from a damaged directory, a fourth from iteration 2.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def manifest(directory: Path) -> Path:
     return directory / NEWEST / "manifest.json"
 
 
-#: name -> (damage, what the log must name). Iteration 2 is loaded in every case.
+#: name -> (damage, pattern of the log line). The load reads iteration 2 in every case.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data of one rank flipped": (
         lambda d: flip(shard(d, 1)),
@@ -109,7 +109,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"a symbolic link stands where",
     ),
 }
-#: In these the newest checkpoint is intact, and found.
+#: In these cases the newest checkpoint is intact, and the load finds it.
 ONLY_TRACKER = [name for name in DAMAGE if name.startswith("tracker")]
 #: name -> (damage, arguments and settings of the case, error class, pattern of its message)
 REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
         r"(?s)every checkpoint is damaged:\n  4 in storage: .*rank_00001.*\n  2 in .*rank_00000",
     ),
 }
-#: name -> (what rank 1 meets in reading its newest shard, the iteration that is loaded)
+#: name -> (rank 1's errors in reading its newest shard, the iteration that is loaded)
 TROUBLE: dict[str, tuple[dict, int]] = {
     "an error that passes": ({"errno": errno.EIO, "times": 3}, 4),
     "a stale handle": ({"errno": errno.ESTALE, "times": 1}, 4),
@@ -216,7 +216,7 @@ class Ran:
         return [event["state"] for event in self.of(name)]
 
     def blocks(self, name: str) -> list[str]:
-        """Return what was said loudly of the directory of a case."""
+        """Return the multi-line warnings about the directory of a case."""
         place = re.escape(str(self.tmp_path / name.replace(" ", "_")))
         return re.findall(
             rf"^={{60,}}\nDAMAGED CHECKPOINT in {place}\n(.*?)\n={{60,}}$",
@@ -259,7 +259,7 @@ def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str)
 def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, name: str) -> None:
     _, _, error, says = REFUSED[name]
     for event in ran.of(name):
-        assert event["error"] is not None, "loaded without a word"
+        assert event["error"] is not None, "the load succeeded without an error"
         assert event["error"][0] == error
         assert re.search(says, event["error"][1]), event["error"][1]
     assert ran.blocks(name) == []
@@ -275,7 +275,7 @@ def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> No
     assert len(ran.blocks(name)) == (loaded == 2)
     place = re.escape(str(ran.tmp_path / name.replace(" ", "_")))
     retries = re.findall(rf"{place}/.*; retry (\d) of 3 in", ran.result.log)
-    # Several threads read; each says so once per retry.
+    # Several threads read, and each thread logs every retry once.
     assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
 
 
@@ -299,14 +299,14 @@ def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(
     assert found.losses() == expected.losses()
     for iteration in (4, 6):
         assert differing(tensors(damaged, iteration), tensors(older, iteration)) == []
-    # The new iteration 4 has replaced the damaged one, and nothing of that is left.
+    # The new iteration 4 has replaced the damaged one, of which no file is left.
     assert (damaged / TRACKER).read_text() == "6"
     assert main(["verify", "--all", str(damaged)]) == 0
     assert len(list((damaged / NEWEST).iterdir())) == RANKS + 2
 
 
 def change_in_memory(runtime_dir: Path, iteration: int) -> None:
-    """Flip a bit of the slot that the agent holds of `iteration`."""
+    """Flip a bit in the agent's slot of `iteration`."""
     (agent,) = agents_under(runtime_dir)
     # An agent has several descriptors of one slab.
     links = [fd for fd in Path(f"/proc/{agent}/fd").iterdir() if "memfd:" in os.readlink(fd)]

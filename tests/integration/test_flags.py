@@ -1,9 +1,9 @@
-"""Megatron's flags mean with us what they mean in stock: both run side by side, in one process.
+"""Megatron's flags have the same effect with us as in stock: both run in turn in one process.
 
-Losses are compared bit for bit, and how the job ended, what it loaded and which checkpoints are
-left. Of jobs that go on from a checkpoint, what they save in the end must equal, element for
-element, what the job that was never ended has saved. `flag_cells.py` calls Megatron's own
-`pretrain` for each; optimizers that need packages for GPUs are stand-ins with the same state.
+Losses are compared bit for bit, as are the end of the job, the loaded iteration and the remaining
+checkpoints. The final save of a resumed job must equal, element for element, the save of the job
+that was never interrupted. `flag_cells.py` calls Megatron's own `pretrain` for each job. Optimizers
+that need GPU packages are replaced by stand-ins with the same state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.megatron_jobs import assemble, differing, tensors
 
 #: Multi-token prediction with tied embeddings.
 _MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
-#: Jobs with `NAME-2`, which goes on from the middle of NAME.
+#: Each job comes with `NAME-2`, which resumes from the middle of NAME.
 _AWARE = f"{DIST} --use-distributed-optimizer --use-precision-aware-optimizer"
 _OFFLOAD = f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 _NON_PERSISTENT = (
@@ -33,14 +33,14 @@ _NON_PERSISTENT = (
 RESUMED = [
     *resumed("whole", TORCH),
     *resumed("fp32", "--train-iters 4 --ckpt-format torch"),
-    # 2^32 overflows: steps are skipped while the scale is found.
+    # A scale of 2^32 overflows: steps are skipped until the scale is low enough.
     *resumed("fp16", "--fp16 --train-iters 4 --ckpt-format torch --loss-scale-window 2"),
     *resumed("sgd", f"{TORCH} --optimizer sgd"),
     *resumed("sgd-fp32", "--train-iters 4 --ckpt-format torch --optimizer sgd"),
     *resumed("async", f"{DIST} --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
     *resumed("no-save-rng", f"{DIST} --no-save-rng"),
     *resumed("muon", f"{DIST} --optimizer muon", stand_in="emerging"),
-    # On two ranks it gathers tensors of unequal sizes, which gloo cannot.
+    # On two ranks dist_muon gathers tensors of unequal sizes, which gloo cannot.
     *resumed("dist-muon", f"{DIST} --optimizer dist_muon", stand_in="emerging"),
     *resumed("lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", stand_in="emerging"),
     *resumed("aware", _AWARE, stand_in="fused_adam"),
@@ -58,7 +58,7 @@ RESUMED_BY_2 = [
     # Megatron's own sharded state dict cannot list this model.
     *resumed("mtp", f"{_MTP} --pipeline-model-parallel-size 2"),
 ]
-#: Loads under other stages what `mtp` has saved, and saves it as it is.
+#: Jobs that load the save of `mtp` under other stages, and save it unchanged.
 _AS_IT_IS = "--save {save} --save-interval 3"
 OTHER_STAGES = [
     Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
@@ -68,9 +68,9 @@ OTHER_STAGES = [
         doors=("ours",),
     ),
 ]
-#: Stock itself goes on otherwise than the job that was never ended; ours must not.
+#: After a resume, stock trains differently from the uninterrupted job; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
-#: Alike at both doors in all that is compared.
+#: Jobs that must agree at both entry points in everything that is compared.
 ALIKE = [
     Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
     Job("finetune", f"{TORCH} --load {{whole}} --finetune"),
@@ -115,7 +115,7 @@ ALIKE = [
         "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
     ),
 ]
-#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures none.
+#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
     "doors": ("ours",),
     "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
@@ -136,7 +136,7 @@ OTHER = [
         doors=("ours",),
         options={"stand_in": "fused_adam"},
     ),
-    # What Megatron itself does with this name is done by the time that it is set.
+    # Megatron has evaluated this argument before the cell sets it.
     Job(
         "fsdp",
         f"{TORCH} {EVERY_2}",
@@ -194,7 +194,7 @@ def test_two_ranks_go_on_bit_for_bit(runs_by_2: Runs, job: Job) -> None:
 
 
 def test_what_no_forward_uses_is_saved_and_other_stages_do_without(runs_by_2: Runs) -> None:
-    """The last of several stages has an output layer of its own, though embeddings are tied."""
+    """The last of several stages has an output layer of its own, although embeddings are tied."""
     saved, one, two = (
         assemble(runs_by_2[name]["ours"].save, 4)
         for name in ("mtp", "mtp-one-stage", "mtp-two-stages")
@@ -217,7 +217,7 @@ def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
 
 
 def test_flags_had_something_to_change(runs: Runs) -> None:
-    """Each of these jobs differs from the one without the flag, or nothing was compared."""
+    """Each of these jobs differs from the job without the flag, so the comparisons can fail."""
     whole = runs["whole-2"]["ours"]
     for name in ("no-load-optim", "no-load-rng", "finetune", "no-save-rng-2"):
         assert runs[name]["ours"].losses != whole.losses, name
@@ -259,7 +259,7 @@ def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs)
         assert runs["non-persistent"][door].ended == ["exit", 0]
     assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
     assert (runs["non-persistent"]["stock"].save / "non_persistent/iter_0000004").is_dir()
-    # The last one was only in memory when the job ended: it went to storage then.
+    # The last save was only in memory when the job ended, and was then written to storage.
     assert runs["non-persistent"]["ours"].left == (["iter_0000003", "iter_0000004"], "4")
     later = runs["non-persistent-2"]
     assert later["ours"].losses == later["stock"].losses

@@ -1,8 +1,8 @@
-"""Whatever the self-check lets through can be loaded: models of unusual shapes and types.
+"""Every model that passes the self-check can be loaded: models of unusual shapes and types.
 
-Real Megatron wraps and steps each of them. They are saved by one rank, two replicas and two stages.
-Processes that start anew load them under each of these layouts, and the saving ones from memory;
-all is compared bit for bit. What is refused must be so before the first step.
+Real Megatron wraps and steps each model. One rank, two replicas and two stages save it. New
+processes load it under each of these layouts, and the saving processes load it from memory; all
+state is compared bit for bit. Models that we cannot save must be refused before the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS: list[Model] = [*KNOWN, *map(drawn, range(16))]
 ALL = [*MODELS, *(made for made, _ in REFUSED)]
 
 Wrong = dict[tuple[str, str, str], list[str]]
-"""By case, layout and what happened, what was wrong; of a refusal what it said."""
+"""Differences by case, layout and event; for a refusal the refusal's text."""
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,6 @@ def test_what_could_not_be_loaded_is_refused_before_the_first_step(
 
 
 def test_megatron_does_not_save_layers_of_several_types_as_torch_dist(ran: Wrong) -> None:
-    """So there is nothing that a conversion to that format could be."""
+    """Such models therefore cannot be converted to that format."""
     (error,) = ran[KNOWN[0]["name"], "one", "torch_dist"]
     assert error.startswith("AssertionError((torch.")

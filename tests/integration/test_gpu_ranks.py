@@ -1,9 +1,9 @@
 """Real training whose checkpoints are copied from simulated GPUs, one per local rank.
 
-Three jobs of two ranks save after iterations 2, 4 and 6. The first is a CPU job like any other. In
-the second, copies run on the side stream of each rank's device while the next iteration computes;
-one rank is killed in iteration 6, and both restart from the memory of iteration 4. The third
-starts from the second's directory as it was then.
+Three jobs of two ranks save after iterations 2, 4 and 6. The first is an ordinary CPU job. In the
+second, copies run on the side stream of each rank's device while the next iteration computes; one
+rank is killed in iteration 6, and both ranks restart from the memory of iteration 4. The third job
+starts from a copy of the second job's directory as it was at iteration 4.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
 
 
 def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
-    """Without such copies no test of this module would show whether the step waits for them."""
+    """If no copy were under way, this module would not test that the step waits for copies."""
     under_way = {
         (event["rank"], event["attempt"], event["iteration"])
         for event in jobs.restarted.named("change")
@@ -97,7 +97,7 @@ def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
 
 def test_every_thread_of_ours_calls_cuda_on_the_device_of_its_local_rank(jobs: Jobs) -> None:
     events = jobs.restarted.named("gpu", attempt=1) + jobs.resumed.named("gpu")
-    assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # where no rank was killed
+    assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # from jobs without a kill
     for event in events:
         devices = event["devices"].items()
         ours = {thread: found for thread, found in devices if thread.startswith("flashckpt-")}

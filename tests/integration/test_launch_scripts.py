@@ -1,9 +1,9 @@
-"""The launch scripts that people copy: what they start, and that it survives a killed rank.
+"""The launch scripts that users copy: the commands that they start, and a restart after a kill.
 
-The very scripts, with smaller sizes from the environment. For want of a GPU the environment also
-puts the stand-in on PYTHONPATH, and ARGS switch off what needs one. There is no Slurm here: `srun`
-and `scontrol` are doubles (tests/support/slurm_double), which run the multi-node script twice on
-this machine, so that two nodes with an agent each are tested along with it.
+The tests run the unedited scripts with smaller sizes from the environment. Without a GPU, the
+environment also puts the stand-in on PYTHONPATH, and ARGS disables features that need a GPU.
+Doubles of `srun` and `scontrol` (tests/support/slurm_double) replace Slurm: they run the multi-node
+script twice on this machine, as two nodes with an agent each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.megatron_jobs import CPU_MEGATRON, REPO, TINY, end, free_port
 from tests.support.trainer import eventually
 
 SCRIPTS = REPO / "scripts"
-#: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
+#: Megatron's flags for a machine without GPU, Transformer Engine or Apex.
 ON_CPU = TINY[TINY.index("--num-workers") : TINY.index("--log-interval")]
 SCRIPT_NAMES = sorted(path.name for path in SCRIPTS.glob("pretrain_gpt_*.s*"))
 ALL_SCRIPTS = [
@@ -38,7 +38,7 @@ SLURM = {
     "SLURM_JOB_NODELIST": "localhost,localhost",
     "SLURM_SUBMIT_DIR": str(REPO),
 }
-#: Iteration 4 is saved twice: in its first save rank 1 is killed.
+#: Iteration 4 is saved twice: rank 1 is killed during the first save of it.
 SIZES = {
     "NUM_LAYERS": "2",
     "HIDDEN_SIZE": "64",
@@ -54,7 +54,7 @@ SIZES = {
 
 
 def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[str, str]:
-    """Return an environment as a user's would be: torchrun on PATH, nothing else set."""
+    """Return an environment as a user has it: torchrun on PATH, no setting of ours."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -71,7 +71,7 @@ def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[
 
 
 def trains(tmp_path: Path, script: str, **variables: str) -> tuple[str, dict[str, list[list[str]]]]:
-    """Run a script to its end, with CPU ranks; return what it printed and each rank's losses."""
+    """Run a script to its end, with CPU ranks; return its output and each rank's losses."""
     variables = {
         **SIZES,
         "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
@@ -152,7 +152,7 @@ def test_a_killed_rank_costs_a_restart_from_memory_on_two_nodes_of_slurms_double
 
 @pytest.fixture
 def said(tmp_path: Path) -> dict[str, str]:
-    """An environment in which torchrun only says how it was called, an argument per line."""
+    """Return an environment in which torchrun only prints its arguments, one per line."""
     said = tmp_path / "bin/torchrun"
     said.parent.mkdir()
     said.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -224,7 +224,7 @@ def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if not (shellcheck := shutil.which("shellcheck", path=beside)):
-        pytest.skip("bash has nothing to say; shellcheck is not installed")
+        pytest.skip("bash reports no error, and shellcheck is not installed")
     done = subprocess.run(
         [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
-"""What people scrape: log lines, timers, progress.txt, hooks and curves are those of stock.
+"""Output that users scrape: log lines, timers, progress.txt, hooks and curves equal stock's.
 
-The same jobs with Megatron's own functions and with ours; all that differs is listed here.
+The same jobs run with Megatron's own functions and with ours; this module lists every difference.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ JOBS = [
     Job("async", f"{ASYNC} {EVERY_2}"),
 ]
 
-#: Lines of stock about its own format.
+#: Lines of stock about its own checkpoint format.
 ONLY_STOCK = {
     "Storing distributed optimizer sharded state of type dp_reshardable",
     "sharded_state_dict metadata loaded from the checkpoint: ...",
     "[time] saving checkpoint at iteration N to SAVE in torch_dist format",
-    # Said when a save is waited for, and ours may be committed by then.
+    # Stock prints this line when it waits for a save; ours may be committed by then.
     "Unfinalized async checkpoint saves. Finalizing them synchronously now.",
 }
-#: Megatron's words about a save that comes while another is under way, which hangs on how long that
-#: takes; with `--async-save` only.
+#: Megatron's line about a save that starts while another one is under way. It depends on timing and
+#: occurs with `--async-save` only.
 OVERLAPPING = (
     "WARNING: Starting a checkpoint save before previous has finished. Consider increasing the "
     "checkpoint interval."
 )
-#: What we say beside; all of it but the first names us.
+#: Lines that we add; all but the first begin with our name.
 ONLY_OURS = {
     "[time] saving checkpoint at iteration N to SAVE in flashckpt format",
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms as the training loop sees it",
-    # The save at the end of training, which Megatron makes outside of its loop.
+    # Megatron makes the save at the end of training outside its loop.
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms in save_checkpoint",
     "flashckpt: iteration N durable after N s",
     "flashckpt: iteration N was restored from storage: ...",
@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def plain(text: str, run: Ran) -> str:
-    """Return `text` without what differs from run to run: times, numbers and places."""
+    """Return `text` without parts that differ from run to run: times, numbers and paths."""
     root = str(run.save.parent)
     text = re.sub(rf"{re.escape(root)}/[\w-]+", "SAVE", text)
     text = re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+\]", "[time]", text)
@@ -78,7 +78,7 @@ def test_lines_are_those_of_stock(runs: Runs, name: str) -> None:
 
 
 def test_the_usual_lines_are_there(runs: Runs) -> None:
-    """Word for word: what the comparison above could not see if both lacked it."""
+    """Check lines word for word, as the comparison above misses a line that both jobs lack."""
     said = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
     assert {
         "[time] successfully saved checkpoint from iteration N to SAVE [ t N/N, p N/N ]",

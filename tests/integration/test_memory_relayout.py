@@ -1,8 +1,8 @@
-"""A job that crashed goes on under another parallel layout, from what its ranks hold in memory.
+"""A job that crashed resumes under another parallel layout from the memory of its ranks.
 
-A (TP2 x DP2) dies in iteration 5 and is not restarted by torchrun. M (PP2 x DP2) is started by hand
-on the same directory: memory holds iteration 3. S is the same job, but has only the files of
-iteration 3.
+A (TP2 x DP2) dies in iteration 5, and torchrun does not restart it. M (PP2 x DP2) is started by
+hand on the same directory: memory holds iteration 3. S is the same job as M, but finds only the
+files of iteration 3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Saves to host memory between those to storage, on real Megatron: what a crash is resumed from.
+"""Saves to host memory between saves to storage, on real Megatron: a crash resumes from the newest.
 
-Memory every 2 iterations, storage every 4. A trains 8 iterations without an accident (asked for by
-Megatron's own flag); B loses a rank in iteration 3, when storage holds nothing yet, and again in
-iteration 7; C loses a rank and the agent in iteration 7.
+Saves go to memory every 2 iterations, to storage every 4. A trains 8 iterations without a crash
+(saves to memory requested by Megatron's own flag). B loses a rank in iteration 3, before the first
+save to storage, and again in iteration 7. C loses a rank and the agent in iteration 7.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def job(tmp_path: Path, name: str, *more: str, restarts: int = 0, **env: str) ->
 
 
 class Jobs:
-    """Each run once."""
+    """The three jobs, each run once."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -55,12 +55,12 @@ class Jobs:
         self.c = job(tmp_path, "C", restarts=1, KILL="1:7", SIGNALS="KILL:agent:7", **every)
 
     def assert_resumed(self, name: str, resumed: Result, starts: dict[int, int]) -> None:
-        """Args: `starts`: the first iteration of each incarnation after the first."""
+        """Check losses and tensors; `starts`: the first iteration of each later incarnation."""
         expected = self.a.losses()
         for attempt, start in starts.items():
             found = resumed.losses(attempt)
             assert min(found) == start
-            last = 7 if attempt + 1 in starts else 9  # it died in iteration 7
+            last = 7 if attempt + 1 in starts else 9  # the incarnation died in iteration 7
             for each in range(start, last):
                 assert found[each] == expected[each], f"losses of iteration {each} differ"
         assert differing(tensors(self.tmp_path / "A", 8), tensors(self.tmp_path / name, 8)) == []
@@ -87,7 +87,7 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
     for name, result in (("A", jobs.a), ("B", jobs.b)):
         kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
         due = {2, 6}  # a durable save is due at 4 and 8
-        # B dies in the iterations in which it would say so.
+        # B dies in the iterations in which the agent would report these saves.
         assert set(map(int, kept)) == due if name == "A" else set(map(int, kept)) <= due
         saved = re.findall(r"successfully saved checkpoint from iteration +(\d+)", result.log)
         assert list(map(int, saved)) == [4, 8]
@@ -115,7 +115,7 @@ def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
 def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage(
     tmp_path: Path,
 ) -> None:
-    """Megatron takes it for a save like any other, and makes none when it exits."""
+    """Megatron counts a save to memory as a save and therefore makes none when it exits."""
     save = tmp_path / "save"
     arguments = [*MODEL, "--save", str(save), "--exit-interval", "6"]
     arguments += ["--non-persistent-save-interval", "2"]

@@ -1,4 +1,4 @@
-"""What a real job lets people see of its saves: curves, traces, the history."""
+"""Reports of a real job on its saves: curves, traces, the history."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(where: Path) -> Result:
     ]
     env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
     done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
-    await_no_agent(where)  # which completes its trace
+    await_no_agent(where)  # the agent completes its trace before it ends
     return done
 
 
@@ -84,11 +84,11 @@ def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
 def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
     job: Result, where: Path
 ) -> None:
-    """Megatron's timers synchronize GPU and ranks before and behind `save_checkpoint`."""
+    """Megatron's timers synchronize GPU and ranks before and after `save_checkpoint`."""
     blocked_s = {save.iteration: save.cost.blocked_s for save in saves_of(where)}
     for path in sorted((where / "save/traces").glob("*.json")):
         iteration = int(path.name.partition("-")[0][-1])
-        if iteration == 5:  # Megatron saves the last one when its loop has ended
+        if iteration == 5:  # Megatron makes the last save after its loop has ended
             continue
         events = [it for it in json.loads(path.read_text())["traceEvents"] if it["ph"] != "M"]
         for rank in (0, 1):

@@ -20,7 +20,7 @@ from tests.support.megatron_jobs import (
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
 ONE = {"FLASHCKPT_SLOTS": "1"}
-#: By job: what kills a rank of it, the restarted attempt, and where that resumes from.
+#: Job -> environment that kills a rank, and the source from which the restarted attempt resumes.
 RESTARTS = {
     "killed-between-saves": ({"KILL": "1:5"}, "memory"),
     "killed-in-the-copy": ({VARIABLE: "rank1:save.staging:2:KILL"}, "storage"),

@@ -1,7 +1,7 @@
-"""Patches change imports and nothing else, and the one for another release is refused by name.
+"""Patches change imports only, and a patch for another release is refused with the right one named.
 
-Imports that were edited are swapped where they stand, or refused line by line. Real trees: the
-installed wheel, and, where `MEGATRON_LM` names a clone of Megatron-LM, all tags.
+Edited imports are swapped in place, or refused with their line numbers. The tests use real trees:
+the installed wheel, and all tags if `MEGATRON_LM` names a clone of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.support.megatron_jobs import REPO
 
 SCRIPT = REPO / "scripts/patches"
 
-#: What the patch for the installed release changes.
+#: Files that the patch for the installed release changes.
 PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What the patch needs of the installed release."""
+    """Copy the files of the installed release that the patch changes."""
     installed = Path(megatron.core.__file__).parents[2]
     for path in (*PATCHED, "megatron/core/package_info.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ FINALIZE = "from .async_utils import maybe_finalize_async_save\n"
 
 
 def edit(tree: Path, old: str, new: str) -> str:
-    """Replace a part of training.py; return what it holds then."""
+    """Replace a part of training.py; return the new text."""
     training = tree / PATCHED[0]
     text = training.read_bytes().decode()
     assert text.count(old) == 1
@@ -112,7 +112,7 @@ def edit(tree: Path, old: str, new: str) -> str:
 def test_a_tree_inside_another_repository_is_really_patched(
     tree: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """There `git apply` passes over all files, and ends with status 0."""
+    """Inside another repository, `git apply` skips all files and still exits with status 0."""
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
     (tree / "temporary").mkdir()
     (tree / "vendored").mkdir()

@@ -14,7 +14,7 @@ from tests.support.trainer import eventually
 
 
 def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path: Path) -> None:
-    """The loss is known to the last pipeline stage alone, and rank 0 is not on it."""
+    """Only the last pipeline stage knows the loss, and rank 0 is on another stage."""
     save = tmp_path / "save"
     result = succeeded(
         run_job(

@@ -1,7 +1,7 @@
-"""What a newer Megatron may rename, and what we cannot save, is refused before the first step.
+"""Names that a newer Megatron may change, and unsupported state, are refused before the first step.
 
-The case to guard against: a method that was renamed, was looked up with `hasattr`, and from then on
-chained optimizers' shards were in no checkpoint, without a word.
+The tests guard against a silent loss: if a renamed method were looked up with `hasattr`, no
+checkpoint would contain the shards of chained optimizers any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
 
 RANKS = 2
 
-#: case of tests/support/jobs/self_checks.py -> what the refusal must name; None: nothing is refused
+#: case of tests/support/jobs/self_checks.py -> pattern of the refusal; None: the case is accepted
 CASES: dict[str, list[str] | None] = {
     "as it is": None,
     "chained_optimizers": ["ChainedOptimizer has no 'chained_optimizers'"],
@@ -80,7 +80,7 @@ def test_what_differs_is_named_on_every_rank_and_nothing_else_is_refused(
         if expected is None:
             assert error is None
             continue
-        assert error is not None, "accepted without a word"
+        assert error is not None, "the self-check accepted the case"
         assert error[0] == "UnsupportedError"
         assert REMEDY in error[1]
         for pattern in expected:
@@ -107,7 +107,7 @@ def test_a_save_that_nothing_came_before_checks_its_own_rank(ran: Result) -> Non
 def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
     ran: Result,
 ) -> None:
-    """Although the process has trained before, and saves to the same directory again."""
+    """The refusal comes even if the process has trained and saved to the same directory before."""
     assert errors(ran, "earlier job") == [None] * RANKS
     assert len(ran.named("stepped")) == RANKS
     for error in errors(ran, "first step"):
@@ -118,7 +118,7 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    # Enough memory, large files, a start after a save, the first steps of two jobs.
+    # The five lines: enough memory, large files, a start after a save, first steps of two jobs.
     assert errors(ran, "start after a save") == [None] * RANKS
     assert sum("self-check of" in line for line in said) == len(accepted) + 5
     checked = next(n for n, line in enumerate(said) if "self-check of" in line)
@@ -136,7 +136,7 @@ def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
 def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
     ran: Result,
 ) -> None:
-    """Each of the slabs would fit alone."""
+    """Each slab alone would fit into memory."""
     for error in errors(ran, "memory for one"):
         assert error is not None
         assert error[0] == "StorageError"
@@ -169,7 +169,7 @@ def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
     result = run_job(tmp_path, door, [*job, *save], ranks=1, door=door)
     assert result.returncode != 0
     assert "--exp-avg-dtype torch.float16: states of this type come with scales" in result.log
-    assert result.events == [], "no loss was computed, and nothing saved"
+    assert result.events == [], "a loss was computed, or a save was made"
 
 
 def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
@@ -180,6 +180,6 @@ def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
     one, other = tally(first, [("weight", "w", (4, 6))]), tally(rest, [])
     assert one["weight/w"].plus(other["weight/w"]) == Tally(24, 24)
     assert one["weight/w"] == Tally(17, 24)
-    assert tally([], [("weight", "w", (4, 6))]) == {"weight/w": Tally(0, 24)}, "lost as a whole"
+    assert tally([], [("weight", "w", (4, 6))]) == {"weight/w": Tally(0, 24)}, "wholly missing"
     masters_may_lack = piece("master", 2, 0, 12)
     assert tally([masters_may_lack], []) == {}

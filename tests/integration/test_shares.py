@@ -1,4 +1,4 @@
-"""Who writes what, and what else a load may ask for: several saves and loads in a few jobs."""
+"""Shares of replicas in a save, and options of a load: several saves and loads in a few jobs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Checkpoints of the same plainly optimised model on 4 replicas, on 2 nodes; all are loaded.
+    """Save the same plainly optimised model on 4 replicas of 2 nodes several times; load each save.
 
-    The first load is where ranks learn of their nodes.
+    Ranks learn in the first load which node each rank is on.
     """
     tmp_path = tmp_path_factory.mktemp("shares")
     save = [
@@ -89,7 +89,7 @@ def where(saved: tuple[Path, Result]) -> Path:
 
 
 def written(save: Path) -> list[dict[str, int]]:
-    """Bytes per kind of state, for every rank."""
+    """Return the bytes per kind of state that every rank has written."""
     found = []
     for file in sorted((save / "iter_0000002").glob("*.safetensors")):
         kinds: dict[str, int] = {}
@@ -109,7 +109,7 @@ def state_bytes(kinds: dict[str, int]) -> int:
 
 def test_replicas_write_equal_byte_shares(where: Path) -> None:
     shares = [state_bytes(kinds) for kinds in written(where / "share")]
-    # The cuts fall on elements of at most four bytes, in two streams (optimizer and weights).
+    # Shares end at elements of at most four bytes, in two streams (optimizer and weights).
     assert max(shares) - min(shares) <= 8
     assert min(shares) > 0
 

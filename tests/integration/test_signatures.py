@@ -1,8 +1,8 @@
-"""Arguments of every Megatron release are bound by name, and what a release lacks is refused.
+"""Arguments are bound by name for every Megatron release; an unknown argument is refused.
 
-The signatures stand here as facts (parameter names and how many have defaults), because no machine
-here has all releases installed; the binding is the real one. Only 0.17.1 is run as a whole, in the
-other tests of this folder.
+The table below lists the signatures (parameter names and the number of required ones), because this
+machine has only one release installed; the binding code is the real one. Only 0.17.1 runs as a
+whole, in the other tests of this folder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One run of 8 iterations, ended four times in different ways, equals one that was never ended.
+"""One run of 8 iterations, ended four times in different ways, equals an uninterrupted run.
 
-1  SIGTERM to torchrun, with --exit-signal-handler, in iteration 3: saves and leaves
-2  SIGTERM to torchrun, without it, in iteration 5: dies at once, with a checkpoint of 4 staged
-3  SIGKILL of torchrun and all ranks in iteration 6, with a checkpoint of 5 staged
-4  SIGUSR1 to all ranks, with --exit-signal SIGUSR1, in iteration 7: saves and leaves
-5  to the end
+The run has five jobs:
+1  SIGTERM to torchrun, with --exit-signal-handler, in iteration 3: saves and exits
+2  SIGTERM to torchrun, without it, in iteration 5: dies at once; iteration 4 is staged
+3  SIGKILL of torchrun and all ranks in iteration 6: iteration 5 is staged
+4  SIGUSR1 to all ranks, with --exit-signal SIGUSR1, in iteration 7: saves and exits
+5  trains to the end
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ RANKS = 2
 
 @dataclasses.dataclass
 class Runs:
-    """What became of the five jobs, and of one that was never ended."""
+    """Results of the five jobs, and of a job that was never interrupted."""
 
     where: Path
     whole: Result
     parts: list[Result]
     trackers: list[int]
-    """What the tracker named when each job, and what its agent had to end, had ended."""
+    """Iteration in the tracker after each job and its agent's pending work had ended."""
     agents: list[int]
-    """How many agents were there then."""
+    """Number of agents at the same moments."""
 
 
 def tracked(save: Path) -> int:
@@ -72,7 +73,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]:
         made.parts.append(job(f"part{len(made.parts) + 1}", save, signals, *arguments))
         if signals in ("TERM:torchrun:5", "KILL:job:6"):
-            # The trainers are dead; their agent goes on.
+            # The trainers are dead; their agent is still running.
             eventually(f"the commit of {expected}", lambda at=expected: tracked(save) >= at)
         else:
             await_no_agent(where)
@@ -119,7 +120,7 @@ def test_five_jobs_train_as_one(runs: Runs) -> None:
     found: dict[int, list[tuple[int, str]]] = {}
     for job in runs.parts:
         for iteration, losses in job.losses().items():
-            # The last job to train an iteration to its end is the one that counts.
+            # The last job that trained an iteration to its end decides.
             if len(losses) == len(expected[iteration]):
                 assert losses == expected[iteration], f"iteration {iteration}"
                 found[iteration] = losses

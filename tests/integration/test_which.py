@@ -1,4 +1,4 @@
-"""Memory or storage: memory is for crashes and never overrules what a person did to the files."""
+"""Memory or storage: memory serves crashes and never overrules what a person did to the files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(tmp_path: Path, name: str, env: dict[str, str] | None = None) -> Resul
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A job that was killed in iteration 5, with 2 and 4 committed; its agent keeps both."""
+    """Run a job that is killed in iteration 5 after it committed 2 and 4; the agent keeps both."""
     result = train(tmp_path, "crash", {"KILL": "0:6"})
     assert result.returncode != 0
     assert (tmp_path / "save" / TRACKER).read_text() == "4"
@@ -63,7 +63,7 @@ def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
 
 
 def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path) -> None:
-    """Somebody has put another job's checkpoint of the same iteration there."""
+    """Somebody has replaced the checkpoint by another job's checkpoint of the same iteration."""
     other = crashed / "other"
     arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]
     arguments += ["--save", str(other), "--save-interval", "4"]

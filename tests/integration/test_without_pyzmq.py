@@ -1,6 +1,6 @@
-"""Without pyzmq, an extra, jobs save and load; with `redundancy` they stop before the first step.
+"""Without the optional pyzmq, jobs save and load; with `redundancy`, they stop before step 1.
 
-In these jobs `import zmq` fails: a module of this name comes first on the path of all processes.
+In these jobs `import zmq` fails, because a failing module of that name comes first on the path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.forked.nursery import CPU_MEGATRON, REPO
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
-#: Ranks have this variable, agents do not get it.
+#: A `zmq` module that fails in these ranks; agents have no variable RANK.
 BLOCKER = """\
 import os
 if os.environ.get("RANK") in {ranks}:
@@ -26,7 +26,7 @@ if os.environ.get("RANK") in {ranks}:
 
 
 def run(where: Path, name: str, ranks: str, arguments: list[str], **env: str) -> Result:
-    """Run a job of two ranks, of which those in `ranks` (a Python expression) cannot import zmq."""
+    """Run two ranks; those in `ranks` (a Python expression) cannot import zmq."""
     blocker = where / f"blocker-{name}"
     blocker.mkdir()
     (blocker / "zmq.py").write_text(BLOCKER.format(ranks=ranks))
