@@ -1,4 +1,4 @@
-"""`scripts/bench save --quick` measures and reports. What it measures is no test's business."""
+"""`scripts/bench save --quick` measures and reports; the measured figures are not tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEASURED = (
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
-    """What `--quick` prints and writes of a state of 2 MiB on one rank."""
+    """Run `--quick` with a state of 2 MiB on one rank; return its output and its JSON figures."""
     where = tmp_path_factory.mktemp("bench")
     size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
     paths = ["--dir", str(where), "--json", str(where / "figures.json")]
@@ -89,13 +89,13 @@ def test_the_report_compares_with_the_targets(quick: tuple[str, dict]) -> None:
 
 
 def saves(first_ms: float, *later_ms: float) -> dict:
-    """What one job finds of a system, as far as it concerns what its saves block."""
+    """Return the part of one job's results that concerns the time for which saves block."""
     blocked = {"blocked_s": [ms / 1000 for ms in later_ms]}
     return {"first": {"blocked_s": first_ms / 1000, "phases": {}}, **blocked, "errors": []}
 
 
 def figures(systems: dict[str, dict]) -> dict:
-    """What `print_report` needs of a run."""
+    """Return the results of a run that `print_report` needs."""
     return {
         "size": {"ranks": 1, "saves": 2, "train_saves": 0, "loads": 0},
         "seconds": 1.0,
@@ -108,7 +108,7 @@ def figures(systems: dict[str, dict]) -> dict:
 
 
 def test_a_first_save_is_compared_with_later_ones_of_its_own_job() -> None:
-    """By the median of the jobs' ratios: 2, 1 and 4; not that of all first saves by all others."""
+    """The report shows the median of the jobs' ratios 2, 1 and 4, not a ratio over all saves."""
     ours = saves(10, 4, 5, 6)
     ours["more_jobs"] = [saves(40, 38, 40, 90), saves(12, 3, 3, 3)]
     row = report.summary(figures({"flashckpt": ours}), "flashckpt")
@@ -158,7 +158,7 @@ def test_the_report_says_how_many_first_saves_each_system_made() -> None:
 def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In new directories, and never twice in a row with the same system as the first."""
+    """Every job gets a new directory and another first system than the job before."""
     jobs: list[tuple[list[str], int, Path]] = []
 
     def run_job(mode: str, names: Iterable[str], size: Any, root: Path) -> dict:
@@ -177,7 +177,7 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert len({root for _, _, root in jobs}) == 3
     assert not list(tmp_path.iterdir())
     assert len(systems["a"]["more_jobs"]) == 3
-    assert systems["a"]["errors"] == ["save: no"] * 3, "what fails there is reported"
+    assert systems["a"]["errors"] == ["save: no"] * 3, "errors of further jobs are not reported"
     assert not {"more_jobs"} & (systems["slow"].keys() | systems["failed"].keys())
     assert "slow: one first save only" in out.file.getvalue()
 
@@ -198,7 +198,7 @@ def test_studies_have_names_of_their_own_and_options_for_the_same_files() -> Non
 
 
 def carry_out(made: study.Study, printed: io.StringIO, *arguments: str) -> None:
-    """Run a study as its subcommand does."""
+    """Run a study through its subcommand."""
     parser = argparse.ArgumentParser()
     made.add_to(parser.add_subparsers())
     options = parser.parse_args([made.name, *arguments])
@@ -242,7 +242,7 @@ def test_writers_are_compared_on_every_kind_of_storage() -> None:
 
 
 def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
-    """Parity has at least three nodes; a scheme costs the agents more than none."""
+    """Parity needs at least three nodes; every scheme costs the agents more CPU than none."""
     printed = io.StringIO()
     carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
     rows = [row.split() for row in printed.getvalue().splitlines()[2:]]
@@ -267,7 +267,7 @@ def test_every_way_of_writing_covers_each_element_once() -> None:
 
 
 def test_the_peak_of_a_step_counts_what_it_gives_back_and_nothing_else() -> None:
-    # In a process of its own memory would be counted exactly; here tests before may have left some.
+    # Earlier tests may have left free memory in this process, so the bounds have some tolerance.
     kept = b"x" * 50_000_000
     length, peak_mb = with_peak_mb(lambda: len(b"y" * 100_000_000))
     assert length == 100_000_000

@@ -1,4 +1,4 @@
-"""`python -m benchmarks train`: its arithmetic, what it refuses, and that it tidies up."""
+"""`python -m benchmarks train`: its arithmetic, the runs that it refuses, and its cleanup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_S, LATER_S, STEP_S = 10.0, 0.5, 2.0
 
 
 def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float = 1.0) -> Measured:
-    """Return a run of steps of 2 s whose saves cost 10 s once, and 0.5 s later."""
+    """Return a run with steps of 2 s, whose first save costs 10 s and later ones 0.5 s."""
     at, ended_at = 100.0, {}
     for iteration in range(1, SCHEDULE.iterations + 1):
         if iteration - 1 in (saved or []):
@@ -49,7 +49,7 @@ def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None
     late = {iteration: at + 6.0 for iteration, at in run.ended_at.items()}
     assert figures.lost_in_all(dataclasses.replace(run, ended_at=late), run_of()) == pytest.approx(
         FIRST_S + 3 * LATER_S + 9.0
-    ), "a slower start is lost, too"
+    ), "a slower start counts as lost"
     assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
 
 
@@ -104,7 +104,7 @@ NONE, OURS, OTHER = (
 
 
 class FakeSession(Session):
-    """Measures nothing: returns what a function says."""
+    """Measures nothing: returns the result of a function."""
 
     def __init__(self, measured: Callable[[System], Measured]) -> None:
         super().__init__(SCHEDULE, Path(), 1.0, lambda _: None)
@@ -149,7 +149,7 @@ def test_a_system_that_fails_is_named_and_the_others_go_on() -> None:
     series = series_of(session, 2)
     (error,) = series.errors
     assert error.startswith("another, round 1: ended with 1\n  RuntimeError: no space; left out")
-    assert session.order.count("other") == 1, "it is not tried again"
+    assert session.order.count("other") == 1, "the failed system is tried again"
     systems_ = series.figures()["systems"]
     assert len(systems_["flashckpt"]["rounds"]) == 2
     assert systems_["other"]["figures"] == {}
@@ -193,12 +193,12 @@ def test_saves_that_were_left_out_are_told() -> None:
     ]
 
 
-# ---------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------- output
 
 
 @pytest.fixture
 def results() -> dict:
-    """Return what a run writes."""
+    """Return the results of a run."""
     series = series_of(FakeSession(saving), 3)
     machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
     return {
@@ -219,7 +219,7 @@ def test_a_chart_is_drawn_of_what_was_measured(results: dict, tmp_path: Path) ->
     assert path.read_bytes().startswith(b"\x89PNG")
     path.unlink()
     chart.draw_figures([{**results, "systems": {}}], path)
-    assert not path.exists(), "there is nothing to draw"
+    assert not path.exists(), "a chart without data is drawn"
 
 
 def test_the_table_of_a_document_is_made_of_the_file(

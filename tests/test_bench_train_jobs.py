@@ -1,4 +1,4 @@
-"""Jobs of `python -m benchmarks train`: measured, and ended whatever happens; one is real."""
+"""Jobs of `python -m benchmarks train`: they are measured, and they always end; one is real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.train.systems import System
 from tests.support.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
-#: Trains nothing, but prints, saves and loads as Megatron does.
+#: A script that trains nothing, but prints, saves and loads as Megatron does.
 TRAINING = """
 import argparse, os, time
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
     assert run.losses[7] == [f"{rank}:{float(7).hex()}" for rank in (0, 1)]
     (restart,) = run.restarts.values()
     assert (restart.resumed_from, restart.load_s) == (4, 0.002)
-    # Its ranks do not wait for each other, so one may have been killed before.
+    # The ranks do not wait for each other, so the kill may precede one rank's line.
     assert set(restart.losses[5]) <= set(run.losses[5])
     assert not (tmp_path / "run").exists()
 
@@ -98,7 +98,7 @@ def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
 def test_a_storage_whose_limit_does_not_hold_is_an_error(tmp_path: Path) -> None:
     limit = StorageLimit.made(tmp_path, mb_s=0.003)
     session = dataclasses.replace(session_of(tmp_path), limit=limit)
-    # Its "load" reads nothing.
+    # The script's "load" reads nothing.
     with pytest.raises(JobError, match=r"its load took .* the storage's limit"):
         session.measure(PLAIN, training(tmp_path))
 
@@ -159,7 +159,7 @@ if rank:
         made.wait(time.perf_counter() + 60)
         eventually("a child", lambda: "child" in made.log)
         child = psutil.Process(int(made.log.split()[-1]))
-    assert child.is_running(), "nothing says that it is the job's"
+    assert child.is_running(), "a process without a mark of the job was ended"
     child.kill()
 
 
@@ -221,7 +221,7 @@ def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
     assert seconds(limited) >= 16 / 20, "16 MB, written and read by the two"
     assert (limited.parent / "limited.clock").read_bytes() != bytes(8)
     seconds(free)
-    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "nothing is limited there"
+    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "the free path is limited"
     assert limit.was_passed(40_000_000, 1.0)
     assert not limit.was_passed(40_000_000, 2.0)
 
@@ -259,4 +259,4 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
         with contextlib.suppress(psutil.Error):
             assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
     after = published.stat().st_mtime_ns if published.exists() else None
-    assert after == before, "a quick run does not replace the published figures"
+    assert after == before, "a quick run has replaced the published figures"

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives whole, and an error of one is one of all; on gloo ranks."""
+"""Data that ranks exchange arrives complete, and all ranks raise an error of one; on gloo ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_flashckpt.collectives import (
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 
 RANKS = 3
-#: Renamed in torch 2.13.
+#: Attribute whose name changed in torch 2.13.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-#: Lengths around what fits into the first of two messages.
+#: Lengths around the capacity of the first of two messages.
 LENGTHS = [0, 1, 4000, 4085, 4088, 4096, 5000, 1_000_000]
 
 
@@ -63,7 +63,7 @@ BOUND = 3 * 4096
 
 
 def largest_collective(call: Callable[[], Any]) -> int:
-    """Return the most bytes that one collective of `call()` held: what it sent and received."""
+    """Return the most bytes that one collective of `call()` held, sent and received together."""
     held = [0]
     all_gather, broadcast = getattr(dist, GATHER), dist.broadcast
 
@@ -86,12 +86,12 @@ def largest_collective(call: Callable[[], Any]) -> int:
 
 
 def blobs_of(number: int) -> dict[int, bytes]:
-    """Return so many different blobs, some of them empty."""
+    """Return `number` different blobs, some of them empty."""
     return {n: bytes([n + 1]) * (n * 700 % 4900) for n in range(number)}
 
 
 def exchanged(rank: int, number: int) -> tuple[bool, int]:
-    """Return whether `number` blobs arrive, and how many collectives that takes."""
+    """Return whether `number` blobs arrive, and the number of collectives that they take."""
     blobs = blobs_of(number)
     all_reduce, calls = dist.all_reduce, [0]
 
@@ -119,7 +119,7 @@ def rank_main(rank: int, directory: str) -> None:
     )
     found: dict[str, Any] = {}
     for length in LENGTHS:
-        # Each has another length, so one of them may need a second message and others not.
+        # Ranks send different lengths, so only some of them may need a second message.
         gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
         sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
         found[str(length)] = [gathered_lengths, sent]

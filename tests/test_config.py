@@ -1,4 +1,4 @@
-"""Settings come from defaults, then a file, then the environment; what is unknown is refused."""
+"""Settings come from defaults, then a file, then the environment; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_unknown_variables_are_all_named():
     named = named.removeprefix("environment: unknown settings ")
     assert set(named.split(", ")) == set(environ) - {"FLASHCKPT_SLOTS"}
     assert "FLASHCKPT_AGENT_GRACE_S (did you mean FLASHCKPT_AGENT__GRACE_S?)" in str(caught.value)
-    assert "FLASHCKPT_AGENT__GRACE_S" in known, "names as a user would set them"
+    assert "FLASHCKPT_AGENT__GRACE_S" in known, "the list shows other names than users set"
 
 
 def test_a_single_unknown_setting_reads_in_the_singular(write):
@@ -287,7 +287,7 @@ def test_every_number_has_bounds():
     numbers = _numbers(inspect.type_info(Config))
     assert {"slots", "retention.best.keep", "agent.grace_s"} <= set(numbers)
     unbounded = {name for name, kind in numbers.items() if kind.ge is None or kind.le is None}
-    assert unbounded == {"agent.cpus"}, "whose form `cpu_list` checks"
+    assert unbounded == {"agent.cpus"}, "`cpu_list` checks the form of this setting"
 
 
 @pytest.mark.parametrize("text", ["some", "3-1", "[0, 1]", "-1"])

@@ -1,4 +1,4 @@
-"""One table says what each error number means; every message ends with the remedy."""
+"""One table classifies all error numbers, and every message ends with the remedy of its class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_flashckpt.error_classes import (
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.storage.posix import PosixStorage
 
-#: Modules that may name error numbers, and what for.
+#: Modules that may name error numbers -> the reason.
 OF_THEIR_OWN = {
     "error_classes": "the table",
     "convert/common/output_dir": "passes on the number of another library's error",
@@ -58,7 +58,7 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, refuse)
             if number in (errno.ENOENT, errno.EINTR):
-                continue  # a missing file is no error of storage; Python retries the other itself
+                continue  # a missing file is no storage error, and Python retries EINTR itself
             with pytest.raises(StorageError) as caught:
                 storage.read("file") if call == "open" else storage.list("")
         assert caught.value.errno == number
@@ -72,7 +72,7 @@ def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None
     assert all(may_pass(error_of(number)) and not is_damage(error_of(number)) for number in away)
     for number in (errno.EIO, errno.ESTALE):
         assert may_pass(error_of(number))
-        assert is_damage(error_of(number)), "after the retries"
+        assert is_damage(error_of(number)), "after the retries the error counts as damage"
 
 
 @pytest.mark.parametrize(

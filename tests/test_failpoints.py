@@ -1,4 +1,4 @@
-"""Fault points: all are in the table, they cost nothing when off, and on they end the process."""
+"""Failpoints: the table lists all, they cost nothing when off, and they end the process when on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reached() -> set[tuple[str, str]]:
 
 
 def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
-    """Start a process, the agent unless it says otherwise, that comes to a point five times."""
+    """Start a process, by default as an agent, that hits a failpoint five times."""
     environment["PYTHONPATH"] = str(HOME.parent)
     if fault is not None:
         environment[failpoints.VARIABLE] = fault
@@ -64,7 +64,7 @@ def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
 
 
 def counted(fault: str | None, **environment: str) -> tuple[int, int]:
-    """Return how the process ended and how often it had come to the point by then."""
+    """Return the exit status of the process, and how often it had hit the failpoint."""
     with walk(fault, **environment) as process:
         output, errors = process.communicate(timeout=60)
     assert "Error" not in errors, errors

@@ -1,7 +1,7 @@
-"""Imports run one way: reads every import of the package with `ast` and holds the rules of design.
+"""Direction of imports: the tests read every import of the package with `ast`.
 
-Imports inside functions count too; those under `TYPE_CHECKING` count for the layers, but load
-nothing.
+Imports inside functions count too. Imports under `TYPE_CHECKING` count for the layers, but they
+load nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import megatron_flashckpt
 PACKAGE = "megatron_flashckpt"
 HOME = Path(megatron_flashckpt.__file__).parent
 
-#: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
+#: Layers, lowest first. A unit is a module or a subpackage; it imports itself and lower layers.
 LAYERS = (
     {"error_classes"},
     {"errors", "metrics", "waits", "cpu_list", "agent_config", "config_values"},
@@ -43,7 +43,7 @@ LAYERS = (
     {"checkpointing", "async_utils"},
     {"launch"},
 )
-#: Never torch, neither themselves nor through what they import, not even inside a function.
+#: Modules that never import torch, neither directly nor indirectly, not even inside a function.
 TORCH_FREE = (
     "",
     "error_classes",
@@ -65,9 +65,9 @@ TORCH_FREE = (
     "sizing",
 )
 TORCH_FREE += ("memory.slot", "memory.slab")
-#: Not when they start; a command that needs torch may import it when it runs.
+#: Modules that start without torch; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli.commands", "cli.console", "cli.convert", "cli.report")
-#: All others get what they need to know of Megatron from these.
+#: Units that import Megatron's modules; all others get their facts about Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",
     "save",
@@ -79,12 +79,12 @@ KNOW_MEGATRON = {
     "async_utils",
     "launch",
 }
-#: Clients of object stores: an optional dependency, and one module's business.
+#: Client libraries of object stores: optional dependencies that one module imports.
 STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
-#: An extra (`redundancy`), so only what opens connections to other nodes needs it to be imported.
+#: pyzmq is an extra (`redundancy`): only modules that connect nodes need it on import.
 NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.sender", "agent.peers.transport")
 NEEDS_PYZMQ += ("agent.peers.recovery",)
-#: `layout` has no I/O and no clock.
+#: Modules with I/O or a clock, which `layout` must not import.
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
 IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random", "uuid"}
 
@@ -92,7 +92,7 @@ IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random"
 @dataclasses.dataclass(frozen=True)
 class Import:
     target: str
-    """Dotted name; the package's own modules without the package's name, `""` for the package."""
+    """Dotted name; own modules without the package's name, `""` for the package itself."""
     line: int
     own: bool
     loads: bool = True
@@ -104,7 +104,7 @@ class Import:
 def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Import]:
     """Return every import of `source`, the text of the package's `module` (dotted, `""`: root).
 
-    A module that is a package ends with `.__init__`.
+    The name of a package's own module ends with `.__init__`.
     """
     own_modules = set(own_modules)
     found: list[Import] = []
@@ -113,7 +113,7 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
         root, _, rest = name.partition(".")
         own = root == PACKAGE
         if own:
-            while rest not in own_modules:  # the name of something in a module
+            while rest not in own_modules:  # the name of an object in a module
                 rest = rest.rpartition(".")[0]
         found.append(Import(rest if own else name, node.lineno, own, loads, at_start))
 
@@ -148,7 +148,7 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
 
 
 def read_package() -> dict[str, list[Import]]:
-    """Return the imports of every module by its dotted name; packages by theirs."""
+    """Return the imports of every module by its dotted name; a package has the package's name."""
     files = {}
     for path in HOME.rglob("*.py"):
         files[".".join(path.relative_to(HOME).with_suffix("").parts)] = path
@@ -180,7 +180,7 @@ def where(module: str, found: Import) -> str:
 
 
 def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
-    """Return all that importing `module` can load, each with the import that does so."""
+    """Return all modules that importing `module` can load, with the import that loads each."""
     reached: dict[str, str] = {module: module}
     waiting = [module]
     while waiting:
@@ -240,7 +240,7 @@ def test_every_module_has_one_place_in_the_layers():
     placed = [unit for units in LAYERS for unit in units]
     assert len(placed) == len(set(placed))
     homeless = sorted({unit_of(module) for module in MODULES} - set(placed))
-    assert homeless == [], "give them a place in LAYERS, and in the design"
+    assert homeless == [], "add these units to LAYERS and to the design"
 
 
 def test_imports_run_one_way():
@@ -338,7 +338,7 @@ def test_layouts_are_pure():
 
 
 def loaded_in_a_new_process(modules: list[str]) -> set[str]:
-    """Return the names in `sys.modules` after nothing but `modules` were imported."""
+    """Return the names in `sys.modules` of a new process that imported only `modules`."""
     script = f"import sys, {', '.join(modules)}\nprint(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -1,7 +1,7 @@
 """An editable install of a clone works from every directory, the clone's parent included.
 
-There the clone's own folder has the package's name, and Python takes a folder without `__init__.py`
-for a namespace package, unless a later entry of `sys.path` holds a real package of that name.
+In the parent, the clone's folder has the package's name. Python takes a folder without
+`__init__.py` for a namespace package, except if a later entry of `sys.path` holds a real package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHERE = "import megatron_flashckpt as m; print(m.FORMAT_VERSION, m.__file__)"
 
 
 class Installed:
-    """A clone named as the package, and a virtual environment that has it installed editable."""
+    """A clone named like the package, and a virtual environment with an editable install of it."""
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
@@ -41,7 +41,7 @@ class Installed:
         self.package = self.clone / "megatron_flashckpt/__init__.py"
 
     def run(self, *command: object, cwd: Path, **variables: str) -> str:
-        """Return what a program of the environment prints."""
+        """Run a program of the virtual environment; return its output."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         program, *arguments = map(str, command)
         ran = subprocess.run(
@@ -65,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         shutil.copy(REPO / name, made.clone)
     venv.create(made.bin.parent, symlinks=True)
     (packages,) = made.bin.parent.glob("lib/python3*/site-packages")
-    # All else comes from the environment of the tests, whose own `.pth` files are not read here.
+    # Other packages come from the tests' environment, whose `.pth` files are not read here.
     shared = [entry for entry in sys.path if entry.endswith("-packages")]
     (packages / "shared.pth").write_text("\n".join(shared))
     made.run(
@@ -78,7 +78,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def packaged(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
-    """Return what `setup.py` tells setuptools."""
+    """Return the arguments that `setup.py` passes to setuptools."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: told.update(arguments))
     monkeypatch.delenv("REPOSITORY_URL", raising=False)

@@ -1,7 +1,7 @@
-"""What messages name exists: options, commands and settings, with the values given for them.
+"""Names in messages exist: options, commands and settings, and the values suggested for settings.
 
-Every string of the package is looked at that is no docstring. A name that a message makes of a
-variable is not seen.
+The tests read every string of the package except docstrings. A name that a message builds from a
+variable is not checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.cli.commands import _parser
 from megatron_flashckpt.config import Config
 
 HOME = Path(megatron_flashckpt.__file__).parent
-#: Options of Megatron releases other than the one that is installed.
+#: Options of Megatron releases other than the installed one.
 OTHER_RELEASES = {
     "--moe-use-legacy-grouped-gemm",
     "--offload-optimizer-states",
@@ -30,9 +30,9 @@ OTHER_RELEASES = {
     "--standalone-embedding-stage",
     "--use-custom-fsdp",
 }
-#: Of srun; and what `agent.settings` puts before a name.
+#: An option of srun, and the prefix that `agent.settings` adds to names.
 OTHERS = {"--overlap", "--no-"}
-#: Quoted words that are no settings: values, commands and Megatron's names.
+#: Quoted words that are not settings: values, commands and Megatron's names.
 WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_reshardable"}
 
 
@@ -54,7 +54,7 @@ STRINGS = strings()
 
 
 def named(pattern: str) -> list[tuple[str, ...]]:
-    """Return place and groups of every match of `pattern`."""
+    """Return location and groups of every match of `pattern`."""
     return [
         (place, *match.groups()) for place, text in STRINGS for match in re.finditer(pattern, text)
     ]

@@ -25,7 +25,7 @@ def test_config_check_accepts_it_and_says_what_is_in_force(
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
 def test_every_field_of_it_is_explained(preset: Path) -> None:
-    """By the comment above it, or above the fields or the section that directly precede it."""
+    """A comment stands above the field, or above the fields or the section directly before it."""
     explained = False
     for line in preset.read_text().splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
