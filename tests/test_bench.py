@@ -71,7 +71,7 @@ def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dic
     } <= figures["limits"].keys()
 
 
-def test_a_system_that_is_not_installed_is_named_with_what_to_install(
+def test_the_report_names_the_package_that_a_missing_system_needs(
     quick: tuple[str, dict],
 ) -> None:
     printed, figures = quick
@@ -119,7 +119,7 @@ def test_a_first_save_is_compared_with_later_ones_of_its_own_job() -> None:
     assert target.reached({}, row) == pytest.approx(2.0)
 
 
-def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable() -> None:
+def test_the_target_of_a_durable_save_is_memcpy_plus_raw_write() -> None:
     ours = {"errors": [], "durable_s": [0.4, 0.3, 0.5], "memcpy_s": [0.03, 0.05, 0.09]}
     results = figures({"flashckpt": ours})
     (target,) = [it for it in targets.TARGETS if "durable, " in it.what]
@@ -130,7 +130,7 @@ def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable() ->
     assert not target.met(reached)
 
 
-def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too() -> None:
+def test_blocking_staging_is_also_compared_with_copying_tensor_by_tensor() -> None:
     results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
     results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
     (blocking,) = [it for it in targets.TARGETS if "staging: blocking" in it.what]
@@ -155,7 +155,7 @@ def test_the_report_says_how_many_first_saves_each_system_made() -> None:
     assert "jobs: 3 of flashckpt; 1 of gather" in out.file.getvalue()
 
 
-def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
+def test_only_fast_systems_without_errors_make_more_first_saves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every job gets a new directory and another first system than the job before."""
@@ -186,7 +186,7 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert jobs == []
 
 
-def test_studies_have_names_of_their_own_and_options_for_the_same_files() -> None:
+def test_studies_have_unique_names_and_equal_file_options() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     for each in STUDIES:
@@ -256,7 +256,7 @@ def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
     assert cpu["3", "none"] < min(cpu["3", "copy"], cpu["3", "xor"])
 
 
-def test_every_way_of_writing_covers_each_element_once() -> None:
+def test_every_write_policy_covers_each_element_once() -> None:
     for policy in writers.POLICIES:
         parts = sorted(
             writers.part_of(replica, 1001, policy) for replica in range(writers.REPLICAS)
@@ -266,7 +266,7 @@ def test_every_way_of_writing_covers_each_element_once() -> None:
         assert written[-1][1] == 1001
 
 
-def test_the_peak_of_a_step_counts_what_it_gives_back_and_nothing_else() -> None:
+def test_the_peak_of_a_step_counts_only_its_own_memory() -> None:
     # Earlier tests may have left free memory in this process, so the bounds have some tolerance.
     kept = b"x" * 50_000_000
     length, peak_mb = with_peak_mb(lambda: len(b"y" * 100_000_000))

@@ -53,19 +53,19 @@ def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None
     assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
 
 
-def test_saves_that_a_system_leaves_out_do_not_make_the_others_cheaper() -> None:
+def test_skipped_saves_do_not_make_the_others_cheaper() -> None:
     run = run_of([5, 10, 20])
     assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(LATER_S)
     assert figures.lost_per_save(SCHEDULE, run_of([5]), run_of()) is None
 
 
-def test_steps_that_are_slower_beside_a_save_count_as_lost() -> None:
+def test_slower_steps_during_a_save_count_as_lost_time() -> None:
     run = run_of([5, 10, 15, 20], slower=0.3)
     expected = LATER_S + 14 * 0.3 / 3
     assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(expected)
 
 
-def test_figures_are_medians_over_rounds_with_the_least_and_the_most() -> None:
+def test_figures_are_medians_over_rounds_with_minimum_and_maximum() -> None:
     rounds = [{"exit_s": value, "gb": None} for value in (3.0, 1.0, 2.5)]
     (name, spread), *others = figures.spreads(rounds).items()
     assert (name, others) == ("exit_s", [])
@@ -73,7 +73,7 @@ def test_figures_are_medians_over_rounds_with_the_least_and_the_most() -> None:
     assert str(spread) == "2.50 (1.00 to 3.00)"
 
 
-def test_a_run_that_trained_something_else_is_no_result() -> None:
+def test_a_run_with_other_losses_is_rejected() -> None:
     run = run_of([5, 10, 15, 20])
     assert figures.objections(SCHEDULE, run, run_of()) == []
     run.losses[7] = ["0:7", "1:7.5"]
@@ -84,7 +84,7 @@ def test_a_run_that_trained_something_else_is_no_result() -> None:
 
 
 @pytest.mark.parametrize("losses", [{16: ["0:16", "1:9"], 17: ["0:17", "1:17"]}, {}], ids=str)
-def test_a_checkpoint_that_does_not_resume_the_run_is_no_result(losses: dict) -> None:
+def test_a_checkpoint_that_does_not_resume_the_run_is_rejected(losses: dict) -> None:
     run, baseline = run_of([5, 10, 15, 20]), run_of()
     good = {iteration: baseline.losses[iteration] for iteration in (16, 17)}
     run.restarts["storage"] = Restart(15, 1.0, 2.0, good)
@@ -139,7 +139,7 @@ def test_every_round_runs_every_system_once_in_another_order() -> None:
     assert series.errors == []
 
 
-def test_a_system_that_fails_is_named_and_the_others_go_on() -> None:
+def test_a_failed_system_is_named_and_the_others_continue() -> None:
     def measured(system: System) -> Measured:
         if system is OTHER:
             raise JobError("ended with 1\n  RuntimeError: no space")
@@ -167,7 +167,7 @@ def test_a_start_that_is_known_to_hang_is_tried_once_more() -> None:
     assert len(series.errors) == 1
 
 
-def test_a_round_in_which_a_system_computed_something_else_has_no_figures_of_it() -> None:
+def test_a_system_with_other_losses_has_no_figures_for_that_round() -> None:
     def measured(system: System) -> Measured:
         run = saving(system)
         if system is OURS:
@@ -181,7 +181,7 @@ def test_a_round_in_which_a_system_computed_something_else_has_no_figures_of_it(
     assert (ours["rounds"], ours["figures"]) == ([], {})
 
 
-def test_saves_that_were_left_out_are_told() -> None:
+def test_skipped_saves_are_reported() -> None:
     def measured(system: System) -> Measured:
         run = run_of([5, 10, 20]) if system is OTHER else saving(system)
         return dataclasses.replace(run, saved=run.saved[:-1]) if system is OURS else run
@@ -213,7 +213,7 @@ def results() -> dict:
     }
 
 
-def test_a_chart_is_drawn_of_what_was_measured(results: dict, tmp_path: Path) -> None:
+def test_a_chart_shows_the_measured_figures(results: dict, tmp_path: Path) -> None:
     path = tmp_path / "train.png"
     chart.draw_figures(["a line", study.table_of(results), results], path)
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -222,7 +222,7 @@ def test_a_chart_is_drawn_of_what_was_measured(results: dict, tmp_path: Path) ->
     assert not path.exists(), "a chart without data is drawn"
 
 
-def test_the_table_of_a_document_is_made_of_the_file(
+def test_the_table_of_a_document_is_made_from_the_json_file(
     results: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.json"
@@ -246,7 +246,7 @@ def test_the_table_of_a_document_is_made_of_the_file(
         report.read_figures(tmp_path / "other.json")
 
 
-def test_dlrover_is_left_out_with_what_is_missing(
+def test_dlrover_is_left_out_with_the_missing_requirement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM", raising=False)

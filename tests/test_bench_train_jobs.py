@@ -82,7 +82,7 @@ def test_a_run_without_saves_has_no_checkpoint(tmp_path: Path) -> None:
     assert (len(run.ended_at), run.saved, run.restarts) == (7, [], {})
 
 
-def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
+def test_only_a_system_known_for_it_may_skip_saves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known = dataclasses.replace(PLAIN, leaves_out_saves=True)
@@ -95,7 +95,7 @@ def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_storage_whose_limit_does_not_hold_is_an_error(tmp_path: Path) -> None:
+def test_a_storage_limit_without_effect_is_an_error(tmp_path: Path) -> None:
     limit = StorageLimit.made(tmp_path, mb_s=0.003)
     session = dataclasses.replace(session_of(tmp_path), limit=limit)
     # The script's "load" reads nothing.
@@ -120,7 +120,7 @@ def test_an_iteration_ends_when_its_line_is_printed(tmp_path: Path) -> None:
         assert made.load_s == pytest.approx(0.0345)
 
 
-def test_when_a_rank_fails_the_other_ends_with_all_that_they_started(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_other_rank_and_all_their_children(tmp_path: Path) -> None:
     script = """
 if rank:
     time.sleep(1000)
@@ -150,7 +150,7 @@ def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
     assert made.processes() == []
 
 
-def test_a_process_that_keeps_the_output_open_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_process_that_keeps_the_output_open_delays_no_end_of_a_job(tmp_path: Path) -> None:
     script = """
 if rank:
     print("child", subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"]}).pid)
@@ -163,7 +163,7 @@ if rank:
     child.kill()
 
 
-def test_an_agent_is_ended_with_its_job_although_it_has_another_environment(tmp_path: Path) -> None:
+def test_an_agent_with_another_environment_ends_with_its_job(tmp_path: Path) -> None:
     script = """
 kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
 if rank:
@@ -177,7 +177,7 @@ if rank:
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_benchmark_that_is_ended_takes_its_ranks_along(tmp_path: Path) -> None:
+def test_a_terminated_benchmark_ends_its_ranks(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     script = f"open(r'{ranks}/' + str(os.getpid()), 'w').close(); time.sleep(1000)"

@@ -158,15 +158,15 @@ def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length:
     assert [each[str(length)] for each in found] == [[lengths, lengths]] * RANKS
 
 
-def test_large_objects_travel_in_parts_of_bounded_size(found: list[dict]) -> None:
+def test_large_objects_are_sent_in_parts_of_bounded_size(found: list[dict]) -> None:
     assert [each["parts"] for each in found] == [[True, True, BOUND, BOUND]] * RANKS
 
 
-def test_any_number_of_blobs_travels_in_one_collective(found: list[dict]) -> None:
+def test_one_collective_exchanges_any_number_of_blobs(found: list[dict]) -> None:
     assert [each["blobs"] for each in found] == [[[True, 1]] * 7] * RANKS
 
 
-def test_blobs_that_are_large_together_travel_in_parts(found: list[dict]) -> None:
+def test_blobs_that_are_large_together_are_sent_in_parts(found: list[dict]) -> None:
     parts = -(-sum(map(len, blobs_of(8).values())) // BOUND)
     assert parts > 1
     assert [each["blobs in parts"] for each in found] == [[True, parts]] * RANKS
@@ -181,7 +181,7 @@ def test_blobs_that_are_large_together_travel_in_parts(found: list[dict]) -> Non
         ("unforeseen", "FlashCkptError", ["rank 1: ValueError: unforeseen"]),
     ],
 )
-def test_an_error_of_one_rank_is_of_one_class_on_all(
+def test_all_ranks_raise_an_error_of_one_rank_with_the_same_class(
     found: list[dict], name: str, kind: str, says: list[str]
 ) -> None:
     for each in found:
@@ -190,18 +190,18 @@ def test_an_error_of_one_rank_is_of_one_class_on_all(
             assert any(said in error[1] for said in says)
 
 
-def test_without_an_error_all_get_what_all_made(found: list[dict]) -> None:
+def test_every_rank_gets_the_results_of_all_ranks(found: list[dict]) -> None:
     assert [each["none"] for each in found] == [[None, None]] * RANKS
     assert [each["made"] for each in found] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
 
 
-def test_what_the_first_rank_makes_or_raises_is_for_all(found: list[dict]) -> None:
+def test_every_rank_gets_the_first_ranks_result_or_error(found: list[dict]) -> None:
     assert [each["first"] for each in found] == ["of 0"] * RANKS
     assert [each["first failed"][0] for each in found] == ["CorruptCheckpointError"] * RANKS
     assert found[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
 
 
-def test_a_job_of_one_process_tells_itself() -> None:
+def test_a_single_process_gets_its_own_result() -> None:
     assert gathered(lambda: (1, 2)) == (1, [2])
     assert from_first(lambda: 3) == 3
     with pytest.raises(CorruptCheckpointError, match=r"^torn$"):

@@ -52,7 +52,7 @@ def test_the_process_environment_is_read_by_default(monkeypatch):
     assert load_config().slots == 3
 
 
-def test_a_file_changes_what_it_names_and_nothing_else(write):
+def test_a_file_changes_only_the_settings_that_it_names(write):
     path = write("slots: 4\nagent:\n  grace_s: 60\n")
     config = load_config(path, {})
     assert config == msgspec.structs.replace(
@@ -118,7 +118,7 @@ def test_text_in_the_environment_stays_as_it_is(text):
     assert load_config(environ={"FLASHCKPT_RUNTIME_DIR": text}).runtime_dir == text
 
 
-def test_other_variables_are_nobodys_business():
+def test_variables_with_other_prefixes_are_ignored():
     environ = {"PATH": "/bin", "MY_FLASHCKPT_SLOTS": "x", "FLASHCKPTSLOTS": "x", "SLOTS": "9"}
     assert load_config(environ=environ) == Config()
 
@@ -164,7 +164,7 @@ def test_a_single_unknown_setting_reads_in_the_singular(write):
 
 
 @pytest.mark.parametrize("text", ["agent: 5", "agent: null", "agent: [grace_s]", "agent: x"])
-def test_a_section_that_is_no_section_is_refused(write, text):
+def test_a_plain_value_for_a_section_is_refused(write, text):
     with pytest.raises(ConfigError, match=r"agent must be a section \(fields: grace_s, "):
         load_config(write(text), {"FLASHCKPT_AGENT__GRACE_S": "1"})
 
@@ -221,7 +221,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
         ("replicated.weight", "0", "1"),
     ],
 )
-def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below, least):
+def test_the_minimum_is_accepted_and_a_lower_value_is_refused(name, below, least):
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
     with pytest.raises(ConfigError, match=rf"{name} must be at least {least}, got {below}"):
         load_config(environ={variable: below})
@@ -298,7 +298,7 @@ def test_cpus_that_are_no_list_are_refused(text):
     assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "0-3,8"}).agent.cpus == "0-3,8"
 
 
-def test_a_file_that_is_not_there_is_named_with_the_remedy(tmp_path):
+def test_a_missing_file_is_named_with_the_remedy(tmp_path):
     path = tmp_path / "absent.yaml"
     with pytest.raises(ConfigError, match=f"{path}: cannot be read .*unset {FILE_VARIABLE}"):
         load_config(environ={FILE_VARIABLE: str(path)})
@@ -312,7 +312,7 @@ def test_a_directory_is_no_settings_file(tmp_path):
 @pytest.mark.parametrize(
     "text", ["slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"]
 )
-def test_what_is_not_yaml_is_refused(write, text):
+def test_a_file_that_is_not_yaml_is_refused(write, text):
     path = write(text)
     with pytest.raises(ConfigError, match=f"{path}: is not valid YAML"):
         load_config(path, {})
@@ -388,7 +388,7 @@ def _floats(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
 
 @pytest.mark.parametrize("name", _floats(Config))
 @pytest.mark.parametrize("value", [".inf", ".nan", "1.0e+10"])
-def test_a_number_that_stands_for_no_bound_is_refused(name, value):
+def test_a_number_without_a_practical_bound_is_refused(name, value):
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
     last = name.rpartition(".")[2]
     with pytest.raises(ConfigError, match=rf"{variable}: .*{last} must be at most 1000000000, got"):

@@ -59,7 +59,7 @@ def calls_that_look_at_types(path: Path) -> list[str]:
     return found
 
 
-def test_no_thread_is_the_first_to_look_at_a_type() -> None:
+def test_no_thread_is_the_first_to_inspect_a_type() -> None:
     found = {
         str(path.relative_to(HOME)): calls
         for path in HOME.rglob("*.py")

@@ -66,7 +66,7 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
         assert str(tmp_path) in str(caught.value)
 
 
-def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None:
+def test_a_transient_error_loses_iterations_only_if_it_lasts() -> None:
     away = [number for number, of in TABLE.items() if of.kind == "transient"]
     assert {errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EAGAIN} <= set(away)
     assert all(may_pass(error_of(number)) and not is_damage(error_of(number)) for number in away)
@@ -93,7 +93,9 @@ def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None
     ],
     ids=lambda value: "" if isinstance(value, bool) else errno.errorcode.get(value, "none"),
 )
-def test_a_class_decides(number: int | None, lasts: bool, damages: bool, unsupported: bool) -> None:
+def test_the_class_of_an_error_decides_its_consequences(
+    number: int | None, lasts: bool, damages: bool, unsupported: bool
+) -> None:
     error = StorageError(number, "said")
     assert (will_last(error), is_damage(error), is_unsupported(error)) == (
         lasts,
@@ -102,7 +104,7 @@ def test_a_class_decides(number: int | None, lasts: bool, damages: bool, unsuppo
     )
 
 
-def test_no_other_module_sorts_error_numbers() -> None:
+def test_no_other_module_classifies_error_numbers() -> None:
     home = Path(megatron_flashckpt.__file__).parent
     name_numbers = {
         str(path.relative_to(home).with_suffix(""))

@@ -129,12 +129,12 @@ def test_every_heading_has_words_to_search_for() -> None:
 @pytest.mark.parametrize(
     "heading", ["<file>: is not valid JSON (<reason>)", "unknown setting, and no such name"]
 )
-def test_a_heading_that_is_no_message_is_found(heading: str) -> None:
+def test_a_heading_without_a_message_is_detected(heading: str) -> None:
     assert not is_in_a_message(heading)
     assert "nearest" in nearest(heading)
 
 
-def test_a_heading_stands_once() -> None:
+def test_no_heading_is_repeated() -> None:
     assert len(headings()) == len(set(headings())) > 100
 
 
@@ -152,7 +152,7 @@ def raised(kinds: tuple[type[FlashCkptError], ...]) -> Iterator[str]:
                 yield text
 
 
-def test_what_users_cause_is_on_the_page() -> None:
+def test_the_page_has_every_error_that_users_cause() -> None:
     """A new message needs a heading, or an entry among the internal messages."""
     told = [of_heading(heading) for heading in headings()]
     lost = [
@@ -164,6 +164,6 @@ def test_what_users_cause_is_on_the_page() -> None:
     assert lost == []
 
 
-def test_every_cure_of_storage_is_on_the_page() -> None:
+def test_the_page_has_every_remedy_for_storage_errors() -> None:
     page = PAGE.read_text()
     assert [kind.remedy for kind in TABLE.values() if kind.remedy not in page] == []

@@ -30,7 +30,7 @@ def test_the_main_thread_chooses_the_status(status: object, success: bool) -> No
     assert exit_status.is_success() is success
 
 
-def test_a_thread_that_exits_chooses_nothing() -> None:
+def test_a_thread_that_exits_does_not_choose_the_status() -> None:
     """If the thread's call counted, a job whose last save failed would exit with status 0."""
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()

@@ -228,7 +228,7 @@ def roots(names: Iterable[str], wanted: set[str]) -> set[str]:
         ("__init__", "from .a import D", Import("a", 1, True)),
     ],
 )
-def test_no_way_to_import_is_overlooked(module, source, expected):
+def test_every_form_of_import_is_detected(module, source, expected):
     assert imports_in(source, module, ["", "a", "b", "b.c"]) == [expected]
 
 
@@ -236,14 +236,14 @@ def test_every_module_is_read():
     assert {"", "errors", "layout", "layout.template", "agent.server", "launch"} <= set(MODULES)
 
 
-def test_every_module_has_one_place_in_the_layers():
+def test_every_module_is_in_exactly_one_layer():
     placed = [unit for units in LAYERS for unit in units]
     assert len(placed) == len(set(placed))
     homeless = sorted({unit_of(module) for module in MODULES} - set(placed))
     assert homeless == [], "add these units to LAYERS and to the design"
 
 
-def test_imports_run_one_way():
+def test_imports_run_only_to_lower_layers():
     wrong = [
         where(module, found)
         for module, imports in MODULES.items()
@@ -255,7 +255,7 @@ def test_imports_run_one_way():
     assert wrong == []
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_cycle():
     graph = {
         module: {found.target for found in imports if found.own and found.target != module}
         for module, imports in MODULES.items()
@@ -264,7 +264,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if belongs(name, TORCH_FREE)])
-def test_the_agent_and_what_it_stands_on_never_import_torch(module):
+def test_the_agent_and_its_lower_layers_never_import_torch(module):
     reached = loaded_by(module, at_start=False)
     assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
 
@@ -275,7 +275,7 @@ def test_the_command_line_starts_without_torch(module):
     assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
 
 
-def test_only_who_knows_megatron_imports_it():
+def test_only_the_listed_units_import_megatron():
     wrong = [
         where(module, found)
         for module, imports in MODULES.items()
@@ -302,7 +302,7 @@ def test_only_the_object_store_imports_its_client_library():
     assert wrong == []
 
 
-def test_only_open_storage_knows_which_kind_of_storage_there_is():
+def test_only_storage_opening_chooses_the_kind_of_storage():
     wrong = [
         where(module, found)
         for module, imports in MODULES.items()
@@ -313,13 +313,13 @@ def test_only_open_storage_knows_which_kind_of_storage_there_is():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_module_needs_pyzmq_but_those_that_connect_nodes(module):
+def test_only_modules_that_connect_nodes_need_pyzmq(module):
     if module not in NEEDS_PYZMQ:
         reached = loaded_by(module, at_start=True)
         assert {name: reached[name] for name in roots(reached, {"zmq"})} == {}
 
 
-def test_layouts_are_pure():
+def test_layouts_use_neither_io_nor_clock():
     layout = {module: found for module, found in MODULES.items() if unit_of(module) == "layout"}
     wrong = [
         where(module, found)
@@ -350,13 +350,13 @@ def loaded_in_a_new_process(modules: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_agents_server_leaves_torch_and_megatron_out_of_its_process():
+def test_the_agents_server_loads_neither_torch_nor_megatron():
     loaded = loaded_in_a_new_process(["megatron_flashckpt.agent.server"])
     assert "megatron_flashckpt.agent.server" in loaded
     assert roots(loaded, {"torch", "megatron"}) == set()
 
 
-def test_nothing_that_should_start_fast_loads_torch_or_megatron():
+def test_modules_that_start_fast_load_neither_torch_nor_megatron():
     fast = [name for name in MODULES if belongs(name, (*TORCH_FREE, *TORCH_FREE_AT_START))]
     names = [f"{PACKAGE}.{name}".rstrip(".") for name in fast if not name.endswith("__main__")]
     loaded = loaded_in_a_new_process(names)

@@ -107,7 +107,7 @@ def test_without_an_address_the_long_description_has_no_relative_link(
     assert told["project_urls"] == {}
 
 
-def test_the_source_distribution_has_what_the_scripts_run() -> None:
+def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
     lines = (REPO / "MANIFEST.in").read_text().splitlines()
     folders = {line.split()[1] for line in lines if line.startswith("graft ")}
     scripts = "".join(path.read_text() for path in REPO.glob("scripts/*") if path.is_file())
@@ -138,7 +138,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_pa
 
 
 @pytest.mark.parametrize("python_path", [None, "parent", "clone"])
-def test_the_package_is_found_from_the_parent_of_its_clone_and_from_anywhere(
+def test_the_package_is_found_from_every_directory(
     installed: Installed, python_path: str | None
 ) -> None:
     variables = {} if python_path is None else {"PYTHONPATH": str(getattr(installed, python_path))}

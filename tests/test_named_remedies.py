@@ -80,7 +80,7 @@ def settings(kind: Any = Config, prefix: str = "") -> Iterator[str]:
                 yield from settings(below, f"{prefix}{field.name}.")
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_option_named_in_a_message_exists() -> None:
     megatron = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(megatron)
     source = (HOME / "agent/__main__.py").read_text()
@@ -91,7 +91,7 @@ def test_every_option_that_is_named_exists() -> None:
     assert [it for it in found if it[1] not in known] == []
 
 
-def test_every_command_that_is_named_exists() -> None:
+def test_every_command_named_in_a_message_exists() -> None:
     (commands,) = (
         it.choices for it in _parser()._actions if isinstance(it, argparse._SubParsersAction)
     )
@@ -100,14 +100,14 @@ def test_every_command_that_is_named_exists() -> None:
     assert [it for it in found if it[1] not in commands] == []
 
 
-def test_every_setting_that_is_named_exists() -> None:
+def test_every_setting_named_in_a_message_exists() -> None:
     known = {*settings(), *WORDS}
     found = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
     assert len(found) > 30
     assert [it for it in found if it[1] not in known] == []
 
 
-def test_every_value_that_is_named_for_a_setting_can_be_given() -> None:
+def test_every_value_named_for_a_setting_is_valid() -> None:
     found = [it for it in named(r"'([a-z_]+): ([\w]+)'") if it[1] != "field"]
     assert len(found) > 7
     for place, name, value in found:

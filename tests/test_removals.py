@@ -108,7 +108,7 @@ def found() -> set[Call]:
         ("def f():\n  with a as b:\n    b.truncate(3)", ["b.truncate(3)"]),
     ],
 )
-def test_no_way_to_remove_is_overlooked(source: str, expected: list[str]) -> None:
+def test_every_form_of_removal_is_detected(source: str, expected: list[str]) -> None:
     assert [call.call for call in calls_in(source, "a")] == expected
 
 

@@ -61,11 +61,11 @@ def test_no_file_edits_the_path_of_imports() -> None:
         ('":".join(filter(None, sys.path))', False),
     ],
 )
-def test_what_edits_the_path_is_told_from_what_reads_it(line: str, edits: bool) -> None:
+def test_edits_of_the_path_are_distinguished_from_reads(line: str, edits: bool) -> None:
     assert bool(_EDIT.search(line)) == edits
 
 
-def test_patches_are_applied_from_a_directory_with_modules_of_the_same_names(
+def test_patches_apply_in_a_directory_with_modules_of_equal_names(
     tmp_path: Path,
 ) -> None:
     """Python 3.10 has no safe path, so the caller's directory comes first there."""

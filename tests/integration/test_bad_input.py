@@ -307,7 +307,7 @@ def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran:
     assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
 
 
-def test_saving_makes_a_missing_directory(ran: Ran) -> None:
+def test_a_save_creates_a_missing_directory(ran: Ran) -> None:
     for event in ran.of("save_makes_the_directory"):
         assert event["result"] == [None]
     assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes
     assert snapshot(ran.good) == before
 
 
-def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_fits(
+def test_a_strict_load_lists_differences_and_another_load_skips_them(
     ran: Ran,
 ) -> None:
     load = {"call": "load", "args": {"load": str(ran.good)}}
@@ -402,7 +402,7 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_a_place_that_no_agent_can_have_stops_the_job_before_training(
+def test_a_runtime_directory_unusable_for_agents_stops_the_job_before_training(
     tmp_path: Path, load: bool
 ) -> None:
     save = tmp_path / "s"

@@ -64,7 +64,7 @@ def test_one_of_the_four_ranks_of_a_node_reads(tmp_path: Path, saved: Path) -> N
     assert losses(result, 3) == losses(result, 4) == 4
 
 
-def test_one_rank_of_each_node_reads_and_one_again_when_torchrun_restarts_them(
+def test_one_rank_of_each_node_reads_again_after_a_torchrun_restart(
     tmp_path: Path, saved: Path
 ) -> None:
     result = resume(tmp_path, saved, nodes=2, max_restarts=1, env={"KILL": "3:4"}, torchrun=True)
@@ -82,7 +82,7 @@ def test_without_torchrun_each_rank_reads(tmp_path: Path, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["equal", "different"])
-def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
+def test_nodes_that_see_different_checkpoints_need_equal_arguments(
     tmp_path: Path, saved: Path, is_other: bool
 ) -> None:
     """A rank whose arguments differ from rank 0's does not start; the load fails on all ranks."""
@@ -108,7 +108,9 @@ def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
     assert refused >= 2  # rank 1 raises the error, and rank 0 repeats it as rank 1's
 
 
-def test_no_rank_starts_anew_with_arguments_of_a_checkpoint(tmp_path: Path, saved: Path) -> None:
+def test_no_rank_starts_from_scratch_with_a_checkpoints_arguments(
+    tmp_path: Path, saved: Path
+) -> None:
     """Storage shows rank 1 a checkpoint that it shows neither to rank 0 nor to the load."""
     save = tmp_path / "save"
     shutil.copytree(saved, save)
@@ -175,7 +177,9 @@ def test_all_ranks_refuse_a_checkpoint_with_the_same_error(
     assert ("rank 8: StorageError: " in str(refused.value)) == (way == "receives")
 
 
-def test_what_else_goes_wrong_is_not_sent(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_not_sent_to_other_ranks(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other ranks then read the checkpoint themselves, as `load.node_leader` lets them."""
     monkeypatch.setattr(arguments, "_read", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -20,7 +20,7 @@ MODEL = ["--num-layers", "2", "--bf16", *DISTRIBUTED]
 PATIENT = {"FLASHCKPT_AGENT__GRACE_S": "200"}
 
 
-def test_a_job_with_fewer_ranks_frees_the_memory_of_those_it_does_not_have(tmp_path: Path) -> None:
+def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Path) -> None:
     save = tmp_path / "save"
     arguments = [*MODEL, *schedule(save)]
     two = run_job(tmp_path, "two", arguments, ranks=2, env={"KILL": "1:5", **PATIENT})

@@ -92,7 +92,7 @@ def test_weights_are_derived_under_another_layout_and_without_the_optimizer(jobs
     assert {name for name in weights if not torch.equal(found[name], weights[name])} == set()
 
 
-def test_tools_make_the_weights_too(jobs: Jobs) -> None:
+def test_tools_derive_the_weights(jobs: Jobs) -> None:
     storage = PosixStorage(jobs.derived)
     assert verify(StoredCheckpoint(storage, 6, read_manifest(storage, 6))) == []
     expected = assemble(jobs.stored, 6)
@@ -103,7 +103,7 @@ def test_tools_make_the_weights_too(jobs: Jobs) -> None:
         assert torch.equal(tensor.read(whole), expected[name]), name
 
 
-def test_it_is_refused_where_masters_do_not_say_all(tmp_path: Path) -> None:
+def test_derive_is_refused_without_an_optimizer_that_shards_its_state(tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "save"), "--save-interval", "1", "--train-iters", "1"]
     model = ["--num-layers", "1", "--bf16"]
     result = run_job(tmp_path, "plain", [*model, *save], ranks=1, env=DERIVE)

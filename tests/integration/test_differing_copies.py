@@ -64,7 +64,7 @@ def copies(save: Path, iteration: int) -> set[tuple[str, str]]:
     return {(match[1], match[2]) for match in found if match}
 
 
-def test_it_is_said_once_which_copies_differ(jobs: Jobs) -> None:
+def test_the_log_names_differing_copies_once(jobs: Jobs) -> None:
     (said,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
     assert "iteration 2: " in said
     assert all(key in said for key in KEYS)
@@ -123,7 +123,7 @@ def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs:
         assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
 
 
-def test_a_job_that_has_no_copies_does_not_say_that_they_differ(jobs: Jobs) -> None:
+def test_a_job_without_copies_records_no_difference(jobs: Jobs) -> None:
     one = jobs.tmp_path / "one"
     job(jobs.tmp_path, "one", jobs.whole, "--save", str(one), "--save-interval", "4", ranks=1)
     storage = PosixStorage(one)
@@ -131,7 +131,9 @@ def test_a_job_that_has_no_copies_does_not_say_that_they_differ(jobs: Jobs) -> N
     assert (manifest.world_size, manifest.differing) == (1, ())
 
 
-def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_verify_and_list_copies_and_convert_the_main_ones(
+    jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", "--all", str(jobs.whole)]) == 0
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
     said = capsys.readouterr().out
@@ -144,7 +146,7 @@ def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) ->
     assert all(key in converted.warnings[0] for key in KEYS)
 
 
-def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_path: Path) -> None:
+def test_after_a_restart_from_the_first_save_the_next_has_all_copies(tmp_path: Path) -> None:
     """Replicas hold equal state of the plain optimizer, and each replica saves a part of it."""
     save = tmp_path / "save"
     killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
@@ -159,7 +161,7 @@ def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_pat
     assert {key for _, key in copies(save, 4)} == KEYS
 
 
-def test_stages_whose_copies_megatron_numbers_alike_have_each_their_own(tmp_path: Path) -> None:
+def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) -> None:
     """Multi-token prediction on a stage of its own: two later stages hold the tied embedding."""
     stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
     model = f"{stages} --mtp-num-layers 1 --position-embedding-type rope".split()

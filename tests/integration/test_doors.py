@@ -66,7 +66,7 @@ def launched(where: Path) -> Result:
     return succeeded(run_job(where, "launch", arguments(where / "launch"), torchrun=True))
 
 
-def test_both_doors_train_exactly_as_stock(
+def test_both_entry_points_train_exactly_as_stock(
     stock: Result, swapped: Result, launched: Result
 ) -> None:
     assert sorted(stock.losses()) == [1, 2, 3, 4]
@@ -74,7 +74,7 @@ def test_both_doors_train_exactly_as_stock(
     assert launched.losses() == stock.losses()
 
 
-def test_the_log_says_before_the_first_step_which_door_was_taken(
+def test_the_log_names_the_entry_point_before_the_first_step(
     where: Path, swapped: Result, launched: Result
 ) -> None:
     for result, door in (
@@ -87,7 +87,9 @@ def test_the_log_says_before_the_first_step_which_door_was_taken(
         assert " iteration        1/" not in start
 
 
-def test_both_doors_save_the_same(where: Path, swapped: Result, launched: Result) -> None:
+def test_both_entry_points_save_the_same_state(
+    where: Path, swapped: Result, launched: Result
+) -> None:
     one, other = tensors(where / "swap", 4), tensors(where / "launch", 4)
     assert one.keys() == other.keys()
     state = [name for name in one if not name[1].startswith("rank_state/")]
@@ -111,7 +113,7 @@ def test_the_patch_changes_three_imports_and_nothing_else(where: Path) -> None:
     ]
 
 
-def test_a_save_communicates_nothing_and_the_counter_would_have_seen_it(swapped: Result) -> None:
+def test_a_save_does_not_communicate_and_the_counter_detects_calls(swapped: Result) -> None:
     saves, controls = swapped.named("save"), swapped.named("control")
     assert len(saves) == len(controls) == 4 * 2
     assert [save["calls"] for save in saves] == [[]] * 8
@@ -181,7 +183,7 @@ def test_python_dash_m_runs_a_script_without_torchrun(tmp_path: Path) -> None:
     ],
     ids=["module", "console script"],
 )
-def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> None:
+def test_the_launcher_refuses_a_missing_script(door: list[str]) -> None:
     done = subprocess.run(
         [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
@@ -192,7 +194,9 @@ def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> Non
     )
 
 
-def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:
+def test_a_stock_run_continues_with_our_saves_without_conversion(
+    where: Path, stock: Result
+) -> None:
     """Stock's own loader reads stock's checkpoint, and the next save is ours."""
     moved = where / "moved"
     job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]

@@ -44,7 +44,7 @@ def verdict(result: Result) -> str:
     return said
 
 
-def test_a_job_without_any_durable_save_exits_with_1_and_says_that_there_is_none(
+def test_a_job_without_a_durable_save_logs_that_and_exits_with_1(
     tmp_path: Path,
 ) -> None:
     result = job(tmp_path, "--exit-interval", "2", in_the_way=(1, 2), ranks=2)
@@ -58,7 +58,7 @@ def test_a_job_without_any_durable_save_exits_with_1_and_says_that_there_is_none
 
 
 @pytest.mark.parametrize(("swap", "end"), [("", "fork raise 3"), ("1", "fork"), ("1", "exit 3")])
-def test_the_status_of_a_script_stays_and_only_success_becomes_a_failure(
+def test_a_failed_last_save_changes_only_a_successful_exit_status(
     tmp_path: Path, swap: str, end: str
 ) -> None:
     """Jobs with swapped imports, which use no launcher, end as jobs under the launcher do."""
@@ -82,7 +82,7 @@ def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
     )
 
 
-def test_a_save_returns_when_it_is_staged_or_durable_if_asked_to(tmp_path: Path) -> None:
+def test_a_save_waits_until_staged_or_durable_on_request(tmp_path: Path) -> None:
     """A test hook delays late copies until a save has returned, or waits for durability."""
     result = job(
         tmp_path,
@@ -101,7 +101,7 @@ def test_a_save_returns_when_it_is_staged_or_durable_if_asked_to(tmp_path: Path)
     assert re.search(r"in save_checkpoint\n(.*\n)*.*SaveFailedError: \[Errno", result.log)
 
 
-def test_releases_that_never_ask_hear_of_a_save_before_the_next_one(tmp_path: Path) -> None:
+def test_releases_without_a_finalize_call_report_a_save_before_the_next(tmp_path: Path) -> None:
     """Their loop has no `maybe_finalize_async_save`; the test leaves 0.17.1's own in place."""
     result = job(tmp_path, train_iters=19, save_interval=10, SWAP="1", OLD_LOOP="1")
     assert result.returncode == 0

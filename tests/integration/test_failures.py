@@ -33,7 +33,7 @@ def failing_save(
     )
 
 
-def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
+def test_rank_0_reports_an_io_error_and_training_continues(
     tmp_path: Path,
 ) -> None:
     """Both ranks' shards fail. Rank 1 also logs the failure if it fails before rank 0."""
@@ -54,7 +54,7 @@ def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
 
 
 @pytest.mark.parametrize("slots", ["1", "2"])
-def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
+def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     tmp_path: Path, slots: str
 ) -> None:
     """A save takes far longer than an iteration; the last save is written after all."""
@@ -97,7 +97,7 @@ def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
     return result
 
 
-def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path) -> None:
+def test_a_job_that_cannot_save_at_all_stops_training(tmp_path: Path) -> None:
     result = full_disk(tmp_path, "safetensors")
     assert result.returncode != 0
     (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
@@ -113,7 +113,7 @@ def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path)
 @pytest.mark.parametrize(
     ("part", "stops"), [("iter_0000004", "true"), ("iter_0000002", "false")], ids=["later", "off"]
 )
-def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
+def test_a_full_disk_stops_no_job_that_saved_before_or_may_continue(
     tmp_path: Path, part: str, stops: str
 ) -> None:
     result = full_disk(tmp_path, part, FLASHCKPT_STOP_ON_FAILED_FIRST_SAVE=stops)
@@ -122,7 +122,7 @@ def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "12"
 
 
-def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
+def test_training_stops_after_the_configured_number_of_failures_in_a_row(tmp_path: Path) -> None:
     """Saves at 2, 6 and 8 fail and the one at 4 succeeds: only at 8 have two in a row failed.
 
     Saves to memory in between never fail and do not count.
@@ -149,7 +149,7 @@ def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]
     return tmp_path, succeeded(run_job(tmp_path, "agent", arguments, ranks=RANKS, env=env))
 
 
-def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
+def test_every_rank_reports_an_agent_that_has_ended_or_hangs(
     lost_agents: tuple[Path, Result],
 ) -> None:
     _, result = lost_agents
@@ -163,7 +163,7 @@ def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_was_staged_at_an_agent_that_is_gone_is_made_durable_by_the_next(
+def test_a_new_agent_persists_the_staged_slots_of_a_killed_one(
     lost_agents: tuple[Path, Result],
 ) -> None:
     tmp_path, result = lost_agents

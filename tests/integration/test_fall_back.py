@@ -231,9 +231,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
-    ran: Ran, name: str
-) -> None:
+def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(ran: Ran, name: str) -> None:
     expected = "newest" if name in ONLY_TRACKER else "older"
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, 4 if expected == "newest" else 2)
@@ -242,7 +240,7 @@ def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str) -> None:
+def test_the_log_names_damage_and_lost_iterations_once(ran: Ran, name: str) -> None:
     (said,) = ran.blocks(name)
     assert re.search(DAMAGE[name][1], said), said
     found = re.search(r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
@@ -256,7 +254,7 @@ def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, name: str) -> None:
+def test_every_refused_load_stops_all_ranks_equally(ran: Ran, name: str) -> None:
     _, _, error, says = REFUSED[name]
     for event in ran.of(name):
         assert event["error"] is not None, "the load succeeded without an error"
@@ -267,7 +265,7 @@ def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, n
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> None:
+def test_a_passing_error_loses_no_iteration(ran: Ran, name: str) -> None:
     trouble, loaded = TROUBLE[name]
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, loaded)
@@ -279,7 +277,7 @@ def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> No
     assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
 
 
-def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
+def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
     for event in ran.of(AWAY):
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
@@ -288,7 +286,7 @@ def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -
     assert ran.blocks(AWAY) == []
 
 
-def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(ran: Ran) -> None:
+def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: Ran) -> None:
     damaged, older = ran.tmp_path / "D", ran.tmp_path / "C"
     shutil.copytree(ran.good, damaged)
     truncated_copy(ran.good, older, 2)
@@ -317,7 +315,7 @@ def change_in_memory(runtime_dir: Path, iteration: int) -> None:
     slab.close()
 
 
-def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> None:
+def test_a_slot_that_changed_in_memory_is_not_restored(tmp_path: Path) -> None:
     def train(name: str, save: Path, **env: str) -> Result:
         arguments = [*MODEL, "--save", str(save), "--load", str(save)]
         patient = {"FLASHCKPT_AGENT__GRACE_S": "240"}

@@ -175,7 +175,7 @@ def assert_nothing_lost(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)
-def test_a_job_goes_on_bit_for_bit(runs: Runs, job: Job) -> None:
+def test_a_resumed_job_trains_bit_for_bit_like_the_uninterrupted_one(runs: Runs, job: Job) -> None:
     if job.name != "no-save-rng":
         assert_nothing_lost(runs, job.name)
     assert_alike(runs, job.name)
@@ -187,13 +187,15 @@ def test_a_job_goes_on_bit_for_bit(runs: Runs, job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
-def test_two_ranks_go_on_bit_for_bit(runs_by_2: Runs, job: Job) -> None:
+def test_two_resumed_ranks_train_bit_for_bit_like_uninterrupted_ones(
+    runs_by_2: Runs, job: Job
+) -> None:
     assert_nothing_lost(runs_by_2, job.name)
     assert_alike(runs_by_2, job.name)
     assert_alike(runs_by_2, f"{job.name}-2")
 
 
-def test_what_no_forward_uses_is_saved_and_other_stages_do_without(runs_by_2: Runs) -> None:
+def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Runs) -> None:
     """The last of several stages has an output layer of its own, although embeddings are tied."""
     saved, one, two = (
         assemble(runs_by_2[name]["ours"].save, 4)
@@ -216,7 +218,7 @@ def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
     assert_alike(runs, job.name)
 
 
-def test_flags_had_something_to_change(runs: Runs) -> None:
+def test_each_flag_changes_the_losses_or_the_end_of_its_job(runs: Runs) -> None:
     """Each of these jobs differs from the job without the flag, so the comparisons can fail."""
     whole = runs["whole-2"]["ours"]
     for name in ("no-load-optim", "no-load-rng", "finetune", "no-save-rng-2"):
@@ -235,7 +237,7 @@ def test_flags_had_something_to_change(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["graphs", "graphs-2", "from-graphs", "to-graphs"])
-def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
+def test_random_numbers_continue_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
     graphs = runs[name]["ours"]
     assert graphs.ended == "end", graphs.output[-3000:]
     whole = runs["whole" if name == "graphs" else "whole-2"]["ours"]
@@ -243,7 +245,7 @@ def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str
     assert runs["no-load-rng"]["ours"].losses != whole.losses
 
 
-def test_what_was_saved_without_an_optimizer_is_refused_with_the_flag_that_is_missing(
+def test_a_load_without_saved_optimizer_state_names_the_flag_to_add(
     runs: Runs,
 ) -> None:
     asked = runs["no-save-optim-asked"]
@@ -254,7 +256,7 @@ def test_what_was_saved_without_an_optimizer_is_refused_with_the_flag_that_is_mi
     assert "--no-load-optim or --finetune" in said
 
 
-def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs) -> None:
+def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: Runs) -> None:
     for door in DOORS:
         assert runs["non-persistent"][door].ended == ["exit", 0]
     assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
@@ -267,12 +269,12 @@ def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch-dist"])
-def test_checkpoints_of_megatron_are_read_by_megatron(runs: Runs, name: str) -> None:
+def test_megatron_reads_its_own_checkpoints(runs: Runs, name: str) -> None:
     expected = {"torch": "whole-2", "torch-dist": "async-2"}[name]
     assert runs[f"from-{name}"]["ours"].losses == runs[expected]["stock"].losses
 
 
-def test_states_that_come_with_scales_are_refused(runs: Runs) -> None:
+def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
     kind, said = runs["aware-fp16"]["ours"].ended
     assert kind == "UnsupportedError"
     assert "--exp-avg-dtype torch.float16" in said
@@ -286,7 +288,7 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
     assert left.output.count("Megatron's own functions save and load this job") == 1
 
 
-def test_upcycled_experts_are_the_dense_layer(runs: Runs) -> None:
+def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
     saved = {name[1]: it for name, it in tensors(runs["upcycle"]["ours"].save, 2).items()}
     assert any("experts" in name for name in saved)
     assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()

@@ -65,7 +65,7 @@ def ran(where: Path) -> Wrong:
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
-def test_what_the_self_check_lets_through_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
+def test_an_accepted_model_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
     events = ["saved", "from memory", *(f"from {saved_by}" for saved_by in LAYOUTS)]
     for layout in LAYOUTS:
         found = {event: ran.get((made["name"], layout, event)) for event in events}
@@ -74,7 +74,9 @@ def test_what_the_self_check_lets_through_is_loaded_bit_for_bit(ran: Wrong, made
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
-def test_what_the_self_check_lets_through_is_verified(ran: Wrong, where: Path, made: Model) -> None:
+def test_the_checkpoint_of_an_accepted_model_is_verified(
+    ran: Wrong, where: Path, made: Model
+) -> None:
     iteration = 1 + MODELS.index(made)
     for layout in LAYOUTS:
         storage = PosixStorage(where / layout / "save")
@@ -83,7 +85,7 @@ def test_what_the_self_check_lets_through_is_verified(ran: Wrong, where: Path, m
 
 
 @pytest.mark.parametrize(("made", "said"), REFUSED, ids=[made["name"] for made, _ in REFUSED])
-def test_what_could_not_be_loaded_is_refused_before_the_first_step(
+def test_a_model_that_cannot_be_loaded_is_refused_before_the_first_step(
     ran: Wrong, made: Model, said: str
 ) -> None:
     for layout in LAYOUTS:

@@ -59,9 +59,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 @pytest.mark.parametrize("iteration", SAVED)
-def test_a_checkpoint_from_gpus_is_that_of_the_cpu_job_bit_for_bit(
-    jobs: Jobs, iteration: int
-) -> None:
+def test_a_gpu_checkpoint_equals_the_cpu_jobs_bit_for_bit(jobs: Jobs, iteration: int) -> None:
     assert verify(jobs.stored("restarted", iteration)) == []
     expected = tensors(jobs.tmp_path / "cpu", iteration)
     assert differing(expected, tensors(jobs.tmp_path / "restarted", iteration)) == []
@@ -95,7 +93,7 @@ def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
     assert under_way == {(rank, 0, iteration) for rank in (0, 1) for iteration in (3, 5)}
 
 
-def test_every_thread_of_ours_calls_cuda_on_the_device_of_its_local_rank(jobs: Jobs) -> None:
+def test_our_threads_call_cuda_on_the_device_of_their_local_rank(jobs: Jobs) -> None:
     events = jobs.restarted.named("gpu", attempt=1) + jobs.resumed.named("gpu")
     assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # from jobs without a kill
     for event in events:
@@ -106,7 +104,7 @@ def test_every_thread_of_ours_calls_cuda_on_the_device_of_its_local_rank(jobs: J
         assert event["locked"] == [["flashckpt-pin", event["rank"]]]
 
 
-def test_all_copies_were_made_by_the_copy_thread(jobs: Jobs) -> None:
+def test_the_copy_thread_makes_all_copies(jobs: Jobs) -> None:
     for event in jobs.resumed.named("gpu"):
         makers = {thread for thread, count in event["copies"].items() if count}
         assert makers == {"flashckpt-stage"}

@@ -125,7 +125,7 @@ def assert_restarted_from_memory(
     )
 
 
-def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -> None:
+def test_a_killed_rank_on_one_node_restarts_from_memory(tmp_path: Path) -> None:
     job = trains(
         tmp_path,
         "pretrain_gpt_single_node.sh",
@@ -136,7 +136,7 @@ def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -
     assert_restarted_from_memory(tmp_path, *job)
 
 
-def test_a_killed_rank_costs_a_restart_from_memory_on_two_nodes_of_slurms_double(
+def test_a_killed_rank_on_two_nodes_restarts_from_memory(
     tmp_path: Path,
 ) -> None:
     job = trains(
@@ -174,7 +174,7 @@ def ran(script: str, variables: dict[str, str], *arguments: str) -> subprocess.C
     )
 
 
-def test_without_settings_it_is_the_experiment_of_dlrovers_blog(
+def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
     said: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ran("pretrain_gpt_multi_node.sh", said).stdout.splitlines()
@@ -202,14 +202,14 @@ def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
 
 
 @pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
-def test_what_has_to_be_set_is_asked_for(said: dict[str, str], missing: str) -> None:
+def test_a_script_names_a_missing_variable(said: dict[str, str], missing: str) -> None:
     done = ran("pretrain_gpt_multi_node.sh", {**said, missing: ""})
     assert done.returncode != 0
     assert re.search(rf"{missing}: set {missing} to ", done.stderr)
     assert done.stdout == ""
 
 
-def test_real_data_comes_with_the_tokenizer_of_gpt2(said: dict[str, str]) -> None:
+def test_real_data_selects_the_tokenizer_of_gpt2(said: dict[str, str]) -> None:
     files = {"DATA_PATH": "/data/text", "VOCAB_FILE": "/v.json", "MERGE_FILE": "/m.txt"}
     lines = ran("pretrain_gpt_single_node.sh", {**said, **files}).stdout.splitlines()
     assert "--mock-data" not in lines

@@ -72,5 +72,5 @@ def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
         assert slope(flat[what]) < 0.01, what
 
 
-def test_a_leak_would_be_seen(used: dict[str, Used]) -> None:
+def test_a_deliberate_leak_is_detected(used: dict[str, Used]) -> None:
     assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > TOLERATED

@@ -70,14 +70,14 @@ def lines(run: Ran) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_lines_are_those_of_stock(runs: Runs, name: str) -> None:
+def test_log_lines_equal_those_of_stock(runs: Runs, name: str) -> None:
     stock, ours = (lines(runs[name][door]) for door in DOORS)
     overlapping = {OVERLAPPING} if name == "async" else set()
     assert stock - ours <= ONLY_STOCK | overlapping
     assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS | overlapping
 
 
-def test_the_usual_lines_are_there(runs: Runs) -> None:
+def test_the_log_has_the_usual_lines(runs: Runs) -> None:
     """Check lines word for word, as the comparison above misses a line that both jobs lack."""
     said = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
     assert {
@@ -100,7 +100,7 @@ def ours_of(runs: Runs, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_timers_have_their_names(runs: Runs, name: str) -> None:
+def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
     def timers(run: Ran) -> Counter[str]:
         return Counter(re.findall(r"^ +([\w/-]+) \.+:", run.logged, re.MULTILINE))
 
@@ -125,7 +125,7 @@ def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_hooks_are_called_as_often_and_with_the_same(runs: Runs, name: str) -> None:
+def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
     def hooks(run: Ran) -> Counter[str]:
         return Counter(plain(str(call), run) for call in run.hooks)
 
@@ -136,7 +136,7 @@ def test_hooks_are_called_as_often_and_with_the_same(runs: Runs, name: str) -> N
     assert iterations == sorted(iterations), "the newest artifact must come last"
 
 
-def test_curves_are_those_of_stock_and_our_own(runs: Runs) -> None:
+def test_curves_are_those_of_stock_plus_ours(runs: Runs) -> None:
     stock, ours = (set(runs["whole"][door].scalars) for door in DOORS)
     assert "lm loss" in stock
     assert stock <= ours

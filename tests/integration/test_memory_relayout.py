@@ -44,12 +44,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return found
 
 
-def test_it_goes_on_from_memory(jobs: dict[str, Result]) -> None:
+def test_a_crashed_job_resumes_from_memory_under_another_layout(jobs: dict[str, Result]) -> None:
     assert "iteration 3 was restored from memory" in jobs["memory"].log
     assert "iteration 3 was restored from storage" in jobs["storage"].log
 
 
-def test_it_trains_as_from_storage(jobs: dict[str, Result]) -> None:
+def test_a_resume_from_memory_trains_like_one_from_storage(jobs: dict[str, Result]) -> None:
     losses = jobs["memory"].losses()
     assert sorted(losses) == [4, 5, 6]
     assert losses == jobs["storage"].losses()

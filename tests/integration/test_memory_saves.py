@@ -71,18 +71,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("memory"))
 
 
-def test_a_lost_rank_resumes_from_what_is_in_memory_only_bit_for_bit(jobs: Jobs) -> None:
+def test_a_lost_rank_resumes_bit_for_bit_from_a_memory_save(jobs: Jobs) -> None:
     restored = re.findall(r"iteration (\d+) was restored from (\w+)", jobs.b.log)
     assert restored == [("2", "memory"), ("6", "memory")]
     jobs.assert_resumed("B", jobs.b, {1: 3, 2: 7})
 
 
-def test_with_the_agent_gone_too_the_job_resumes_from_storage(jobs: Jobs) -> None:
+def test_a_job_that_also_loses_its_agent_resumes_from_storage(jobs: Jobs) -> None:
     assert "iteration 4 was restored from storage" in jobs.c.log
     jobs.assert_resumed("C", jobs.c, {1: 5})
 
 
-def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs: Jobs) -> None:
+def test_memory_saves_are_logged_as_kept_and_leave_storage_unchanged(jobs: Jobs) -> None:
     await_no_agent(jobs.tmp_path)
     for name, result in (("A", jobs.a), ("B", jobs.b)):
         kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
@@ -112,7 +112,7 @@ def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
     assert [save for save in saves if save["calls"]] == []
 
 
-def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage(
+def test_a_memory_save_right_before_the_exit_is_written_to_storage(
     tmp_path: Path,
 ) -> None:
     """Megatron counts a save to memory as a save and therefore makes none when it exits."""

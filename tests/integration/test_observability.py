@@ -36,7 +36,7 @@ def job(where: Path) -> Result:
     return done
 
 
-def test_what_saves_took_is_in_tensorboard_at_their_iterations(job: Result, where: Path) -> None:
+def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, where: Path) -> None:
     events = [it for it in job.named("tensorboard") if it["name"].startswith("checkpoint/")]
     assert {event["rank"] for event in events} == {1}, "Megatron's writer is on the last rank"
     found = {(it["step"], it["name"]): it["value"] for it in events}
@@ -53,7 +53,7 @@ def test_what_saves_took_is_in_tensorboard_at_their_iterations(job: Result, wher
     assert {name for step, name in found if step == 3} == {"checkpoint/memory/blocked_ms"}
 
 
-def test_weights_and_biases_gets_them_at_steps_that_it_takes(job: Result) -> None:
+def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> None:
     events = [it for it in job.named("wandb") if it["name"].startswith("checkpoint/")]
     names = {it["name"] for it in events}
     assert names >= {"checkpoint/blocked_ms", "checkpoint/memory/blocked_ms"}
@@ -65,9 +65,7 @@ def saves_of(where: Path) -> list[history.PastSave]:
     return history.read(PosixStorage(where / "save"))
 
 
-def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
-    job: Result, where: Path
-) -> None:
+def test_a_trace_has_all_phases_of_both_ranks_in_order(job: Result, where: Path) -> None:
     traces = sorted((where / "save/traces").glob("*.json"))
     assert [path.name.partition("-")[0][-1] for path in traces] == ["2", "3", "4", "5"]
     events = json.loads(traces[2].read_text())["traceEvents"]
@@ -81,9 +79,7 @@ def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
     assert job.returncode == 0
 
 
-def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
-    job: Result, where: Path
-) -> None:
+def test_blocked_covers_the_training_loops_whole_wait_for_a_save(job: Result, where: Path) -> None:
     """Megatron's timers synchronize GPU and ranks before and after `save_checkpoint`."""
     blocked_s = {save.iteration: save.cost.blocked_s for save in saves_of(where)}
     for path in sorted((where / "save/traces").glob("*.json")):
@@ -101,7 +97,7 @@ def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
     assert job.returncode == 0
 
 
-def test_the_history_tells_of_every_save_to_storage(job: Result, where: Path) -> None:
+def test_the_history_lists_every_save_to_storage(job: Result, where: Path) -> None:
     saves = saves_of(where)
     assert [(it.iteration, it.error, it.world_size) for it in saves] == [
         (2, None, 2),

@@ -65,7 +65,7 @@ def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
     assert_goes_on_as(whole, "resumed", result, 0)
 
 
-def test_rank_0_says_once_what_one_slot_gives_up(whole: tuple[Path, Result]) -> None:
+def test_rank_0_logs_once_the_drawback_of_one_slot(whole: tuple[Path, Result]) -> None:
     line = (
         "flashckpt: slots: 1: a save begins when the previous one is committed or has failed; a "
         "crash during its copies into host memory resumes from storage"

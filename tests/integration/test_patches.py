@@ -39,7 +39,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", patch.TAGS)
-def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
+def test_a_patch_changes_imports_to_ours_and_nothing_else(name: str) -> None:
     lines = (patch.PATCHES / f"{name}.patch").read_text().splitlines()
     changes = [line for line in lines if re.match(r"[-+](?![-+])", line)]
     removed = [line[1:] for line in changes if line[0] == "-"]
@@ -55,7 +55,7 @@ def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
     assert len(added) in (3, 4)
 
 
-def test_every_patch_is_named_after_a_tag_and_no_tag_lacks_one() -> None:
+def test_every_tag_has_one_patch_named_after_it() -> None:
     assert {path.stem for path in patch.PATCHES.glob("*.patch")} == set(patch.TAGS)
 
 
@@ -78,7 +78,7 @@ def test_another_releases_patch_is_refused_and_the_right_one_named(tree: Path) -
     assert (tree / "megatron/training/training.py").read_text() == stock
 
 
-def test_a_second_time_there_is_nothing_to_do(tree: Path) -> None:
+def test_applying_a_patch_twice_changes_nothing_more(tree: Path) -> None:
     assert run("apply", tree).returncode == 0
     before = (tree / "megatron/training/training.py").read_text()
     done = run("apply", tree)
@@ -157,9 +157,7 @@ FINALIZE_OURS = FINALIZE.replace(".async", "megatron_flashckpt.async")
     ],
     ids=["comment", "alias", "indented", "absolute", "half swapped", "named in a comment"],
 )
-def test_imports_that_were_edited_are_swapped_where_they_stand(
-    tree: Path, old: str, new: str, after: str
-) -> None:
+def test_edited_imports_are_swapped_in_place(tree: Path, old: str, new: str, after: str) -> None:
     expected = edit(tree, old, new).replace(new, after)
     for stock, ours in ((LOAD, LOAD_OURS), (SAVE, SAVE_OURS), (FINALIZE, FINALIZE_OURS)):
         expected = expected.replace(stock, ours)
@@ -189,7 +187,7 @@ def test_a_release_without_a_patch_has_its_imports_swapped(tree: Path) -> None:
     assert training.read_text() == patch.swapped(before)
 
 
-def test_ends_of_lines_stay_as_they_are(tree: Path) -> None:
+def test_line_endings_are_kept(tree: Path) -> None:
     training = tree / PATCHED[0]
     training.write_bytes(training.read_bytes().replace(b"\n", b"\r\n"))
     before = training.read_bytes()

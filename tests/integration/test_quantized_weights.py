@@ -114,7 +114,7 @@ def test_resume_is_bit_exact_and_weights_are_those_of_the_save(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_weight_under_a_key_of_fp8_weights_is_saved_and_all_others_are(
+def test_a_save_leaves_out_exactly_the_weights_under_fp8_keys(
     runs: Callable[[str], Runs], case: str
 ) -> None:
     storage = PosixStorage(runs(case).whole)
@@ -147,7 +147,7 @@ END = ["--save-interval", "4"]
 
 
 @pytest.mark.parametrize("case", ["tensorwise", "mxfp8, overlapped", "plain ends, pipeline"])
-def test_weights_are_made_of_their_masters_under_another_layout(
+def test_a_load_under_another_layout_makes_weights_from_masters(
     runs: Callable[[str], Runs], case: str
 ) -> None:
     ran = runs(case)

@@ -50,7 +50,7 @@ from tests.support.megatron_jobs import REPO, TINY, Result, assemble, run_job, s
 
 Wholes = dict[tuple[str, str], torch.Tensor]
 #: Bound on a right load's distance from the source, in multiples of stock's own noise. Wrong loads
-#: are farther away (`test_a_spoiled_state_is_seen`).
+#: are farther away (`test_a_corrupted_state_exceeds_the_bound`).
 MARGIN = 5.0
 MATRIX = [pair for family in FAMILIES for pair in pairs(family)]
 MEASURED = [pair for family in STOCK for pair in stock_pairs(family)]
@@ -318,7 +318,7 @@ def test_noise_is_measured_on_a_state_that_stock_restored_exactly(ran: Ran, pair
 @pytest.mark.parametrize(
     "pair", [pair for family in STOCK for pair in spoiled_pairs(family)], ids=names
 )
-def test_a_spoiled_state_is_seen(ran: Ran, pair: Pair) -> None:
+def test_a_corrupted_state_exceeds_the_bound(ran: Ran, pair: Pair) -> None:
     """Negative control: a silently wrong load would exceed the bound."""
     figure, _ = ran.figures(pair)
     noise, _ = ran.noise(pair.source.family)
@@ -356,9 +356,7 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
 
 
 @pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
-def test_groups_whose_rates_have_all_changed_are_told_by_their_parameters(
-    ran: Ran, pair: Pair
-) -> None:
+def test_groups_with_changed_rates_are_identified_by_their_parameters(ran: Ran, pair: Pair) -> None:
     """The checkpoint's rates take effect, as in Megatron."""
     before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
     saved = settings_by_key(ran, pair.source, BEFORE)
@@ -389,7 +387,7 @@ def test_destinations_start_from_other_random_states(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("pair", interrupted_pairs("dense"), ids=names)
-def test_a_step_is_run_again_only_by_the_same_ranks(ran: Ran, pair: Pair) -> None:
+def test_only_an_unchanged_layout_runs_a_step_again(ran: Ran, pair: Pair) -> None:
     """Megatron restores its rerun state only if world size, TP, PP and DP are unchanged."""
     same = pair.source.model_parallel == pair.destination.model_parallel
     for event in ran.steps(pair, "load"):

@@ -172,7 +172,7 @@ def test_a_load_makes_few_calls_under_every_layout(jobs: Jobs) -> None:
     assert load_calls(jobs.b, attempt=1) <= FROM_MEMORY + exchange
 
 
-def test_a_rank_makes_one_slab_and_not_in_a_save(jobs: Jobs) -> None:
+def test_a_rank_makes_one_slab_outside_any_save(jobs: Jobs) -> None:
     """One slab also suffices if the first step moves stored state from one replica to another."""
     for result in (jobs.a, jobs.b, jobs.c):
         made = result.named("slab")
@@ -180,7 +180,7 @@ def test_a_rank_makes_one_slab_and_not_in_a_save(jobs: Jobs) -> None:
         assert {event["thread"] for event in made} == {"flashckpt-prepare"}
 
 
-def test_what_is_expected_before_the_first_step_is_what_is_saved(jobs: Jobs) -> None:
+def test_the_size_expected_before_the_first_step_equals_the_saved_one(jobs: Jobs) -> None:
     saved = dict.fromkeys(range(4), SIDE_NBYTES)
     for (rank, name), tensor in tensors(jobs.tmp_path / "A", 6).items():
         if not name.startswith("rank_state/"):

@@ -13,7 +13,7 @@ from tests.support.megatron_jobs import run_job, succeeded
 from tests.support.trainer import eventually
 
 
-def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path: Path) -> None:
+def test_retention_keeps_the_best_validation_loss_and_the_newest_checkpoint(tmp_path: Path) -> None:
     """Only the last pipeline stage knows the loss, and rank 0 is on another stage."""
     save = tmp_path / "save"
     result = succeeded(

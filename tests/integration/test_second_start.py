@@ -103,7 +103,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     return Starts(save, first, statuses, second, [ranks[rank].pid for rank in range(RANKS)])
 
 
-def test_the_first_start_is_told_why_its_saves_fail_and_ends_with_status_1(starts: Starts) -> None:
+def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts) -> None:
     log = starts.first.log
     for iteration in (3, 4, 5):
         (said,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)

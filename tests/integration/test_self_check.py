@@ -72,9 +72,7 @@ def errors(ran: Result, name: str) -> list[list[str] | None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_differs_is_named_on_every_rank_and_nothing_else_is_refused(
-    ran: Result, name: str
-) -> None:
+def test_every_rank_names_a_difference_and_accepts_everything_else(ran: Result, name: str) -> None:
     expected = CASES[name]
     for error in errors(ran, name):
         if expected is None:
@@ -87,7 +85,7 @@ def test_what_differs_is_named_on_every_rank_and_nothing_else_is_refused(
             assert re.search(pattern, error[1]), error[1]
 
 
-def test_arguments_of_a_newer_megatron_may_be_at_their_defaults_and_are_else_refused(
+def test_a_newer_megatrons_arguments_are_refused_except_at_their_defaults(
     ran: Result,
 ) -> None:
     assert errors(ran, "arguments at their defaults") == [None] * RANKS
@@ -98,13 +96,13 @@ def test_arguments_of_a_newer_megatron_may_be_at_their_defaults_and_are_else_ref
         assert "called with pipeline_rank=3, expert_rank=0, dp_cp_group='grid', which" in error[1]
 
 
-def test_a_save_that_nothing_came_before_checks_its_own_rank(ran: Result) -> None:
+def test_a_save_without_a_load_or_step_before_checks_its_own_rank(ran: Result) -> None:
     for error in errors(ran, "save without a start"):
         assert error is not None
         assert "ChainedOptimizer has no 'chained_optimizers'" in error[1]
 
 
-def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
+def test_unknown_state_is_refused_right_after_the_step_that_creates_it(
     ran: Result,
 ) -> None:
     """The refusal comes even if the process has trained and saved to the same directory before."""
@@ -115,7 +113,7 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
         assert "FusedAdam keeps 'row_factor' (of shape (2,))" in error[1]
 
 
-def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
+def test_rank_0_logs_schedule_sizes_and_self_check_at_the_start(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
     # The five lines: enough memory, large files, a start after a save, first steps of two jobs.
@@ -133,7 +131,7 @@ def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
         assert re.search(pattern, start), start
 
 
-def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
+def test_a_node_without_memory_for_all_slabs_stops_the_job_at_start(
     ran: Result,
 ) -> None:
     """Each slab alone would fit into memory."""
@@ -147,7 +145,7 @@ def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_
     assert ran.log.count(line) == 1
 
 
-def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_first_step(
+def test_a_file_size_limit_below_a_slab_stops_all_ranks_at_start(
     ran: Result,
 ) -> None:
     for error in errors(ran, "small files"):
@@ -159,7 +157,7 @@ def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_fir
 
 
 @pytest.mark.parametrize("door", ["launch", "swap"])
-def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
+def test_unsupported_flags_stop_a_job_without_load_before_its_first_step(
     tmp_path: Path, door: str
 ) -> None:
     job = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
@@ -172,7 +170,7 @@ def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
     assert result.events == [], "a loss was computed, or a save was made"
 
 
-def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
+def test_the_tally_of_all_ranks_shows_missing_elements() -> None:
     def piece(kind: str, offset: int, start: int, end: int) -> Piece:
         return Piece("w", kind, "F32", (4, 6), (offset, 0), (2, 6), start, end)
 

@@ -114,7 +114,7 @@ def test_replicas_write_equal_byte_shares(where: Path) -> None:
     assert min(shares) > 0
 
 
-def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
+def test_the_first_replica_writes_everything_if_configured(where: Path) -> None:
     first, *others = written(where / "first")
     assert state_bytes(first) > 0
     assert [state_bytes(kinds) for kinds in others] == [0, 0, 0]
@@ -126,7 +126,7 @@ def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
     assert max(masters) < sum(masters)
 
 
-def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Path) -> None:
+def test_the_configured_number_of_replicas_writes_on_different_nodes(where: Path) -> None:
     """Ranks 0 and 1 are on one node, 2 and 3 on the other."""
     shares = [state_bytes(kinds) for kinds in written(where / "two")]
     assert shares[1] == shares[3] == 0
@@ -137,7 +137,7 @@ def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Pat
     assert [rank for rank in range(RANKS) if kinds[rank].get("master")] == [0, 1, 2]
 
 
-def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result]) -> None:
+def test_a_load_is_equal_for_every_choice_of_writers(saved: tuple[Path, Result]) -> None:
     for rank in range(RANKS):
         loads = [
             event
@@ -149,7 +149,7 @@ def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result])
         assert len({event["state"] for event in loads}) == 1
 
 
-def test_the_shares_make_up_the_same_tensors_whoever_writes_them(where: Path) -> None:
+def test_shares_make_up_equal_tensors_for_every_choice_of_writers(where: Path) -> None:
     one, *others = (assemble(where / name, 2) for name in POLICIES)
     assert {kind for kind, _ in one} == {"weight", "master"}
     for other in others:
@@ -178,7 +178,7 @@ def test_the_number_of_replicas_may_change(where: Path) -> None:
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-def test_what_a_load_leaves_out_follows_megatrons_flags(where: Path) -> None:
+def test_a_load_leaves_out_the_state_that_megatrons_flags_exclude(where: Path) -> None:
     load = {"load": str(where / "share")}
     cases = [
         {"name": "finetune", "call": "load", "args": {**load, "finetune": True}},

@@ -99,7 +99,7 @@ def test_the_autoresume_path_saves_without_the_operations(release: str) -> None:
     assert SaveCall.of((7, ["chunk"], None, None), {}).floating_point_operations == 0
 
 
-def test_non_persistent_and_release_saves_are_told_apart(release: str) -> None:
+def test_non_persistent_and_release_saves_are_distinguished(release: str) -> None:
     for name, attribute in (("non_persistent_ckpt", "non_persistent"), ("release", "release")):
         if name in RELEASES[release][0]:
             call = SaveCall.of((7, ["chunk"], None, None, 0), {name: True})

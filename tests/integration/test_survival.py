@@ -82,11 +82,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-def test_nothing_that_was_staged_is_lost_however_the_job_is_ended(runs: Runs) -> None:
+def test_no_way_to_end_a_job_loses_a_staged_save(runs: Runs) -> None:
     assert runs.trackers == [3, 4, 5, 7, 8]
 
 
-def test_a_job_goes_on_from_memory_when_its_agent_is_there_and_else_from_storage(
+def test_a_job_resumes_from_memory_if_its_agent_lives_else_from_storage(
     runs: Runs,
 ) -> None:
     said = [re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts]
@@ -102,20 +102,20 @@ def test_a_job_goes_on_from_memory_when_its_agent_is_there_and_else_from_storage
     assert [any(each) for each in read] == [False, True, False, False, True]
 
 
-def test_the_agent_leaves_with_a_job_that_ends_in_order_and_stays_for_one_that_does_not(
+def test_an_agent_ends_with_an_orderly_job_and_survives_a_crashed_one(
     runs: Runs,
 ) -> None:
     assert runs.agents == [0, 1, 1, 0, 0]
 
 
-def test_blocked_staged_and_durable_are_told_apart(runs: Runs) -> None:
+def test_the_log_distinguishes_blocked_staged_and_durable(runs: Runs) -> None:
     log = runs.whole.log
     assert re.search(r"iteration 8 staged, [\d.]+ MiB on rank 0, blocked [\d.]+ ms", log)
     assert re.findall(r"rank (\d): staged iteration 8, \d+ bytes in [\d.]+ s", log) == ["0"]
     assert re.search(r"iteration 8 durable after [\d.]+ s", log)
 
 
-def test_five_jobs_train_as_one(runs: Runs) -> None:
+def test_five_jobs_train_like_one_uninterrupted_job(runs: Runs) -> None:
     expected = runs.whole.losses()
     found: dict[int, list[tuple[int, str]]] = {}
     for job in runs.parts:

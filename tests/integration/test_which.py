@@ -31,7 +31,7 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_job_started_again_by_hand_goes_on_from_memory(crashed: Path) -> None:
+def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
     said = re.search(
         r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its slot in host "
@@ -54,7 +54,7 @@ def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
     assert (crashed / "save" / TRACKER).read_text() == "6"
 
 
-def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
+def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> None:
     remove_tree(crashed / "save")
     assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
     assert (crashed / "save" / TRACKER).read_text() == "2"
@@ -62,7 +62,7 @@ def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
     assert "iteration 2 was restored from memory" in result.log
 
 
-def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path) -> None:
+def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> None:
     """Somebody has replaced the checkpoint by another job's checkpoint of the same iteration."""
     other = crashed / "other"
     arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]

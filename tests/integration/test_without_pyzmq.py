@@ -42,7 +42,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("without_pyzmq")
 
 
-def test_without_it_a_job_saves_and_another_one_loads(where: Path) -> None:
+def test_jobs_save_and_load_without_pyzmq(where: Path) -> None:
     everybody, save = "(None, '0', '1')", ["--save-interval", "2"]
     first = succeeded(run(where, "saves", everybody, [*save, "--exit-interval", "2"]))
     await_no_agent(where)
@@ -53,7 +53,7 @@ def test_without_it_a_job_saves_and_another_one_loads(where: Path) -> None:
     assert (where / "save/latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-def test_redundancy_without_it_on_one_rank_stops_all_ranks_before_the_first_step(
+def test_redundancy_stops_all_ranks_at_start_if_one_lacks_pyzmq(
     where: Path,
 ) -> None:
     arguments = ["--save-interval", "2"]
