@@ -49,15 +49,15 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
 def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dict]) -> None:
     _, figures = quick
     for name in ("flashckpt", "torch.save"):
-        found = figures["systems"][name]
-        assert found["errors"] == []
-        assert set(MEASURED) <= found.keys()
-        assert all(len(found[key]) == 1 and found[key][0] >= 0 for key in MEASURED)
-        assert found["first"].keys() >= {"blocked_s", "durable_s"}
-        (other,) = found["more_jobs"]
-        assert other["first"]["blocked_s"] != found["first"]["blocked_s"]
+        measured = figures["systems"][name]
+        assert measured["errors"] == []
+        assert set(MEASURED) <= measured.keys()
+        assert all(len(measured[key]) == 1 and measured[key][0] >= 0 for key in MEASURED)
+        assert measured["first"].keys() >= {"blocked_s", "durable_s"}
+        (other,) = measured["more_jobs"]
+        assert other["first"]["blocked_s"] != measured["first"]["blocked_s"]
         assert len(other["blocked_s"]) == 3
-        assert found["disk_nbytes"] >= figures["rank_nbytes"] > 0
+        assert measured["disk_nbytes"] >= figures["rank_nbytes"] > 0
     ours = figures["systems"]["flashckpt"]
     assert ours["busy"]["said"] == ["saved"] * 3
     assert ours["busy"]["latest"] == 3
@@ -115,14 +115,14 @@ def test_a_first_save_is_compared_with_later_ones_of_its_own_job() -> None:
     assert row["first_blocked_s"] == pytest.approx(0.012)
     assert row["first_over_later"] == pytest.approx(2.0)
     assert row["blocked_s"] == pytest.approx(0.005), "later saves are those of the main job"
-    (target,) = [it for it in targets.TARGETS if "first save" in it.what]
+    (target,) = [candidate for candidate in targets.TARGETS if "first save" in candidate.what]
     assert target.reached({}, row) == pytest.approx(2.0)
 
 
 def test_the_target_of_a_durable_save_is_memcpy_plus_raw_write() -> None:
     ours = {"errors": [], "durable_s": [0.4, 0.3, 0.5], "memcpy_s": [0.03, 0.05, 0.09]}
     results = figures({"flashckpt": ours})
-    (target,) = [it for it in targets.TARGETS if "durable, " in it.what]
+    (target,) = [candidate for candidate in targets.TARGETS if "durable, " in candidate.what]
     assert target.reached(results, report.summary(results, "flashckpt")) is None
     results["limits"] = {"raw_direct_s": [0.2, 0.9, 0.1], "raw_buffered_s": [0.7]}
     reached = target.reached(results, report.summary(results, "flashckpt"))
@@ -133,7 +133,9 @@ def test_the_target_of_a_durable_save_is_memcpy_plus_raw_write() -> None:
 def test_blocking_staging_is_also_compared_with_copying_tensor_by_tensor() -> None:
     results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
     results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
-    (blocking,) = [it for it in targets.TARGETS if "staging: blocking" in it.what]
+    (blocking,) = [
+        candidate for candidate in targets.TARGETS if "staging: blocking" in candidate.what
+    ]
     assert blocking.beside(results, {}) == "1.50 x a copy tensor by tensor"
     assert blocking.beside(figures({}), {}) == ""
 
@@ -189,12 +191,12 @@ def test_only_fast_systems_without_errors_make_more_first_saves(
 def test_studies_have_unique_names_and_equal_file_options() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
-    for each in STUDIES:
-        each.add_to(commands)
-    for each in STUDIES:
-        options = parser.parse_args([each.name, "--dir", "d", "--json", "j", "--png", "p"])
+    for made in STUDIES:
+        made.add_to(commands)
+    for made in STUDIES:
+        options = parser.parse_args([made.name, "--dir", "d", "--json", "j", "--png", "p"])
         assert (options.dir, options.json, options.png) == (Path("d"), Path("j"), Path("p"))
-    assert len({each.name for each in STUDIES}) == len(STUDIES)
+    assert len({made.name for made in STUDIES}) == len(STUDIES)
 
 
 def carry_out(made: study.Study, printed: io.StringIO, *arguments: str) -> None:

@@ -246,9 +246,9 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "minutes on two quiet cores" in done.stdout.splitlines()[0]
-    found = report.read_figures(file)
-    assert found["errors"] == []
-    ours = found["systems"]["flashckpt"]
+    results = report.read_figures(file)
+    assert results["errors"] == []
+    ours = results["systems"]["flashckpt"]
     (run,) = ours["runs"]
     assert run["saved"] == [3, 6, 8]
     assert len(run["ended_at"]) == 8

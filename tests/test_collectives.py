@@ -101,8 +101,8 @@ def exchanged(rank: int, number: int) -> tuple[bool, int]:
 
     dist.all_reduce = counted
     try:
-        mine = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
-        received = exchange_blobs([len(blob) for blob in blobs.values()], mine)
+        own = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
+        received = exchange_blobs([len(blob) for blob in blobs.values()], own)
     finally:
         dist.all_reduce = all_reduce
     return received == b"".join(blobs.values()), sum(calls)
@@ -117,17 +117,19 @@ def rank_main(rank: int, directory: str) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for length in LENGTHS:
         # Ranks send different lengths, so only some of them may need a second message.
-        gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
+        gathered_lengths = [
+            len(gathered_object) for gathered_object in gather_objects(b"x" * (length + rank))
+        ]
         sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
-        found[str(length)] = [gathered_lengths, sent]
-    found["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
+        results[str(length)] = [gathered_lengths, sent]
+    results["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
     collectives.PART_NBYTES = BOUND
-    found["blobs in parts"] = exchanged(rank, 8)
+    results["blobs in parts"] = exchanged(rank, 8)
     contents = [bytes([source]) * (100_000 * source) for source in range(RANKS)]
-    found["parts"] = [
+    results["parts"] = [
         gather_objects(contents[rank]) == contents,
         broadcast_object(contents[rank], 2) == contents[2],
         largest_collective(lambda: gather_objects(contents[rank])),
@@ -135,41 +137,41 @@ def rank_main(rank: int, directory: str) -> None:
     ]
     for name, failing in ERRORS.items():
         work = failing_on(failing, rank)
-        found[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
-    found["made"] = gathered(failing_on({}, rank))
-    found["first"] = from_first(lambda: f"of {rank}")
-    found["first failed"] = raised(
+        results[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
+    results["made"] = gathered(failing_on({}, rank))
+    results["first"] = from_first(lambda: f"of {rank}")
+    results["first failed"] = raised(
         lambda: from_first(failing_on({0: CorruptCheckpointError("torn")}, rank))
     )
-    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("collectives")
     torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length: int) -> None:
+def test_objects_of_any_length_arrive_from_every_rank(results: list[dict], length: int) -> None:
     lengths = [length + rank for rank in range(RANKS)]
-    assert [each[str(length)] for each in found] == [[lengths, lengths]] * RANKS
+    assert [result[str(length)] for result in results] == [[lengths, lengths]] * RANKS
 
 
-def test_large_objects_are_sent_in_parts_of_bounded_size(found: list[dict]) -> None:
-    assert [each["parts"] for each in found] == [[True, True, BOUND, BOUND]] * RANKS
+def test_large_objects_are_sent_in_parts_of_bounded_size(results: list[dict]) -> None:
+    assert [result["parts"] for result in results] == [[True, True, BOUND, BOUND]] * RANKS
 
 
-def test_one_collective_exchanges_any_number_of_blobs(found: list[dict]) -> None:
-    assert [each["blobs"] for each in found] == [[[True, 1]] * 7] * RANKS
+def test_one_collective_exchanges_any_number_of_blobs(results: list[dict]) -> None:
+    assert [result["blobs"] for result in results] == [[[True, 1]] * 7] * RANKS
 
 
-def test_blobs_that_are_large_together_are_sent_in_parts(found: list[dict]) -> None:
+def test_blobs_that_are_large_together_are_sent_in_parts(results: list[dict]) -> None:
     parts = -(-sum(map(len, blobs_of(8).values())) // BOUND)
     assert parts > 1
-    assert [each["blobs in parts"] for each in found] == [[True, parts]] * RANKS
+    assert [result["blobs in parts"] for result in results] == [[True, parts]] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -182,23 +184,23 @@ def test_blobs_that_are_large_together_are_sent_in_parts(found: list[dict]) -> N
     ],
 )
 def test_all_ranks_raise_an_error_of_one_rank_with_the_same_class(
-    found: list[dict], name: str, kind: str, says: list[str]
+    results: list[dict], name: str, kind: str, says: list[str]
 ) -> None:
-    for each in found:
-        for error in each[name]:
+    for result in results:
+        for error in result[name]:
             assert error[0] == kind
-            assert any(said in error[1] for said in says)
+            assert any(word in error[1] for word in says)
 
 
-def test_every_rank_gets_the_results_of_all_ranks(found: list[dict]) -> None:
-    assert [each["none"] for each in found] == [[None, None]] * RANKS
-    assert [each["made"] for each in found] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
+def test_every_rank_gets_the_results_of_all_ranks(results: list[dict]) -> None:
+    assert [result["none"] for result in results] == [[None, None]] * RANKS
+    assert [result["made"] for result in results] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
 
 
-def test_every_rank_gets_the_first_ranks_result_or_error(found: list[dict]) -> None:
-    assert [each["first"] for each in found] == ["of 0"] * RANKS
-    assert [each["first failed"][0] for each in found] == ["CorruptCheckpointError"] * RANKS
-    assert found[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
+def test_every_rank_gets_the_first_ranks_result_or_error(results: list[dict]) -> None:
+    assert [result["first"] for result in results] == ["of 0"] * RANKS
+    assert [result["first failed"][0] for result in results] == ["CorruptCheckpointError"] * RANKS
+    assert results[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
 
 
 def test_a_single_process_gets_its_own_result() -> None:

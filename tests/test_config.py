@@ -34,13 +34,13 @@ def write(tmp_path: Path):
 
 def fields_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, object]:
     """Return the default of every setting by its dotted name."""
-    found: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for field in msgspec.structs.fields(struct):
         if isinstance(field.default, msgspec.Struct):
-            found |= fields_of(type(field.default), f"{prefix}{field.name}.")
+            defaults |= fields_of(type(field.default), f"{prefix}{field.name}.")
         else:
-            found[prefix + field.name] = field.default
-    return found
+            defaults[prefix + field.name] = field.default
+    return defaults
 
 
 def test_without_file_and_environment_the_defaults_hold():
@@ -226,10 +226,10 @@ def test_the_minimum_is_accepted_and_a_lower_value_is_refused(name, below, least
     with pytest.raises(ConfigError, match=rf"{name} must be at least {least}, got {below}"):
         load_config(environ={variable: below})
     *sections, field = name.split(".")
-    found = load_config(environ={variable: least})
+    value = load_config(environ={variable: least})
     for section in sections:
-        found = getattr(found, section)
-    assert getattr(found, field) == float(least)
+        value = getattr(value, section)
+    assert getattr(value, field) == float(least)
 
 
 @pytest.mark.parametrize(
@@ -271,16 +271,16 @@ def test_all_numbers_out_of_bounds_are_named_at_once(write):
 
 def _numbers(kind: inspect.Type, key: str = "") -> dict[str, inspect.IntType | inspect.FloatType]:
     """Return the type of every setting that can be a number."""
-    found = {}
+    types = {}
     if isinstance(kind, inspect.UnionType):
         for member in kind.types:
-            found |= _numbers(member, key)
+            types |= _numbers(member, key)
     elif isinstance(kind, inspect.StructType):
         for field in kind.fields:
-            found |= _numbers(field.type, f"{key}.{field.name}".lstrip("."))
+            types |= _numbers(field.type, f"{key}.{field.name}".lstrip("."))
     elif isinstance(kind, inspect.IntType | inspect.FloatType):
-        found[key] = kind
-    return found
+        types[key] = kind
+    return types
 
 
 def test_every_number_has_bounds():
@@ -377,13 +377,13 @@ def test_a_rule_that_makes_no_sense_is_refused(write, text, said):
 
 def _floats(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
     """Return the settings that may hold a float."""
-    found = []
+    names = []
     for field in msgspec.structs.fields(struct):
         if isinstance(field.default, msgspec.Struct):
-            found += _floats(type(field.default), f"{prefix}{field.name}.")
+            names += _floats(type(field.default), f"{prefix}{field.name}.")
         elif "float" in str(field.type):
-            found.append(prefix + field.name)
-    return found
+            names.append(prefix + field.name)
+    return names
 
 
 @pytest.mark.parametrize("name", _floats(Config))

@@ -44,7 +44,7 @@ def calls_that_look_at_types(path: Path) -> list[str]:
     functions = [
         node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
-    found = []
+    calls = []
     for call in {node for each in functions for node in ast.walk(each)}:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
@@ -55,17 +55,17 @@ def calls_that_look_at_types(path: Path) -> list[str]:
             types = call.args[-1:]
         names = {node.id for each in types for node in ast.walk(each) if isinstance(node, ast.Name)}
         if names - PLAIN:
-            found.append(ast.unparse(call))
-    return found
+            calls.append(ast.unparse(call))
+    return calls
 
 
 def test_no_thread_is_the_first_to_inspect_a_type() -> None:
-    found = {
+    calls_by_module = {
         str(path.relative_to(HOME)): calls
         for path in HOME.rglob("*.py")
         if (calls := calls_that_look_at_types(path))
     }
-    assert set(found) == MAIN_THREAD_ONLY, found
+    assert set(calls_by_module) == MAIN_THREAD_ONLY, calls_by_module
 
 
 def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:

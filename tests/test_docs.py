@@ -65,8 +65,8 @@ def problem(document: Path, link: str) -> str | None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_link_resolves(document: Path) -> None:
-    found = {link: problem(document, link) for link in links(document.read_text())}
-    assert {link: what for link, what in found.items() if what} == {}
+    problems = {link: problem(document, link) for link in links(document.read_text())}
+    assert {link: reason for link, reason in problems.items() if reason} == {}
 
 
 @pytest.mark.parametrize(

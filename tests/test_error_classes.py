@@ -48,9 +48,9 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
     storage = PosixStorage(tmp_path)
     (tmp_path / "file").write_bytes(b"x")
     for number in errno.errorcode:
-        found = class_of(number)
-        assert found == TABLE.get(number, DEFAULT)
-        assert found.remedy
+        error_class = class_of(number)
+        assert error_class == TABLE.get(number, DEFAULT)
+        assert error_class.remedy
 
         def refuse(*args: object, number: int = number, **named: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -62,7 +62,7 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
             with pytest.raises(StorageError) as caught:
                 storage.read("file") if call == "open" else storage.list("")
         assert caught.value.errno == number
-        assert str(caught.value).endswith(found.remedy)
+        assert str(caught.value).endswith(error_class.remedy)
         assert str(tmp_path) in str(caught.value)
 
 

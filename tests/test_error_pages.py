@@ -86,15 +86,15 @@ def text_of(node: ast.AST) -> str | None:
 @functools.cache
 def messages() -> dict[str, str]:
     """Return all strings of the package except docstrings, with the location of each."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
         documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
         for node in ast.walk(tree):
             text = None if id(node) in documentation else text_of(node)
             if text:
-                found.setdefault(text, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}")
-    return found
+                texts.setdefault(text, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}")
+    return texts
 
 
 def is_in_a_message(heading: str) -> bool:
@@ -154,11 +154,11 @@ def raised(kinds: tuple[type[FlashCkptError], ...]) -> Iterator[str]:
 
 def test_the_page_has_every_error_that_users_cause() -> None:
     """A new message needs a heading, or an entry among the internal messages."""
-    told = [of_heading(heading) for heading in headings()]
+    listed = [of_heading(heading) for heading in headings()]
     lost = [
         text.replace(_FIELD, "<...>")
         for text in raised(_CAUSED)
-        if not any(heading in text for heading in told)
+        if not any(heading in text for heading in listed)
         and not any(words in text for words in _INTERNAL)
     ]
     assert lost == []

@@ -31,7 +31,7 @@ for n in range(1, 6):
 
 def reached() -> set[tuple[str, str]]:
     """Return `(point, module)` of every call of `reach` in the package."""
-    found = set()
+    calls = set()
     for path in HOME.rglob("*.py"):
         module = ".".join(path.relative_to(HOME).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
@@ -41,8 +41,8 @@ def reached() -> set[tuple[str, str]]:
                 and node.func.id == "reach"
             ):
                 assert isinstance(node.args[0], ast.Constant), f"{module}:{node.lineno}"
-                found.add((node.args[0].value, module))
-    return found
+                calls.add((node.args[0].value, module))
+    return calls
 
 
 def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:

@@ -107,7 +107,7 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
     The name of a package's own module ends with `.__init__`.
     """
     own_modules = set(own_modules)
-    found: list[Import] = []
+    imports: list[Import] = []
 
     def note(name: str, node: ast.AST, loads: bool, at_start: bool) -> None:
         root, _, rest = name.partition(".")
@@ -115,7 +115,7 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
         if own:
             while rest not in own_modules:  # the name of an object in a module
                 rest = rest.rpartition(".")[0]
-        found.append(Import(rest if own else name, node.lineno, own, loads, at_start))
+        imports.append(Import(rest if own else name, node.lineno, own, loads, at_start))
 
     def walk(node: ast.AST, loads: bool, at_start: bool) -> None:
         match node:
@@ -144,7 +144,7 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
             walk(child, loads, at_start)
 
     walk(ast.parse(source), True, True)
-    return found
+    return imports
 
 
 def read_package() -> dict[str, list[Import]]:
@@ -175,8 +175,8 @@ def belongs(module: str, names: Iterable[str]) -> bool:
     return any(module == name or (name != "" and module.startswith(f"{name}.")) for name in names)
 
 
-def where(module: str, found: Import) -> str:
-    return f"{module or '__init__'}:{found.line} imports {found.target or PACKAGE}"
+def where(module: str, imported: Import) -> str:
+    return f"{module or '__init__'}:{imported.line} imports {imported.target or PACKAGE}"
 
 
 def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
@@ -188,9 +188,9 @@ def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
         parents = [current.rpartition(".")[0]] if current else []
         loads = [(name, f"{current} lies in {name}") for name in parents]
         loads += [
-            (found.target, where(current, found))
-            for found in MODULES.get(current, [])
-            if found.loads and (found.at_start or not at_start)
+            (imported.target, where(current, imported))
+            for imported in MODULES.get(current, [])
+            if imported.loads and (imported.at_start or not at_start)
         ]
         for target, how in loads:
             if target not in reached:
@@ -245,19 +245,21 @@ def test_every_module_is_in_exactly_one_layer():
 
 def test_imports_run_only_to_lower_layers():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if found.own
-        and unit_of(found.target) != unit_of(module)
-        and level_of(found.target) >= level_of(module)
+        for imported in imports
+        if imported.own
+        and unit_of(imported.target) != unit_of(module)
+        and level_of(imported.target) >= level_of(module)
     ]
     assert wrong == []
 
 
 def test_no_modules_import_each_other_in_a_cycle():
     graph = {
-        module: {found.target for found in imports if found.own and found.target != module}
+        module: {
+            imported.target for imported in imports if imported.own and imported.target != module
+        }
         for module, imports in MODULES.items()
     }
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
@@ -277,14 +279,14 @@ def test_the_command_line_starts_without_torch(module):
 
 def test_only_the_listed_units_import_megatron():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
+        for imported in imports
         if unit_of(module) not in KNOW_MEGATRON
         and (
-            belongs(found.target, ["megatron_lm"])
-            if found.own
-            else belongs(found.target, ["megatron"])
+            belongs(imported.target, ["megatron_lm"])
+            if imported.own
+            else belongs(imported.target, ["megatron"])
         )
     ]
     assert wrong == []
@@ -292,11 +294,11 @@ def test_only_the_listed_units_import_megatron():
 
 def test_only_the_object_store_imports_its_client_library():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if not found.own
-        and belongs(found.target, STORE_CLIENTS)
+        for imported in imports
+        if not imported.own
+        and belongs(imported.target, STORE_CLIENTS)
         and module != "storage.object_store"
     ]
     assert wrong == []
@@ -304,10 +306,10 @@ def test_only_the_object_store_imports_its_client_library():
 
 def test_only_storage_opening_chooses_the_kind_of_storage():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if found.target == "storage.posix" and module != "storage.opening"
+        for imported in imports
+        if imported.target == "storage.posix" and module != "storage.opening"
     ]
     assert wrong == []
 
@@ -320,12 +322,14 @@ def test_only_modules_that_connect_nodes_need_pyzmq(module):
 
 
 def test_layouts_use_neither_io_nor_clock():
-    layout = {module: found for module, found in MODULES.items() if unit_of(module) == "layout"}
+    layout = {
+        module: imported for module, imported in MODULES.items() if unit_of(module) == "layout"
+    }
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in layout.items()
-        for found in imports
-        if not found.own and belongs(found.target, IMPURE)
+        for imported in imports
+        if not imported.own and belongs(imported.target, IMPURE)
     ]
     wrong += [
         f"{path.name}:{node.lineno} opens a file"

@@ -79,32 +79,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def packaged(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
     """Return the arguments that `setup.py` passes to setuptools."""
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: told.update(arguments))
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: passed.update(arguments))
     monkeypatch.delenv("REPOSITORY_URL", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     runpy.run_path(str(REPO / "setup.py"))
-    return told
+    return passed
 
 
 def test_links_of_a_release_lead_to_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", told["long_description"])
-    base = f"https://forge.example/team/project/%s/v{told['version']}/"
+    passed = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", passed["long_description"])
+    base = f"https://forge.example/team/project/%s/v{passed['version']}/"
     assert ("", base % "blob" + "docs/quickstart.md") in links
     assert all(target.startswith("https://") for _, target in links)
     assert {target.startswith(base % "raw") for image, target in links if image} == {True}
-    assert told["project_urls"]["Source"] == "https://forge.example/team/project"
+    assert passed["project_urls"]["Source"] == "https://forge.example/team/project"
 
 
 def test_without_an_address_the_long_description_has_no_relative_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = packaged(monkeypatch)
-    targets = re.findall(r"\]\(([^)]+)\)", told["long_description"])
+    passed = packaged(monkeypatch)
+    targets = re.findall(r"\]\(([^)]+)\)", passed["long_description"])
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert told["project_urls"] == {}
+    assert passed["project_urls"] == {}
 
 
 def test_the_source_distribution_has_the_files_that_scripts_run() -> None:

@@ -38,16 +38,20 @@ WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_resharda
 
 def strings() -> list[tuple[str, str]]:
     """Return `(place, string)` of every string that is not a docstring."""
-    found = []
+    located = []
     for file in sorted(HOME.rglob("*.py")):
         tree = ast.parse(file.read_text())
-        alone = {id(it.value) for it in ast.walk(tree) if isinstance(it, ast.Expr)}
-        found += [
-            (f"{file.relative_to(HOME)}:{it.lineno}", it.value)
-            for it in ast.walk(tree)
-            if isinstance(it, ast.Constant) and isinstance(it.value, str) and id(it) not in alone
+        alone = {
+            id(statement.value) for statement in ast.walk(tree) if isinstance(statement, ast.Expr)
+        }
+        located += [
+            (f"{file.relative_to(HOME)}:{statement.lineno}", statement.value)
+            for statement in ast.walk(tree)
+            if isinstance(statement, ast.Constant)
+            and isinstance(statement.value, str)
+            and id(statement) not in alone
         ]
-    return found
+    return located
 
 
 STRINGS = strings()
@@ -69,7 +73,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    return {option for it in parsers(parser) for option in it._option_string_actions}
+    return {option for subparser in parsers(parser) for option in subparser._option_string_actions}
 
 
 def settings(kind: Any = Config, prefix: str = "") -> Iterator[str]:
@@ -86,31 +90,33 @@ def test_every_option_named_in_a_message_exists() -> None:
     source = (HOME / "agent/__main__.py").read_text()
     of_agents = set(re.findall(r'add_argument\("(--[\w-]+)"', source))
     known = options(megatron) | options(_parser()) | of_agents | OTHER_RELEASES | OTHERS
-    found = named(r"(?<![\w-])(--[a-zA-Z][\w-]*)")
-    assert len(found) > 100
-    assert [it for it in found if it[1] not in known] == []
+    matches = named(r"(?<![\w-])(--[a-zA-Z][\w-]*)")
+    assert len(matches) > 100
+    assert [match for match in matches if match[1] not in known] == []
 
 
 def test_every_command_named_in_a_message_exists() -> None:
     (commands,) = (
-        it.choices for it in _parser()._actions if isinstance(it, argparse._SubParsersAction)
+        match.choices
+        for match in _parser()._actions
+        if isinstance(match, argparse._SubParsersAction)
     )
-    found = named(r"['\"]flashckpt ([a-z]+)")
-    assert len(found) > 5
-    assert [it for it in found if it[1] not in commands] == []
+    matches = named(r"['\"]flashckpt ([a-z]+)")
+    assert len(matches) > 5
+    assert [match for match in matches if match[1] not in commands] == []
 
 
 def test_every_setting_named_in_a_message_exists() -> None:
     known = {*settings(), *WORDS}
-    found = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
-    assert len(found) > 30
-    assert [it for it in found if it[1] not in known] == []
+    matches = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
+    assert len(matches) > 30
+    assert [match for match in matches if match[1] not in known] == []
 
 
 def test_every_value_named_for_a_setting_is_valid() -> None:
-    found = [it for it in named(r"'([a-z_]+): ([\w]+)'") if it[1] != "field"]
-    assert len(found) > 7
-    for place, name, value in found:
+    matches = [match for match in named(r"'([a-z_]+): ([\w]+)'") if match[1] != "field"]
+    assert len(matches) > 7
+    for place, name, value in matches:
         given = {"true": True, "false": False}.get(value, value)
         try:
             msgspec.convert({name: given}, Config)

@@ -45,13 +45,21 @@ def is_text(node: ast.Call) -> bool:
 def opens_for_writing(node: ast.Call) -> bool:
     """Return whether a call of `open` may truncate or modify an existing file."""
     name = ast.unparse(node.func)
-    given = [*node.args[1:], *(it.value for it in node.keywords if it.arg in ("mode", "flags"))]
+    given = [
+        *node.args[1:],
+        *(argument.value for argument in node.keywords if argument.arg in ("mode", "flags")),
+    ]
     if name == "os.open":
-        return any("O_TRUNC" in ast.unparse(it) or "flags" in ast.unparse(it) for it in given)
+        return any(
+            "O_TRUNC" in ast.unparse(argument) or "flags" in ast.unparse(argument)
+            for argument in given
+        )
     if name not in ("open", "io.open"):
         return False
     # A computed mode may have any value.
-    modes = [str(it.value) if isinstance(it, ast.Constant) else "w" for it in given]
+    modes = [
+        str(argument.value) if isinstance(argument, ast.Constant) else "w" for argument in given
+    ]
     return any(set("w+") & set(mode) for mode in modes)
 
 

@@ -134,7 +134,7 @@ def drawn(seed: int) -> Model:
     count = source.choice((0, 1, 2, 2, 3, 4))
     layers = {f"p{number}": _drawn(source, count) for number in range(source.randint(1, 3))}
     single = {f"s{number}": _drawn(source, 1) for number in range(source.randint(0, 3))}
-    parameters = [name for name, it in single.items() if not it.get("buffer")]
+    parameters = [name for name, fields in single.items() if not fields.get("buffer")]
     tied = []
     if len(parameters) > 1 and source.random() < 0.4:
         tied.append(sorted(source.sample(parameters, 2)))
@@ -153,17 +153,17 @@ def _drawn(source: random.Random, count: int) -> dict[str, Any]:
     shape = list(source.choice(_SHAPES))
     if source.random() < 0.2:
         dtypes = [source.choice(_BUFFER_TYPES) for _ in range(count)]
-        found = entry(shape, *dtypes, buffer=True)
+        drawn_entry = entry(shape, *dtypes, buffer=True)
     else:
-        found = entry(shape, *(source.choice((FP32, BF16)) for _ in range(count)))
+        drawn_entry = entry(shape, *(source.choice((FP32, BF16)) for _ in range(count)))
         kind = source.random()
         if kind < 0.25:
-            found["frozen"] = [source.random() < 0.6 for _ in range(count)]
+            drawn_entry["frozen"] = [source.random() < 0.6 for _ in range(count)]
         elif kind < 0.4:
-            found["unused"] = True
+            drawn_entry["unused"] = True
     memory = source.random()
     if memory < 0.2:
-        found["transposed"] = True
+        drawn_entry["transposed"] = True
     elif memory < 0.3:
-        found["strided"] = True
-    return found
+        drawn_entry["strided"] = True
+    return drawn_entry

@@ -83,14 +83,14 @@ class Pair:
 
 def _layouts(family: str, base: list[str], **described: str) -> list[Layout]:
     """Return layouts from `label="ranks, micro-batch size, further arguments"`."""
-    found = []
+    layouts = []
     for label, text in described.items():
         world, micro_batch, *arguments = text.split()
         if not label.endswith("_plain"):
             arguments.append(DISTRIBUTED)
         arguments = [*base, "--micro-batch-size", micro_batch, *arguments]
-        found.append(Layout(family, label.replace("_", " "), int(world), tuple(arguments)))
-    return found
+        layouts.append(Layout(family, label.replace("_", " "), int(world), tuple(arguments)))
+    return layouts
 
 
 #: Every ordered pair of a family's layouts is a cell. "plain" has no distributed optimizer.

@@ -23,8 +23,8 @@ ITERATION = "iter_0000002"
 
 
 def shard(directory: Path, rank: int) -> Path:
-    (found,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
-    return found
+    (file,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
+    return file
 
 
 def cut_short(directory: Path) -> None:
@@ -328,11 +328,11 @@ def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes
         kind, message = event["error"]
         assert kind == "MissingStateError"
         key = "decoder.layers.mlp.linear_fc1.weight"
-        found = re.search(
+        match = re.search(
             rf"weight/{key}: (\(.*?\)) BF16 in the checkpoint, (\(.*?\)) BF16", message
         )
-        assert found, message
-        assert found[1] != found[2]
+        assert match, message
+        assert match[1] != match[2]
         for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
             assert f"{kind}/{key}: " in message
         assert not event["weights_changed"]
@@ -360,21 +360,21 @@ def test_a_strict_load_lists_differences_and_another_load_skips_them(
         kind, message = event["error"]
         assert kind == "MissingStateError"
         assert not event["weights_changed"]
-        for each in ("weight", "master", "exp_avg", "exp_avg_sq"):
-            assert f"{each}/output_layer.weight: not in the checkpoint; " in message
-            fc2 = f"{each}/decoder.layers.mlp.linear_fc2.bias"
+        for state_kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{state_kind}/output_layer.weight: not in the checkpoint; " in message
+            fc2 = f"{state_kind}/decoder.layers.mlp.linear_fc2.bias"
             assert f"{fc2}: in the checkpoint, not in the model" in message
     for name in ("not strict", "as Megatron's own flag says"):
         events = result.named(name)
         assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
     assert all(event["weights_changed"] for event in result.named("not strict"))
-    said = re.findall(
+    warnings = re.findall(
         r"missing state keeps its values: (.*); unexpected state is not read: (.*)", result.log
     )
-    assert len(said) == 2, "once per load, on rank 0"
-    for absent, superfluous in said:
-        assert "weight/output_layer.weight" in absent
-        assert "weight/decoder.layers.mlp.linear_fc2.bias" in superfluous
+    assert len(warnings) == 2, "once per load, on rank 0"
+    for missing, unexpected in warnings:
+        assert "weight/output_layer.weight" in missing
+        assert "weight/decoder.layers.mlp.linear_fc2.bias" in unexpected
     assert snapshot(ran.good) == before
 
 

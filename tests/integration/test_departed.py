@@ -33,8 +33,10 @@ def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Pat
         assert "iteration 3 was restored from storage" in one.log
         assert agents_under(tmp_path / "run") == [agent]
         eventually("rank 1's memory is freed", lambda: slabs(agent) == [0])
-        said = (agent_directory(str(save), str(tmp_path / "run")) / LOG).read_text()
-        assert re.search(r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", said)
+        agent_log = (agent_directory(str(save), str(tmp_path / "run")) / LOG).read_text()
+        assert re.search(
+            r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", agent_log
+        )
     finally:
         os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent))

@@ -84,21 +84,23 @@ def test_weights_are_derived_under_another_layout_and_without_the_optimizer(jobs
     # The job ends at the iteration that it loads, which it has not saved itself.
     end = ["--tensor-model-parallel-size", "2", "--save-interval", "4"]
     job(jobs.tmp_path, "split", jobs.derived, split, *end)
-    found = assemble(split, 6)
-    assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+    result = assemble(split, 6)
+    assert {name for name in expected if not torch.equal(result[name], expected[name])} == set()
     alone = jobs.tmp_path / "alone"
     job(jobs.tmp_path, "alone", jobs.derived, alone, *end, "--no-load-optim")
-    found = assemble(alone, 6)
-    assert {name for name in weights if not torch.equal(found[name], weights[name])} == set()
+    result = assemble(alone, 6)
+    assert {name for name in weights if not torch.equal(result[name], weights[name])} == set()
 
 
 def test_tools_derive_the_weights(jobs: Jobs) -> None:
     storage = PosixStorage(jobs.derived)
     assert verify(StoredCheckpoint(storage, 6, read_manifest(storage, 6))) == []
     expected = assemble(jobs.stored, 6)
-    found = {(it.kind, it.key): it for it in open_ours(storage, 6, Options()).tensors}
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    derived = {
+        (source.kind, source.key): source for source in open_ours(storage, 6, Options()).tensors
+    }
+    assert derived.keys() == expected.keys()
+    for name, tensor in derived.items():
         whole = ((0,) * len(tensor.shape), tensor.shape)
         assert torch.equal(tensor.read(whole), expected[name]), name
 

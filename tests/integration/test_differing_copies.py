@@ -60,14 +60,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 def copies(save: Path, iteration: int) -> set[tuple[str, str]]:
     """Return kind and key of all copies that are saved in addition to the main ones."""
-    found = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
-    return {(match[1], match[2]) for match in found if match}
+    matches = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
+    return {(match[1], match[2]) for match in matches if match}
 
 
 def test_the_log_names_differing_copies_once(jobs: Jobs) -> None:
-    (said,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
-    assert "iteration 2: " in said
-    assert all(key in said for key in KEYS)
+    (message,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
+    assert "iteration 2: " in message
+    assert all(key in message for key in KEYS)
     assert REPLACED not in jobs.a.log + jobs.b.log + jobs.c.log
     assert FOUND not in jobs.c.log, "the checkpoint already records which copies differ"
 
@@ -111,16 +111,16 @@ def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs:
     # The job ends at the iteration that it loads, which it has not saved itself.
     ends = ["--tensor-model-parallel-size", "4", "--save", str(other), "--save-interval", "4"]
     result = job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
-    (said,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert all(key in said for key in KEYS)
-    assert "the tensor parallel size has changed" in said
-    stored, found = assemble(jobs.whole, 6), assemble(other, 6)
+    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
+    assert all(key in warning for key in KEYS)
+    assert "the tensor parallel size has changed" in warning
+    stored, loaded = assemble(jobs.whole, 6), assemble(other, 6)
     expected = {name: tensor for name, tensor in stored.items() if "@" not in name[0]}
-    assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
-    copies = {(kind, key) for kind, key in found if "@" in kind}
+    assert {name for name in expected if not torch.equal(loaded[name], expected[name])} == set()
+    copies = {(kind, key) for kind, key in loaded if "@" in kind}
     assert len(copies) == 3 * 4 * len(KEYS), "every copy is saved, as the copies differed before"
     for kind, key in copies:
-        assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
+        assert torch.equal(loaded[kind, key], expected[kind.partition("@")[0], key])
 
 
 def test_a_job_without_copies_records_no_difference(jobs: Jobs) -> None:
@@ -136,13 +136,13 @@ def test_tools_verify_and_list_copies_and_convert_the_main_ones(
 ) -> None:
     assert main(["verify", "--all", str(jobs.whole)]) == 0
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
-    said = capsys.readouterr().out
-    assert all(key in said for key in KEYS)
+    output = capsys.readouterr().out
+    assert all(key in output for key in KEYS)
     storage = PosixStorage(jobs.whole)
     manifest = StoredCheckpoint(storage, 2, read_manifest(storage, 2)).manifest
     assert (set(manifest.differing), manifest.compared) == (KEYS, True)
     converted = open_ours(storage, 6, Options())
-    assert [kind for it in converted.tensors if "@" in (kind := it.kind)] == []
+    assert [kind for tensor in converted.tensors if "@" in (kind := tensor.kind)] == []
     assert all(key in converted.warnings[0] for key in KEYS)
 
 
@@ -152,9 +152,9 @@ def test_after_a_restart_from_the_first_save_the_next_has_all_copies(tmp_path: P
     killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
     result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
     assert "iteration 2 was restored from memory" in result.log
-    (said,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert "no other copies were saved" in said
-    assert all(key in said for key in KEYS)
+    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
+    assert "no other copies were saved" in warning
+    assert all(key in warning for key in KEYS)
     assert "iteration 4 was restored from memory" in result.log
     before, after = result.losses(1), result.losses(2)
     assert after[5] == before[5]
@@ -175,8 +175,8 @@ def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) 
     whole = run("a", save)
     assert "different copies of 1 tensor (embedding.word_embeddings.weight)" in whole.log
     kinds = {"weight", "master", "exp_avg", "exp_avg_sq"}
-    found = {kind for kind, _ in assemble(save, 6) if "@" in kind}
-    assert found == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
+    copy_kinds = {kind for kind, _ in assemble(save, 6) if "@" in kind}
+    assert copy_kinds == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
     after = run("c", truncated_copy(save, resumed, 4))
     assert REPLACED not in after.log
     expected = whole.losses()

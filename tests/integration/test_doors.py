@@ -127,8 +127,8 @@ def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launch
     seen = set()
     for rank in range(2):
         file = where / f"stock/iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
-        for name, theirs in torch.load(file, weights_only=False)["model"].items():
-            if not isinstance(theirs, torch.Tensor):
+        for name, stock_weight in torch.load(file, weights_only=False)["model"].items():
+            if not isinstance(stock_weight, torch.Tensor):
                 continue
             key, layer = re.subn(r"\.layers\.\d+\.", ".layers.", name)
             for local, fused in FUSED_NAMES.items():
@@ -137,11 +137,11 @@ def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launch
             if layer:
                 whole = whole[int(re.search(r"\.layers\.(\d+)\.", name)[1])]
             seen.add(("weight", key))
-            (axis,) = [a for a in range(theirs.dim()) if whole.shape[a] != theirs.shape[a]] or [
-                None
-            ]
+            (axis,) = [
+                a for a in range(stock_weight.dim()) if whole.shape[a] != stock_weight.shape[a]
+            ] or [None]
             expected = whole if axis is None else whole.chunk(2, axis)[rank]
-            assert torch.equal(expected, theirs), name
+            assert torch.equal(expected, stock_weight), name
     assert seen == {name for name in ours if name[0] == "weight"}
 
 

@@ -40,8 +40,8 @@ def job(
 
 def verdict(result: Result) -> str:
     """Return the log line that reports the result of the job's last save."""
-    (said,) = re.findall(r"the last save, iteration .*", result.log)
-    return said
+    (line,) = re.findall(r"the last save, iteration .*", result.log)
+    return line
 
 
 def test_a_job_without_a_durable_save_logs_that_and_exits_with_1(
@@ -50,10 +50,10 @@ def test_a_job_without_a_durable_save_logs_that_and_exits_with_1(
     result = job(tmp_path, "--exit-interval", "2", in_the_way=(1, 2), ranks=2)
     assert "exiting program at iteration 2" in result.log, "Megatron itself exits with status 0"
     assert result.returncode == 1
-    said = verdict(result)
-    assert said.startswith("the last save, iteration 2, is not durable: [Errno ")
-    assert f"; there is no durable checkpoint in {tmp_path}/save; " in said
-    assert "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)" in said
+    line = verdict(result)
+    assert line.startswith("the last save, iteration 2, is not durable: [Errno ")
+    assert f"; there is no durable checkpoint in {tmp_path}/save; " in line
+    assert "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)" in line
     assert "previous checkpoint is intact" not in result.log
 
 
@@ -66,9 +66,9 @@ def test_a_failed_last_save_changes_only_a_successful_exit_status(
     assert result.returncode == (1 if end == "fork" else 3)
     # A forked helper that exits by itself logs nothing and keeps its status.
     assert [event["status"] for event in result.named("child")] == [0] * ("fork" in end)
-    said = verdict(result)
-    assert f"; the newest durable checkpoint in {tmp_path}/save is iteration 1; " in said
-    assert ("the exit status is the one that the script has chosen" in said) == (end != "fork")
+    line = verdict(result)
+    assert f"; the newest durable checkpoint in {tmp_path}/save is iteration 1; " in line
+    assert ("the exit status is the one that the script has chosen" in line) == (end != "fork")
 
 
 def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_releases_without_a_finalize_call_report_a_save_before_the_next(tmp_path
     """Their loop has no `maybe_finalize_async_save`; the test leaves 0.17.1's own in place."""
     result = job(tmp_path, train_iters=19, save_interval=10, SWAP="1", OLD_LOOP="1")
     assert result.returncode == 0
-    told = {event["iteration"]: event["told"] for event in result.named("forward")}
-    assert told[10] == []
-    assert told[18] == [10]
+    reported = {event["iteration"]: event["told"] for event in result.named("forward")}
+    assert reported[10] == []
+    assert reported[18] == [10]

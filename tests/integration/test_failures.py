@@ -40,7 +40,11 @@ def test_rank_0_reports_an_io_error_and_training_continues(
     result = succeeded(failing_save(tmp_path))
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
     errors = re.findall(r"rank \d: iteration 2 was not saved: .*", result.log)
-    (error,) = (it for it in errors if it.startswith("rank 0: iteration 2 was not saved: [Errno "))
+    (error,) = (
+        message
+        for message in errors
+        if message.startswith("rank 0: iteration 2 was not saved: [Errno ")
+    )
     assert len(errors) <= RANKS
     assert f"{tmp_path}/save/iter_0000002" in error
     assert "move it away" in error
@@ -65,10 +69,10 @@ def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     env["FLASHCKPT_SLOTS"] = slots
     result = succeeded(run_job(tmp_path, "skip", [*MODEL, *every], ranks=RANKS, env=env))
     assert sorted(result.losses()) == [*range(1, 9)]
-    said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
-    skipped = {int(iteration) for iteration in said}
+    logged = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
+    skipped = {int(iteration) for iteration in logged}
     assert skipped
-    assert len(said) == len(skipped), "only rank 0 logs a skipped save"
+    assert len(logged) == len(skipped), "only rank 0 logs a skipped save"
     assert ("the last save, iteration 8, is written to storage" in result.log) == (8 in skipped)
     skipped.discard(8)
     committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
@@ -100,13 +104,13 @@ def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
 def test_a_job_that_cannot_save_at_all_stops_training(tmp_path: Path) -> None:
     result = full_disk(tmp_path, "safetensors")
     assert result.returncode != 0
-    (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
+    (error, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
     assert others == [], "all ranks raise the same error"
-    assert "iteration 2 has failed for a reason that persists until someone acts" in said
-    assert f"{tmp_path}/save/iter_0000002/rank_0000" in said
-    assert "No space left on device" in said
-    assert "free space there or save elsewhere" in said
-    assert "stop_on_failed_first_save: false" in said
+    assert "iteration 2 has failed for a reason that persists until someone acts" in error
+    assert f"{tmp_path}/save/iter_0000002/rank_0000" in error
+    assert "No space left on device" in error
+    assert "free space there or save elsewhere" in error
+    assert "stop_on_failed_first_save: false" in error
     assert 2 <= max(result.losses()) < 12
 
 
@@ -154,11 +158,11 @@ def test_every_rank_reports_an_agent_that_has_ended_or_hangs(
 ) -> None:
     _, result = lost_agents
     for rank in range(RANKS):
-        said = re.findall(
+        messages = re.findall(
             rf"rank {rank}: (the agent of this node is gone.*); a new agent adopts", result.log
         )
-        assert len(said) == 2
-        assert all("agent.log" in each for each in said)
+        assert len(messages) == 2
+        assert all("agent.log" in message for message in messages)
     assert re.search(r"agent \d+ did not answer within 1 s: killed", result.log)
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
 
@@ -170,7 +174,7 @@ def test_a_new_agent_persists_the_staged_slots_of_a_killed_one(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
     for iteration in (2, 4, 6):
         assert (tmp_path / f"save/iter_{iteration:07d}/manifest.json").exists()
-        said = f"successfully saved checkpoint from iteration       {iteration}"
-        assert result.log.count(said) == 1
+        line = f"successfully saved checkpoint from iteration       {iteration}"
+        assert result.log.count(line) == 1
     assert "was not saved" not in result.log
     await_no_agent(tmp_path)

@@ -38,8 +38,8 @@ NEWEST, OLDER = "iter_0000004", "iter_0000002"
 
 
 def shard(directory: Path, rank: int, iteration: str = NEWEST) -> Path:
-    (found,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
-    return found
+    (file,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
+    return file
 
 
 def flip(file: Path, position: int = -1000) -> None:
@@ -62,8 +62,8 @@ def put(file: Path, make: Callable[[Path], object]) -> None:
 
 
 def common(directory: Path) -> Path:
-    (found,) = (directory / NEWEST).glob("common-*.msgpack")
-    return found
+    (file,) = (directory / NEWEST).glob("common-*.msgpack")
+    return file
 
 
 def manifest(directory: Path) -> Path:
@@ -241,16 +241,18 @@ def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(ran: Ran, nam
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_log_names_damage_and_lost_iterations_once(ran: Ran, name: str) -> None:
-    (said,) = ran.blocks(name)
-    assert re.search(DAMAGE[name][1], said), said
-    found = re.search(r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
-    assert found is not None, said
+    (message,) = ran.blocks(name)
+    assert re.search(DAMAGE[name][1], message), message
+    match = re.search(
+        r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", message, re.MULTILINE
+    )
+    assert match is not None, message
     lost = {
         "tracker to nowhere": "at most 73 iterations are lost",
         "manifest missing": "at most 2 iterations are lost",
         "directory gone": "at most 2 iterations are lost",
     }.get(name, "nothing is lost" if name in ONLY_TRACKER else "2 iterations are lost")
-    assert found.groups() == ("4" if name in ONLY_TRACKER else "2", lost)
+    assert match.groups() == ("4" if name in ONLY_TRACKER else "2", lost)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -291,10 +293,10 @@ def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: R
     shutil.copytree(ran.good, damaged)
     truncated_copy(ran.good, older, 2)
     flip(shard(damaged, 1))
-    found, expected = ran.train("d", damaged), ran.train("c", older)
-    assert "TRAINING RESUMES FROM ITERATION 2 in storage: 2 iterations are lost" in found.log
-    assert sorted(found.losses()) == [3, 4, 5, 6]
-    assert found.losses() == expected.losses()
+    result, expected = ran.train("d", damaged), ran.train("c", older)
+    assert "TRAINING RESUMES FROM ITERATION 2 in storage: 2 iterations are lost" in result.log
+    assert sorted(result.losses()) == [3, 4, 5, 6]
+    assert result.losses() == expected.losses()
     for iteration in (4, 6):
         assert differing(tensors(damaged, iteration), tensors(older, iteration)) == []
     # The new iteration 4 has replaced the damaged one, of which no file is left.
@@ -324,11 +326,11 @@ def test_a_slot_that_changed_in_memory_is_not_restored(tmp_path: Path) -> None:
     assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
     truncated_copy(tmp_path / "A", tmp_path / "C", 4)
     change_in_memory(tmp_path / "run", 4)
-    found = succeeded(train("again", tmp_path / "A"))
+    restarted = succeeded(train("again", tmp_path / "A"))
     expected = succeeded(train("storage", tmp_path / "C"))
-    assert "iteration 4 was not restored from memory: slot" in found.log
-    assert "host memory changed after it was" in found.log
-    assert "TRAINING RESUMES FROM ITERATION 4 in storage: nothing is lost" in found.log
-    assert "iteration 4 was restored from storage" in found.log
-    assert found.losses() == expected.losses()
+    assert "iteration 4 was not restored from memory: slot" in restarted.log
+    assert "host memory changed after it was" in restarted.log
+    assert "TRAINING RESUMES FROM ITERATION 4 in storage: nothing is lost" in restarted.log
+    assert "iteration 4 was restored from storage" in restarted.log
+    assert restarted.losses() == expected.losses()
     assert differing(tensors(tmp_path / "A", 6), tensors(tmp_path / "C", 6)) == []

@@ -250,10 +250,10 @@ def test_a_load_without_saved_optimizer_state_names_the_flag_to_add(
 ) -> None:
     asked = runs["no-save-optim-asked"]
     assert asked["stock"].ended == ["KeyError", "'optimizer'"]
-    kind, said = asked["ours"].ended
+    kind, message = asked["ours"].ended
     assert kind == "MissingStateError"
-    assert "has no optimizer state (it was saved with --no-save-optim" in said
-    assert "--no-load-optim or --finetune" in said
+    assert "has no optimizer state (it was saved with --no-save-optim" in message
+    assert "--no-load-optim or --finetune" in message
 
 
 def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: Runs) -> None:
@@ -275,9 +275,9 @@ def test_megatron_reads_its_own_checkpoints(runs: Runs, name: str) -> None:
 
 
 def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
-    kind, said = runs["aware-fp16"]["ours"].ended
+    kind, message = runs["aware-fp16"]["ours"].ended
     assert kind == "UnsupportedError"
-    assert "--exp-avg-dtype torch.float16" in said
+    assert "--exp-avg-dtype torch.float16" in message
 
 
 def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
@@ -289,7 +289,7 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
 
 
 def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
-    saved = {name[1]: it for name, it in tensors(runs["upcycle"]["ours"].save, 2).items()}
+    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 2).items()}
     assert any("experts" in name for name in saved)
     assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()
 

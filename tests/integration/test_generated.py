@@ -59,8 +59,8 @@ def ran(where: Path) -> Wrong:
                 },
             )
             for event in succeeded(done).events:
-                found = wrong.setdefault((event["case"], layout, event["event"]), [])
-                found += [event["error"]] if "error" in event else event["wrong"]
+                errors = wrong.setdefault((event["case"], layout, event["event"]), [])
+                errors += [event["error"]] if "error" in event else event["wrong"]
     return wrong
 
 
@@ -68,9 +68,9 @@ def ran(where: Path) -> Wrong:
 def test_an_accepted_model_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
     events = ["saved", "from memory", *(f"from {saved_by}" for saved_by in LAYOUTS)]
     for layout in LAYOUTS:
-        found = {event: ran.get((made["name"], layout, event)) for event in events}
+        differences = {event: ran.get((made["name"], layout, event)) for event in events}
         assert (made["name"], layout, "refused") not in ran
-        assert found == {event: [] for event in events}, layout
+        assert differences == {event: [] for event in events}, layout
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])

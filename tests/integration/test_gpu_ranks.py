@@ -98,7 +98,9 @@ def test_our_threads_call_cuda_on_the_device_of_their_local_rank(jobs: Jobs) -> 
     assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # from jobs without a kill
     for event in events:
         devices = event["devices"].items()
-        ours = {thread: found for thread, found in devices if thread.startswith("flashckpt-")}
+        ours = {
+            thread: called_on for thread, called_on in devices if thread.startswith("flashckpt-")
+        }
         names = ("flashckpt-prepare", "flashckpt-pin", "flashckpt-stage")
         assert ours == {name: [event["rank"]] for name in names}
         assert event["locked"] == [["flashckpt-pin", event["rank"]]]

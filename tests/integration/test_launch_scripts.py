@@ -111,17 +111,17 @@ def assert_restarted_from_memory(
 ) -> None:
     assert "iteration 2 was restored from memory" in printed
     assert sorted(losses) == [".0", ".1"]
-    for found in losses.values():
-        iterations = [int(iteration) for iteration, _ in found]
+    for of_rank in losses.values():
+        iterations = [int(iteration) for iteration, _ in of_rank]
         start = iterations.index(3, iterations.index(4))
-        before = [loss for loss in found[:start] if int(loss[0]) in (3, 4)]
-        again = [loss for loss in found[start:] if int(loss[0]) in (3, 4)]
+        before = [loss for loss in of_rank[:start] if int(loss[0]) in (3, 4)]
+        again = [loss for loss in of_rank[start:] if int(loss[0]) in (3, 4)]
         assert before == again != []
         assert iterations[-1] == 5
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
     run = tmp_path / "run"
     eventually(
-        "the end of the agents", lambda: not [it for it in run.rglob("*") if not it.is_dir()]
+        "the end of the agents", lambda: not [path for path in run.rglob("*") if not path.is_dir()]
     )
 
 
@@ -151,15 +151,15 @@ def test_a_killed_rank_on_two_nodes_restarts_from_memory(
 
 
 @pytest.fixture
-def said(tmp_path: Path) -> dict[str, str]:
+def recording(tmp_path: Path) -> dict[str, str]:
     """Return an environment in which torchrun only prints its arguments, one per line."""
-    said = tmp_path / "bin/torchrun"
-    said.parent.mkdir()
-    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    said.chmod(0o755)
+    torchrun = tmp_path / "bin/torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
     return environment(
         tmp_path,
-        said.parent,
+        torchrun.parent,
         REPO / "tests/support/slurm_double",
         MEGATRON_LM="/megatron",
         MASTER_ADDR="node-0",
@@ -175,9 +175,9 @@ def ran(script: str, variables: dict[str, str], *arguments: str) -> subprocess.C
 
 
 def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
-    said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    recording: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ran("pretrain_gpt_multi_node.sh", said).stdout.splitlines()
+    lines = ran("pretrain_gpt_multi_node.sh", recording).stdout.splitlines()
     start = lines.index("-m")
     torchrun, (_, launcher, script, *arguments) = lines[:start], lines[start:]
     assert torchrun[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
@@ -188,30 +188,30 @@ def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
     assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (48, 1600, 16)
     assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (1024, 4, 8)
     assert (args.save_interval, args.use_distributed_optimizer) == (50, True)
-    assert args.save == args.load == said["CHECKPOINT_PATH"]
+    assert args.save == args.load == recording["CHECKPOINT_PATH"]
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
 def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
-    said: dict[str, str], script: str
+    recording: dict[str, str], script: str
 ) -> None:
-    done = ran(script, {**said, "NUM_LAYERS": "7"}, "--lr", "1e-3", "--seed", "5 6")
+    done = ran(script, {**recording, "NUM_LAYERS": "7"}, "--lr", "1e-3", "--seed", "5 6")
     lines = done.stdout.splitlines()
     assert lines[-4:] == ["--lr", "1e-3", "--seed", "5 6"], done.stderr
     assert lines[lines.index("--num-layers") + 1] == "7"
 
 
 @pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
-def test_a_script_names_a_missing_variable(said: dict[str, str], missing: str) -> None:
-    done = ran("pretrain_gpt_multi_node.sh", {**said, missing: ""})
+def test_a_script_names_a_missing_variable(recording: dict[str, str], missing: str) -> None:
+    done = ran("pretrain_gpt_multi_node.sh", {**recording, missing: ""})
     assert done.returncode != 0
     assert re.search(rf"{missing}: set {missing} to ", done.stderr)
     assert done.stdout == ""
 
 
-def test_real_data_selects_the_tokenizer_of_gpt2(said: dict[str, str]) -> None:
+def test_real_data_selects_the_tokenizer_of_gpt2(recording: dict[str, str]) -> None:
     files = {"DATA_PATH": "/data/text", "VOCAB_FILE": "/v.json", "MERGE_FILE": "/m.txt"}
-    lines = ran("pretrain_gpt_single_node.sh", {**said, **files}).stdout.splitlines()
+    lines = ran("pretrain_gpt_single_node.sh", {**recording, **files}).stdout.splitlines()
     assert "--mock-data" not in lines
     for flag, value in zip(
         ("--data-path", "--vocab-file", "--merge-file"), files.values(), strict=True

@@ -35,7 +35,10 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
     events = sorted(job.named("resources"), key=lambda event: event["iteration"])
     assert [event["iteration"] for event in events] == list(range(1, LEAKY + 1))
     return {
-        who: {what: np.array([event[who][what] for event in events]) for what in events[0][who]}
+        who: {
+            resource: np.array([event[who][resource] for event in events])
+            for resource in events[0][who]
+        }
         for who in ("trainer", "agent")
     }
 
@@ -59,7 +62,7 @@ def _growth(values: np.ndarray) -> float:
 def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
     used: dict[str, Used], who: str
 ) -> None:
-    flat = {what: values[WARM:SAVES] for what, values in used[who].items()}
+    flat = {resource: values[WARM:SAVES] for resource, values in used[who].items()}
     growth = slope(flat["nbytes"])
     print(f"{who}: {growth:.0f} bytes per save, {flat['nbytes'][-1] / 2**20:.0f} MiB of its own")
     assert growth < TOLERATED
@@ -67,9 +70,9 @@ def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
     whole = float(np.median(flat["nbytes"][-20:]) - np.median(flat["nbytes"][:20]))
     print(f"{who}: {whole:.0f} bytes more in all")
     assert whole < 2**20 + (SAVES - WARM) * TOLERATED
-    for what in ("files", "memfds", "threads"):
-        print(f"{who}: {flat[what][-1]} {what}, {slope(flat[what])} more per save")
-        assert slope(flat[what]) < 0.01, what
+    for resource in ("files", "memfds", "threads"):
+        print(f"{who}: {flat[resource][-1]} {resource}, {slope(flat[resource])} more per save")
+        assert slope(flat[resource]) < 0.01, resource
 
 
 def test_a_deliberate_leak_is_detected(used: dict[str, Used]) -> None:

@@ -65,8 +65,8 @@ def plain(text: str, run: Ran) -> str:
 
 
 def lines(run: Ran) -> set[str]:
-    said = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
-    return {plain(line, run) for line in said if re.search("checkpoint|flashckpt", line)}
+    logged = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
+    return {plain(line, run) for line in logged if re.search("checkpoint|flashckpt", line)}
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
@@ -79,13 +79,13 @@ def test_log_lines_equal_those_of_stock(runs: Runs, name: str) -> None:
 
 def test_the_log_has_the_usual_lines(runs: Runs) -> None:
     """Check lines word for word, as the comparison above misses a line that both jobs lack."""
-    said = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
+    logged = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
     assert {
         "[time] successfully saved checkpoint from iteration N to SAVE [ t N/N, p N/N ]",
         "loading distributed checkpoint from SAVE at iteration N",
         "checkpoint version N",
         "successfully loaded checkpoint from SAVE [ t N/N, p N/N ] at iteration N",
-    } <= said
+    } <= logged
     assert "[time] scheduled an async checkpoint save at iteration N to SAVE" in lines(
         runs["async"]["ours"]
     )

@@ -33,15 +33,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     crashed = run_job(tmp_path, "a", [*TP2, *schedule(save)], env={"KILL": "1:5", **PATIENT})
     assert crashed.returncode != 0
     truncated_copy(save, tmp_path / "S", 3)
-    found = {
+    results = {
         "memory": run_job(tmp_path, "m", [*PP2, *schedule(save)]),
         "storage": run_job(tmp_path, "s", [*PP2, *schedule(tmp_path / "S")]),
     }
-    for result in found.values():
+    for result in results.values():
         succeeded(result)
     await_no_agent(tmp_path)
     assert differing(tensors(save, 6), tensors(tmp_path / "S", 6)) == []
-    return found
+    return results
 
 
 def test_a_crashed_job_resumes_from_memory_under_another_layout(jobs: dict[str, Result]) -> None:

@@ -58,11 +58,13 @@ class Jobs:
         """Check losses and tensors; `starts`: the first iteration of each later incarnation."""
         expected = self.a.losses()
         for attempt, start in starts.items():
-            found = resumed.losses(attempt)
-            assert min(found) == start
+            losses = resumed.losses(attempt)
+            assert min(losses) == start
             last = 7 if attempt + 1 in starts else 9  # the incarnation died in iteration 7
-            for each in range(start, last):
-                assert found[each] == expected[each], f"losses of iteration {each} differ"
+            for iteration in range(start, last):
+                assert losses[iteration] == expected[iteration], (
+                    f"losses of iteration {iteration} differ"
+                )
         assert differing(tensors(self.tmp_path / "A", 8), tensors(self.tmp_path / name, 8)) == []
 
 

@@ -42,9 +42,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 def assert_goes_on_as(whole: tuple[Path, Result], name: str, result: Result, attempt: int) -> None:
     where, uninterrupted = whole
-    expected, found = uninterrupted.losses(), result.losses(attempt)
-    assert sorted(found) == [4, 5, 6]
-    assert {iteration: expected[iteration] for iteration in found} == found
+    expected, losses = uninterrupted.losses(), result.losses(attempt)
+    assert sorted(losses) == [4, 5, 6]
+    assert {iteration: expected[iteration] for iteration in losses} == losses
     assert differing(tensors(where / "whole", 6), tensors(where / name, 6)) == []
     await_no_agent(where)
 

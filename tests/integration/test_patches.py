@@ -161,29 +161,29 @@ def test_edited_imports_are_swapped_in_place(tree: Path, old: str, new: str, aft
     expected = edit(tree, old, new).replace(new, after)
     for stock, ours in ((LOAD, LOAD_OURS), (SAVE, SAVE_OURS), (FINALIZE, FINALIZE_OURS)):
         expected = expected.replace(stock, ours)
-    said = patch.apply(tree, None).splitlines()
+    messages = patch.apply(tree, None).splitlines()
     assert (tree / PATCHED[0]).read_text() == expected
     assert "from megatron_flashckpt.arguments import" in (tree / PATCHED[1]).read_text()
-    if said[0].startswith("swapped the imports of"):
+    if messages[0].startswith("swapped the imports of"):
         lines = expected.splitlines()
-        for line in said[1:-1]:
+        for line in messages[1:-1]:
             path, number, text = line.strip().split(":", 2)
             assert (path, lines[int(number) - 1].strip()) == (PATCHED[0], text.strip())
-        assert said[-1].startswith(f"  {PATCHED[1]}:")
+        assert messages[-1].startswith(f"  {PATCHED[1]}:")
     else:
-        assert said == [f"applied patches/core_v0.17.1.patch to {tree}"]
+        assert messages == [f"applied patches/core_v0.17.1.patch to {tree}"]
 
 
 def test_a_release_without_a_patch_has_its_imports_swapped(tree: Path) -> None:
     training = tree / PATCHED[0]
     training.write_text(training.read_text().replace("get_standard_config_overrides", "renamed"))
     before = training.read_text()
-    said = run("apply", tree).stdout.splitlines()
-    assert said[0] == (
+    messages = run("apply", tree).stdout.splitlines()
+    assert messages[0] == (
         f"swapped the imports of {tree}, whose lines differ from those of every patch:"
     )
     number = before.splitlines().index(LOAD[:-1]) + 1
-    assert said[1] == f"  {PATCHED[0]}:{number}: {LOAD_OURS[:-1]}"
+    assert messages[1] == f"  {PATCHED[0]}:{number}: {LOAD_OURS[:-1]}"
     assert training.read_text() == patch.swapped(before)
 
 

@@ -91,7 +91,7 @@ def weights(result: Result, event: str) -> dict[int, dict[str, str]]:
 
     The job itself has compared every weight with its master, quantized as a whole.
     """
-    events = {it["rank"]: it for it in reversed(result.named(event))}
+    events = {record["rank"]: record for record in reversed(result.named(event))}
     assert [events[rank]["different"] for rank in (0, 1)] == [[], []]
     assert [events[rank]["dequantizations"] for rank in (0, 1)] == [0, 0]
     return {rank: events[rank]["digests"] for rank in (0, 1)}

@@ -92,12 +92,12 @@ class Ran:
         events = self.job(job).named(cell.name)
         for event in events:
             assert event["step"] != "failed", f"rank {event['rank']}: {event['error']}"
-        found = [event for event in events if event["step"] == step]
-        ranks = {event["rank"] for event in found}
+        events_of_step = [event for event in events if event["step"] == step]
+        ranks = {event["rank"] for event in events_of_step}
         if ranks != set(range(layout.world)):
             succeeded(self.job(job))  # shows the log of a failed job
             raise AssertionError(f"{cell.name}: '{step}' of ranks {sorted(ranks)} only")
-        return found
+        return events_of_step
 
     def saved(self, cell: Layout | Pair, iteration: int) -> Wholes:
         """Return the global tensors that a cell saved."""
@@ -119,9 +119,9 @@ class Ran:
     def losses(self, cell: Layout | Pair) -> dict[int, float]:
         """Return the loss of the global batch by iteration; every last stage has the same."""
         events = self.steps(cell, "train")
-        found = {e["iteration"]: e["loss"] for e in events if e["loss"] is not None}
-        assert all(e["loss"] in (None, found[e["iteration"]]) for e in events)
-        return found
+        losses_by_iteration = {e["iteration"]: e["loss"] for e in events if e["loss"] is not None}
+        assert all(e["loss"] in (None, losses_by_iteration[e["iteration"]]) for e in events)
+        return losses_by_iteration
 
     def _figures(self, pair: Pair) -> tuple[float, float]:
         """Return the distance of the next iterations from the source's.
@@ -137,8 +137,8 @@ class Ran:
             if name[0] == stepped:
                 apart += float((other[name] - after[name]).double().square().sum())
                 change += float((after[name] - before[name]).double().square().sum())
-        ours, theirs = self.losses(pair), self.losses(pair.source)
-        loss = max(abs(ours[i] - theirs[i]) for i in range(BEFORE + 1, AFTER + 1))
+        ours, expected = self.losses(pair), self.losses(pair.source)
+        loss = max(abs(ours[i] - expected[i]) for i in range(BEFORE + 1, AFTER + 1))
         return math.sqrt(apart / change), loss
 
     def noise(self, family: str) -> tuple[float, float]:
@@ -172,15 +172,15 @@ def resized(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def unequal(ran: Ran, pair: Pair) -> list[str]:
     """Return global tensors that differ after the source's save, the load and the second save."""
-    expected, found = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
-    if expected.keys() != found.keys():
-        return [f"other tensors: {sorted(expected.keys() ^ found.keys())}"]
-    changed = {name for name in found if found[name].shape != expected[name].shape}
+    expected, saved = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
+    if expected.keys() != saved.keys():
+        return [f"other tensors: {sorted(expected.keys() ^ saved.keys())}"]
+    changed = {name for name in saved if saved[name].shape != expected[name].shape}
     if bool(changed) != pair.resizes_vocabulary:
         return [f"of other shapes: {sorted(changed)}"]
     return [
         f"{kind}/{key} is not equal"
-        for (kind, key), whole in found.items()
+        for (kind, key), whole in saved.items()
         if not torch.equal(whole, resized(expected[kind, key], tuple(whole.shape)))
     ]
 
@@ -244,12 +244,12 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
 
 def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
     """Return the settings of every parameter of a source; all of its ranks must agree."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for event in ran.steps(layout, "save"):
         if event["iteration"] == iteration:
             for key, (values,) in event["settings"].items():
-                assert found.setdefault(key, values) == values
-    return found
+                assert by_key.setdefault(key, values) == values
+    return by_key
 
 
 def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]:
@@ -284,8 +284,8 @@ def astray(ran: Ran, pair: Pair) -> list[str]:
     if pair.source == pair.destination:
         return [] if figures == (0, 0) else [f"the same layout goes on differently: {figures}"]
     return [
-        f"{what} differs by {figure:.3g}, stock's by up to {noise:.3g}"
-        for what, figure, noise in zip(
+        f"{name} differs by {figure:.3g}, stock's by up to {noise:.3g}"
+        for name, figure, noise in zip(
             ("the masters' change", "the loss"),
             figures,
             ran.noise(pair.source.family),
@@ -326,7 +326,9 @@ def test_a_corrupted_state_exceeds_the_bound(ran: Ran, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [it for family in ("dense", "moe", "fp32") for it in FAMILIES[family]], ids=names
+    "layout",
+    [layout for family in ("dense", "moe", "fp32") for layout in FAMILIES[family]],
+    ids=names,
 )
 def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Layout) -> None:
     """Totals of a data-parallel group are exact; no rank exceeds the upper bound."""
@@ -341,9 +343,9 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
     for shard in manifest.shards:
         items = manifest.template(shard.template).items
         state = sum(
-            it.numel * itemsize(it.dtype)
-            for it in items
-            if it.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+            item.numel * itemsize(item.dtype)
+            for item in items
+            if item.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
         )
         assert state <= sizes.largest_nbytes
         # The rest is the header, random states and Megatron's buffers.
@@ -360,12 +362,14 @@ def test_groups_with_changed_rates_are_identified_by_their_parameters(ran: Ran, 
     """The checkpoint's rates take effect, as in Megatron."""
     before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
     saved = settings_by_key(ran, pair.source, BEFORE)
-    assert rates_of(before).isdisjoint(rates_of([{key: [it] for key, it in saved.items()}]))
+    assert rates_of(before).isdisjoint(rates_of([{key: [values] for key, values in saved.items()}]))
     assert wrong_settings(ran, pair, "load", BEFORE) == []
 
 
 def rates_of(settings: list[dict[str, Any]]) -> set[float]:
-    return {values["max_lr"] for it in settings for of_key in it.values() for values in of_key}
+    return {
+        values["max_lr"] for of_rank in settings for of_key in of_rank.values() for values in of_key
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -409,11 +413,15 @@ def table(ran: Ran, family: str) -> str:
     cells = {(pair.source, pair.destination): pair for pair in pairs(family)}
     lines = [
         "| "
-        + " | ".join([f"{family}: saved under \\ loaded under", *(it.label for it in layouts)]),
+        + " | ".join(
+            [f"{family}: saved under \\ loaded under", *(layout.label for layout in layouts)]
+        ),
         "|---" * (len(layouts) + 1),
     ]
     for source in layouts:
-        ticks = ["\u2717" if ran.problems(cells[source, it]) else "\u2713" for it in layouts]
+        ticks = [
+            "\u2717" if ran.problems(cells[source, layout]) else "\u2713" for layout in layouts
+        ]
         lines.append("| " + " | ".join([source.label, *ticks]))
     lines = [f"{line} |" if line.startswith("| ") else f"{line}|" for line in lines]
     good = [

@@ -128,10 +128,10 @@ def load_calls(result: Result, attempt: int = 0) -> int:
 
 
 def assert_same_losses(whole: Result, resumed: Result, attempt: int) -> None:
-    expected, found = whole.losses(), resumed.losses(attempt)
+    expected, resumed_losses = whole.losses(), resumed.losses(attempt)
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
-    assert sorted(found) == [4, 5, 6]
-    for iteration, losses in found.items():
+    assert sorted(resumed_losses) == [4, 5, 6]
+    for iteration, losses in resumed_losses.items():
         assert losses == expected[iteration], f"losses of iteration {iteration} differ"
 
 

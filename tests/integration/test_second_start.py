@@ -106,8 +106,10 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
 def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts) -> None:
     log = starts.first.log
     for iteration in (3, 4, 5):
-        (said,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
-        assert re.search(r"process \d+ of the same rank on this node has replaced .* end it", said)
+        (message,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
+        assert re.search(
+            r"process \d+ of the same rank on this node has replaced .* end it", message
+        )
     (verdict,) = re.findall(r"the last save, iteration 5, is not durable: .*", log)
     assert f"the newest durable checkpoint in {starts.save} is iteration 2" in verdict
     assert "the exit status is 1" in verdict
@@ -115,8 +117,8 @@ def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts
 
 
 def test_the_second_start_names_the_processes_of_the_first(starts: Starts) -> None:
-    found = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
-    assert {(int(rank), int(pid)) for rank, pid in found} == set(enumerate(starts.pids))
+    named = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
+    assert {(int(rank), int(pid)) for rank, pid in named} == set(enumerate(starts.pids))
 
 
 def test_the_second_start_resumes_from_memory_bit_for_bit(starts: Starts) -> None:

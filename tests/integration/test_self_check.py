@@ -114,13 +114,13 @@ def test_unknown_state_is_refused_right_after_the_step_that_creates_it(
 
 
 def test_rank_0_logs_schedule_sizes_and_self_check_at_the_start(ran: Result) -> None:
-    said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
+    lines = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
     # The five lines: enough memory, large files, a start after a save, first steps of two jobs.
     assert errors(ran, "start after a save") == [None] * RANKS
-    assert sum("self-check of" in line for line in said) == len(accepted) + 5
-    checked = next(n for n, line in enumerate(said) if "self-check of" in line)
-    start = "\n".join(said[: checked + 1])
+    assert sum("self-check of" in line for line in lines) == len(accepted) + 5
+    checked = next(n for n, line in enumerate(lines) if "self-check of" in line)
+    start = "\n".join(lines[: checked + 1])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
         r"saves to /.*/save every 2 iterations; kept: all; redundancy: none",

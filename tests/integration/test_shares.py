@@ -90,7 +90,7 @@ def where(saved: tuple[Path, Result]) -> Path:
 
 def written(save: Path) -> list[dict[str, int]]:
     """Return the bytes per kind of state that every rank has written."""
-    found = []
+    per_rank = []
     for file in sorted((save / "iter_0000002").glob("*.safetensors")):
         kinds: dict[str, int] = {}
         with safe_open(file, "pt") as shard:
@@ -98,9 +98,9 @@ def written(save: Path) -> list[dict[str, int]]:
                 kind = name.split("/")[0]
                 tensor = shard.get_tensor(name)
                 kinds[kind] = kinds.get(kind, 0) + tensor.numel() * tensor.element_size()
-        found.append(kinds)
-    assert len(found) == RANKS
-    return found
+        per_rank.append(kinds)
+    assert len(per_rank) == RANKS
+    return per_rank
 
 
 def state_bytes(kinds: dict[str, int]) -> int:
@@ -187,6 +187,6 @@ def test_a_load_leaves_out_the_state_that_megatrons_flags_exclude(where: Path) -
         {"name": "step", "call": "load", "args": {**load, "ckpt_step": 2}},
     ]
     result = run_cases(where, "flags", [*PLAIN, "--seed", "78"], cases, ranks=1)
-    found = {event["event"]: event["result"] for event in result.events}
-    assert found == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
+    results = {event["event"]: event["result"] for event in result.events}
+    assert results == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
     assert result.named("finetune")[0]["weights_changed"]

@@ -63,13 +63,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         where, succeeded(job("whole", where / "whole", "", "--save-interval", "8")), [], [], []
     )
     handler = ("--exit-signal-handler", "--save-interval", "100")
-    each = ("--save-interval", "1")
+    every_iteration = ("--save-interval", "1")
     for signals, arguments, expected in [
         ("TERM:torchrun:3", handler, 3),
-        ("TERM:torchrun:5", each, 4),
-        ("KILL:job:6", each, 5),
+        ("TERM:torchrun:5", every_iteration, 4),
+        ("KILL:job:6", every_iteration, 5),
         ("USR1:ranks:7", (*handler, "--exit-signal", "SIGUSR1"), 7),
-        ("", each, 8),
+        ("", every_iteration, 8),
     ]:
         made.parts.append(job(f"part{len(made.parts) + 1}", save, signals, *arguments))
         if signals in ("TERM:torchrun:5", "KILL:job:6"):
@@ -89,8 +89,10 @@ def test_no_way_to_end_a_job_loses_a_staged_save(runs: Runs) -> None:
 def test_a_job_resumes_from_memory_if_its_agent_lives_else_from_storage(
     runs: Runs,
 ) -> None:
-    said = [re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts]
-    assert said == [
+    restored = [
+        re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts
+    ]
+    assert restored == [
         [],
         [("3", "storage")],
         [("4", "memory")],
@@ -98,8 +100,8 @@ def test_a_job_resumes_from_memory_if_its_agent_lives_else_from_storage(
         [("7", "storage")],
     ]
     read = [[event["read_nbytes"] for event in job.named("load")] for job in runs.parts]
-    assert [len(each) for each in read] == [RANKS] * 5
-    assert [any(each) for each in read] == [False, True, False, False, True]
+    assert [len(of_job) for of_job in read] == [RANKS] * 5
+    assert [any(of_job) for of_job in read] == [False, True, False, False, True]
 
 
 def test_an_agent_ends_with_an_orderly_job_and_survives_a_crashed_one(
@@ -117,13 +119,13 @@ def test_the_log_distinguishes_blocked_staged_and_durable(runs: Runs) -> None:
 
 def test_five_jobs_train_like_one_uninterrupted_job(runs: Runs) -> None:
     expected = runs.whole.losses()
-    found: dict[int, list[tuple[int, str]]] = {}
+    losses_by_iteration: dict[int, list[tuple[int, str]]] = {}
     for job in runs.parts:
         for iteration, losses in job.losses().items():
             # The last job that trained an iteration to its end decides.
             if len(losses) == len(expected[iteration]):
                 assert losses == expected[iteration], f"iteration {iteration}"
-                found[iteration] = losses
-    assert sorted(found) == list(range(1, 9))
+                losses_by_iteration[iteration] = losses
+    assert sorted(losses_by_iteration) == list(range(1, 9))
     whole, parts = tensors(runs.where / "whole", 8), tensors(runs.where / "parts", 8)
     assert differing(whole, parts) == []

@@ -39,12 +39,12 @@ def last_losses(result: Result, iteration: int, ranks: int = 2) -> list[list[str
 
     Attempts are not comparable: torchrun counts a restart only on the node where a rank died.
     """
-    found = [
+    of_ranks = [
         [e["value"] for e in result.named("loss") if (e["rank"], e["iteration"]) == (r, iteration)]
         for r in range(ranks)
     ]
-    assert all(len(losses) >= 2 for losses in found)
-    return [losses[-2:] for losses in found]
+    assert all(len(losses) >= 2 for losses in of_ranks)
+    return [losses[-2:] for losses in of_ranks]
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,8 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
     assert "iteration 3 was restored from memory" in replaced.log
     assert "restored from memory: rank 0 copied " in replaced.log
     for iteration in (4, 5, 6):
-        found = last_losses(replaced, iteration, nodes)
-        assert found == last_losses(whole, iteration, nodes)
+        restarted_losses = last_losses(replaced, iteration, nodes)
+        assert restarted_losses == last_losses(whole, iteration, nodes)
     assert differing(tensors(reference / "one", 6), tensors(tmp_path / "lost", 6)) == []
     assert_nothing_is_left(tmp_path, nodes)
 

@@ -33,16 +33,16 @@ def crashed(tmp_path: Path) -> Path:
 
 def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
-    said = re.search(
+    message = re.search(
         r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its slot in host "
         r"memory and received 0\.0 MiB from other ranks in [\d.]+ s \((\d+) MiB/s\)",
         result.log,
     )
-    assert said
+    assert message
     shards = (crashed / "save").glob("iter_0000004/*.safetensors")
     stored = sum(shard.stat().st_size for shard in shards) / 2**20
-    assert 0.9 * stored < float(said[1]) <= stored
-    assert int(said[2]) > 0
+    assert 0.9 * stored < float(message[1]) <= stored
+    assert int(message[2]) > 0
     assert min(result.losses()) == 5
 
 
@@ -73,9 +73,11 @@ def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> Non
     shutil.copytree(other / "iter_0000004", crashed / "save/iter_0000004")
     result = succeeded(train(crashed, "again"))
     assert "iteration 4 was restored from storage" in result.log
-    (said,) = re.findall(r"iteration 4 in host memory .*", result.log)
+    (message,) = re.findall(r"iteration 4 in host memory .*", result.log)
     held = json.loads((other / "iter_0000004/manifest.json").read_text())["save_id"]
-    assert f"{crashed}/save/iter_0000004 holds save {held}, which this job has not written" in said
+    assert (
+        f"{crashed}/save/iter_0000004 holds save {held}, which this job has not written" in message
+    )
     assert differing(tensors(crashed / "save", 4), expected) == []
     assert min(result.losses()) == 5
 

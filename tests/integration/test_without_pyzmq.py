@@ -60,9 +60,9 @@ def test_redundancy_stops_all_ranks_at_start_if_one_lacks_pyzmq(
     result = run(where, "redundant", "('1',)", arguments, FLASHCKPT_REDUNDANCY="copy")
     assert result.returncode == 1
     assert not result.losses(), "no iteration began"
-    said = re.findall(r"errors\.ConfigError: .*", result.log)
-    assert len(said) == 2, result.log[-6000:]
-    for line in said:
+    errors = re.findall(r"errors\.ConfigError: .*", result.log)
+    assert len(errors) == 2, result.log[-6000:]
+    for line in errors:
         assert "'redundancy' needs pyzmq, which this node cannot import (No module named" in line
         assert "pip install 'megatron_flashckpt[redundancy]'" in line
         assert "or set 'redundancy: none'" in line

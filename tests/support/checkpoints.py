@@ -63,16 +63,16 @@ def content(piece: Piece, seed: int = 0) -> bytes:
 
 def whole_boxes(tp: int) -> list[Piece]:
     """Return the part of the model that a rank at `tp` holds before replicas share it."""
-    found = []
+    boxes = []
     for kind, dtype in (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32")):
         for layer in range(LAYERS):
             # Odd sizes make shares end within rows.
             shape, offset = (1, 3, 5), (layer, 3 * tp, 0)
-            found.append(Piece("layers.w", kind, dtype, (LAYERS, 6, 5), offset, shape, 0, 15))
+            boxes.append(Piece("layers.w", kind, dtype, (LAYERS, 6, 5), offset, shape, 0, 15))
             if tp == 0:
                 norm = Piece("layers.norm", kind, dtype, (LAYERS, 7), (layer, 0), (1, 7), 0, 7)
-                found.append(norm)
-    return found
+                boxes.append(norm)
+    return boxes
 
 
 def pieces_of_rank(rank: int) -> list[Piece]:
@@ -80,18 +80,18 @@ def pieces_of_rank(rank: int) -> list[Piece]:
     tp, dp = rank % TP, rank // TP
     boxes = whole_boxes(tp)
     shares = equal_shares([(b.numel, itemsize(b.dtype)) for b in boxes], DP, dp)
-    found = [
+    pieces = [
         msgspec.structs.replace(box, start=start, end=end)
         for box, (start, end) in zip(boxes, shares, strict=True)
         if start < end
     ]
     if rank == 0:
-        found.append(Piece("layers.bias", "buffer", "F32", (3,), (0,), (3,), 0, 3))
+        pieces.append(Piece("layers.bias", "buffer", "F32", (3,), (0,), (3,), 0, 3))
     # The ranks' own states differ in size, as in Megatron's jobs.
     nbytes = 40 + 8 * rank
     shape = (WORLD, nbytes)
-    found.append(Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes))
-    return [found[i] for i in order(found)]
+    pieces.append(Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes))
+    return [pieces[i] for i in order(pieces)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +125,10 @@ class Made:
 
     def change_manifest(self, change: Callable[[dict], object]) -> None:
         """Apply `change` to the manifest, seal it again and write it."""
-        said = msgspec.json.decode(self.manifest.read_bytes())
-        del said["digest"]
-        change(said)
-        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(said)))
+        fields = msgspec.json.decode(self.manifest.read_bytes())
+        del fields["digest"]
+        change(fields)
+        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(fields)))
 
     def forge(self, rank: int, header: bytes) -> None:
         """Replace the header of a shard, and record the new digest in the manifest."""
@@ -137,9 +137,9 @@ class Made:
         forged = header + file.read_bytes()[8 + length :]
         file.write_bytes(forged)
 
-        def vouch(said: dict) -> None:
-            said["shards"][rank]["nbytes"] = len(forged)
-            said["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
+        def vouch(fields: dict) -> None:
+            fields["shards"][rank]["nbytes"] = len(forged)
+            fields["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
 
         self.change_manifest(vouch)
 
@@ -241,7 +241,7 @@ def expected(pieces: Iterable[Piece], seed: int = 0) -> list[torch.Tensor]:
 
 def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
     """Return names, types, modes, times and bytes of all files under `root`."""
-    found: dict[str, tuple[object, ...]] = {}
+    entries: dict[str, tuple[object, ...]] = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
         held: object = None
@@ -249,5 +249,5 @@ def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
             held = os.readlink(path)
         elif stat.S_ISREG(status.st_mode):
             held = path.read_bytes() if status.st_size < _SPARSE_NBYTES else status.st_size
-        found[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
-    return found
+        entries[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
+    return entries

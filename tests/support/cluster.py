@@ -77,8 +77,8 @@ class Cluster:
 
     def introduce(self, scheme: str, group: int, timeout_s: float) -> None:
         nodes = tuple(
-            p.PeerNode(each.host, each.port, each.identity.public, ranks)
-            for each, ranks in zip(self.peers, self.ranks, strict=True)
+            p.PeerNode(peer.host, peer.port, peer.identity.public, ranks)
+            for peer, ranks in zip(self.peers, self.ranks, strict=True)
         )
         self.plans = [p.JoinPeers(scheme, group, timeout_s, me, nodes) for me in range(len(nodes))]
         for plan, ranks in zip(self.plans, self.ranks, strict=True):
@@ -110,8 +110,8 @@ class Cluster:
 
         def held() -> bool:
             before = beyond or {}
-            found = self.said_held(iteration)
-            return all(count >= before.get(rank, 0) + holders for rank, count in found.items())
+            reports = self.said_held(iteration)
+            return all(count >= before.get(rank, 0) + holders for rank, count in reports.items())
 
         eventually(f"all parts of iteration {iteration} held", held)
 

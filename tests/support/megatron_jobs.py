@@ -68,11 +68,13 @@ class Result:
 
     def losses(self, attempt: int = 0) -> dict[int, list[tuple[int, str]]]:
         """Return exact micro-batch losses by iteration: `(rank, hexadecimal float)` in order."""
-        found: dict[int, list[tuple[int, str]]] = {}
+        by_iteration: dict[int, list[tuple[int, str]]] = {}
         for event in self.events:
             if event["event"] == "loss" and event["attempt"] == attempt:
-                found.setdefault(event["iteration"], []).append((event["rank"], event["value"]))
-        return found
+                by_iteration.setdefault(event["iteration"], []).append(
+                    (event["rank"], event["value"])
+                )
+        return by_iteration
 
     def named(self, name: str, attempt: int | None = None) -> list[dict]:
         return [
@@ -238,13 +240,13 @@ def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
 
 def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
     """Return a checkpoint's tensors by `(rank, name)`, read by the real safetensors library."""
-    found = {}
+    by_name = {}
     for file in sorted((save / f"iter_{iteration:07d}").glob("*.safetensors")):
         rank = int(file.name.split("-")[0].removeprefix("rank_"))
         for name, tensor in load_file(file).items():
-            found[rank, name] = tensor
-    assert found, f"no shard in {save} at iteration {iteration}"
-    return found
+            by_name[rank, name] = tensor
+    assert by_name, f"no shard in {save} at iteration {iteration}"
+    return by_name
 
 
 def differing(

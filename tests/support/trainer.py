@@ -51,9 +51,9 @@ def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIE
     """Call `probe` until it returns a true value or the deadline passes; return the value."""
     deadline = time.monotonic() + within_s
     while True:
-        found = probe()
-        if found:
-            return found
+        value = probe()
+        if value:
+            return value
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
 
@@ -358,7 +358,7 @@ def _state(task: Path) -> str:
 
 def agents_under(runtime_dir: Path) -> list[int]:
     """Return the process ids of all agents whose directory lies in `runtime_dir`."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
@@ -367,8 +367,8 @@ def agents_under(runtime_dir: Path) -> list[int]:
         if b"megatron_flashckpt.agent" in words and any(
             word.startswith(os.fsencode(runtime_dir) + b"/") for word in words
         ):
-            found.append(int(process.name))
-    return [pid for pid in found if is_alive(pid)]
+            pids.append(int(process.name))
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def _main() -> None:

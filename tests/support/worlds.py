@@ -69,13 +69,13 @@ def run(piece: Piece, start: int, end: int) -> Piece:
 
 def laid_end_to_end(boxes: Iterable[Piece], low: int, high: int) -> list[Piece]:
     """Return range `[low, high)` of all elements of `boxes`, as a distributed optimizer holds."""
-    found = []
+    ranges = []
     for box in boxes:
         start, end = max(low, 0), min(high, box.numel)
         if start < end:
-            found.append(run(box, start, end))
+            ranges.append(run(box, start, end))
         low, high = low - box.numel, high - box.numel
-    return found
+    return ranges
 
 
 # ---------------------------------------------------------------------- carrying out a plan
@@ -163,7 +163,7 @@ def local_boxes(job: Sizes, tp: int, pp: int, ep: int, *, writes: bool) -> list[
     The first tensor or expert rank saves state that all of them replicate, and the first stage
     saves tied embeddings.
     """
-    found: list[tuple[str, Shape, Shape]] = []
+    tensors: list[tuple[str, Shape, Shape]] = []
     first = not writes or ep == 0
 
     def cut(extent: int) -> tuple[int, int]:
@@ -173,32 +173,34 @@ def local_boxes(job: Sizes, tp: int, pp: int, ep: int, *, writes: bool) -> list[
         # SwiGLU: gate and up of this rank are one local tensor, but two boxes of the global one.
         low, n = cut(FEED)
         for half in (0, FEED):
-            found.append((key, (*lead, half + low, 0), (*lead_shape, n, HIDDEN)))
+            tensors.append((key, (*lead, half + low, 0), (*lead_shape, n, HIDDEN)))
 
     last_stage = pp == job.pp - 1
     if first and (pp == 0 or (last_stage and not writes)):
         low, n = cut(VOCABULARY)
-        found.append(("embedding", (low, 0), (n, HIDDEN)))
+        tensors.append(("embedding", (low, 0), (n, HIDDEN)))
     for layer in range(LAYERS // job.pp * pp, LAYERS // job.pp * (pp + 1)):
         if first:
             low, n = cut(HEADS)
-            found.append(("layers.qkv", (layer, low, 0), (1, n, HIDDEN)))
-            found.append(("layers.proj", (layer, 0, low), (1, HIDDEN, n)))
+            tensors.append(("layers.qkv", (layer, low, 0), (1, n, HIDDEN)))
+            tensors.append(("layers.proj", (layer, 0, low), (1, HIDDEN, n)))
             halves("layers.fc1", (layer,), (1,))
         if not writes or (first and tp == 0):
-            found.append(("layers.norm", (layer, 0), (1, HIDDEN)))
+            tensors.append(("layers.norm", (layer, 0), (1, HIDDEN)))
         count = EXPERTS // job.ep
         for expert in range(ep * count, (ep + 1) * count, count if job.grouped else 1):
             together = count if job.grouped else 1
             low, n = cut(FEED)
             halves("layers.experts.fc1", (layer, expert), (1, together))
-            found.append(("layers.experts.fc2", (layer, expert, 0, low), (1, together, HIDDEN, n)))
+            tensors.append(
+                ("layers.experts.fc2", (layer, expert, 0, low), (1, together, HIDDEN, n))
+            )
     if last_stage and (not writes or (first and tp == 0)):
-        found += [("final", (0,), (HIDDEN,)), ("scale", (), ()), ("nothing", (0, 0), (0, HIDDEN))]
+        tensors += [("final", (0,), (HIDDEN,)), ("scale", (), ()), ("nothing", (0, 0), (0, HIDDEN))]
     return [
         whole(key, kind, dtype, SHAPES[key], offset, shape)
         for kind, dtype in KINDS.items()
-        for key, offset, shape in found
+        for key, offset, shape in tensors
     ]
 
 
@@ -206,15 +208,15 @@ def _share(job: Sizes, boxes: list[Piece], dp: int) -> list[Piece]:
     """Return the pieces that replica `dp` owns: all, or its range of each kind's flat buffer."""
     if not job.distributed:
         return boxes
-    found = []
+    owned = []
     for kind in KINDS:
         buffer = [box for box in boxes if box.kind == kind]
         # Megatron pads buffers to equal shares; the last share may hold padding only.
         share = -(-sum(box.numel for box in buffer) // job.dp)
-        found += laid_end_to_end(buffer, share * dp, share * (dp + 1))
+        owned += laid_end_to_end(buffer, share * dp, share * (dp + 1))
         if dp == 0:
-            found += [box for box in buffer if not box.numel]
-    return found
+            owned += [box for box in buffer if not box.numel]
+    return owned
 
 
 def stored_by(job: Sizes) -> list[list[Piece]]:

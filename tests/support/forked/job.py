@@ -83,10 +83,10 @@ def _attempt(
     family: list[BaseProcess] = []
     for rank in range(ranks):
         node, local_rank = divmod(rank, per_node)
-        mine = {"GROUP_RANK": str(node), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        variables = {"GROUP_RANK": str(node), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         process = context.Process(
             target=run_script,
-            args=(command, {**nodes[node], **job, **mine}, str(cwd), str(log)),
+            args=(command, {**nodes[node], **job, **variables}, str(cwd), str(log)),
             daemon=False,  # a daemonic process has no children, and Megatron's writers are children
         )
         process.start()

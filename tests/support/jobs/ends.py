@@ -119,11 +119,11 @@ def traced_step(forward_step: Any) -> Any:
     """Trace the results reported when an iteration began; then wait for the agent's commit."""
     from megatron_flashckpt.save.reports import SaveReports
 
-    told: list[int] = []
+    reported: list[int] = []
     committed = SaveReports.committed
 
     def note(self: SaveReports, outcome: Any) -> None:
-        told.append(outcome.iteration)
+        reported.append(outcome.iteration)
         committed(self, outcome)
 
     SaveReports.committed = note
@@ -134,12 +134,12 @@ def traced_step(forward_step: Any) -> Any:
         iteration = int(args.curr_iteration) + 1
         if iteration not in seen:
             seen.add(iteration)
-            trace(event="forward", iteration=iteration, told=list(told))
+            trace(event="forward", iteration=iteration, told=list(reported))
             deadline = time.monotonic() + 60
             while iteration > args.save_interval and not is_committed(args.save_interval):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            if iteration > args.save_interval and not told:
+            if iteration > args.save_interval and not reported:
                 # The manifest exists, and the agent is about to report the result.
                 time.sleep(0.5)
         return forward_step(batches, model)

@@ -186,7 +186,7 @@ class Recorder:
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            plain = [it for it in args if isinstance(it, str | int | bool)]
+            plain = [argument for argument in args if isinstance(argument, str | int | bool)]
             self.hooks.append([f"{module.__name__.rpartition('.')[2]}.{name}", plain, kwargs])
             return function(*args, **kwargs)
 
@@ -280,8 +280,8 @@ def forget() -> None:
 
 
 def main() -> None:
-    _, found = cells.begin()
-    for cell, store in found:
+    _, all_cells = cells.begin()
+    for cell, store in all_cells:
         run(cell, store)
         forget()
 

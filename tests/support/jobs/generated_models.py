@@ -135,14 +135,14 @@ class Model(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        found = self.single.sharded_state_dict(f"{prefix}single.", (), metadata)
+        sharded = self.single.sharded_state_dict(f"{prefix}single.", (), metadata)
         for place, (number, layer) in enumerate(zip(self.numbers, self.layers, strict=True)):
             local = f"{prefix}layers.{place}."
             offsets = ((0, number, self.count),)
             of_layer = layer.sharded_state_dict(local, offsets, metadata)
             replace_prefix_for_sharding(of_layer, local, f"{prefix}layers.")
-            found.update(of_layer)
-        return found
+            sharded.update(of_layer)
+        return sharded
 
 
 class Job:
@@ -265,17 +265,17 @@ def stepped(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Ten
                 extent = sub._get_model_param_range_map(parameter)["param"]
                 start, end = extent.start, extent.end
             states = sub.optimizer.state[owned]
-            tensors = {kind: it for kind, it in states.items() if kind != "step"}
+            tensors = {kind: value for kind, value in states.items() if kind != "step"}
             yield parameter, start, end, {"stepped": owned, **tensors}
 
 
-def differing(mine: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]:
+def differing(own: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the name of all state that differs from the state of the ranks that saved."""
     stored: dict[str, list[list[Any]]] = {}
     for of_rank in saved:
         for name, held in of_rank["tensors"].items():
             stored.setdefault(name, []).append(held)
-    for name, (start, end, value) in mine["tensors"].items():
+    for name, (start, end, value) in own["tensors"].items():
         whole = torch.zeros(max((there for _, there, _ in stored.get(name, [])), default=0))
         if not stored.get(name):
             if end > start:
@@ -288,11 +288,11 @@ def differing(mine: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str
         if value.dtype != dtype or not torch.equal(bits(value), bits(whole[start:end])):
             yield f"{name}: {value} is not {whole[start:end]}"
     kept = [group for of_rank in saved for group in of_rank["groups"]]
-    yield from (f"group {it}" for it in mine["groups"] if it not in kept)
+    yield from (f"group {settings}" for settings in own["groups"] if settings not in kept)
     for name in ("steps", "scheduler"):
-        found = [of_rank[name] for of_rank in saved if of_rank["steps"]]
-        if mine["steps"] and mine[name] not in found:
-            yield f"{name}: {mine[name]} is not {found}"
+        versions = [of_rank[name] for of_rank in saved if of_rank["steps"]]
+        if own["steps"] and own[name] not in versions:
+            yield f"{name}: {own[name]} is not {versions}"
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,8 +300,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def random_state_differs(mine: dict[str, Any], saved: dict[str, Any]) -> bool:
-    pairs = zip(mine["random"], saved["random"], strict=True)
+def random_state_differs(own: dict[str, Any], saved: dict[str, Any]) -> bool:
+    pairs = zip(own["random"], saved["random"], strict=True)
     same = [
         one == other if isinstance(one, tuple) else np.array_equal(one, other)
         for one, other in pairs
@@ -327,7 +327,11 @@ def save(case: dict[str, Any]) -> None:
     save_checkpoint(number, job.chunks, job.optimizer, job.scheduler, 0)
     outcomes = session.checkpointer(args.save).wait()
     torch.distributed.barrier()
-    trace(event="saved", case=case["name"], wrong=[it.error for it in outcomes if it.error])
+    trace(
+        event="saved",
+        case=case["name"],
+        wrong=[outcome.error for outcome in outcomes if outcome.error],
+    )
     # Of several ranks only the first refuses, and the others wait for it.
     if case.get("torch_dist") and torch.distributed.get_world_size() == 1:
         trace(event="torch_dist", case=case["name"], wrong=saved_by_megatron(job, place))
@@ -355,9 +359,9 @@ def load(case: dict[str, Any], saved_by: str, source: str) -> list[str]:
         load_checkpoint(job.chunks, job.optimizer, job.scheduler)
     files = sorted((ROOT / saved_by).glob(f"held-{case['number']}-*"))
     saved = [torch.load(file, weights_only=False) for file in files]
-    mine = job.held()
-    wrong = list(differing(mine, saved))
-    if saved_by == LAYOUT and random_state_differs(mine, saved[RANK]):
+    own = job.held()
+    wrong = list(differing(own, saved))
+    if saved_by == LAYOUT and random_state_differs(own, saved[RANK]):
         wrong.append("random state")
     if RANK == 0 and f"was restored from {source}" not in printed.getvalue():
         wrong.append(f"not from {source}: {printed.getvalue()}")

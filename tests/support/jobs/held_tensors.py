@@ -32,7 +32,7 @@ def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
     `[start, end)` is a range of the row-major flattening of the box.
     """
     by_id = _sharded(model)
-    parameters = {id(it) for chunk in unwrap_model(model) for it in chunk.parameters()}
+    parameters = {id(weight) for chunk in unwrap_model(model) for weight in chunk.parameters()}
     for number, entry in by_id.items():
         kind = "weight" if number in parameters else "buffer"
         flat = entry.data.detach().reshape(-1)
@@ -65,7 +65,7 @@ def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], li
     parallelism do expert parameters have groups of their own, so that mark is left out.
     """
     by_id = _sharded(model)
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     of_empty = []
     for sub in sub_optimizers(optimizer):
         if isinstance(sub, DistributedOptimizer):
@@ -80,10 +80,10 @@ def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], li
             if not (half or full):
                 of_empty.append(values)
             for parameter in (*half, *full):
-                of_key = found.setdefault(by_id[id(parameter)].key, [])
+                of_key = by_key.setdefault(by_id[id(parameter)].key, [])
                 if values not in of_key:  # all layers have one key
                     of_key.append(values)
-    return found, of_empty
+    return by_key, of_empty
 
 
 def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
@@ -154,12 +154,12 @@ def digest(content: torch.Tensor) -> str:
 
 def steps(optimizer: Any) -> list[float]:
     """Return the distinct step counts of the optimizers."""
-    found = set()
+    counts = set()
     for sub in sub_optimizers(optimizer):
         inner = sub.optimizer
-        found |= {float(group["step"]) for group in inner.param_groups if "step" in group}
-        found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
-    return sorted(found)
+        counts |= {float(group["step"]) for group in inner.param_groups if "step" in group}
+        counts |= {float(state["step"]) for state in inner.state.values() if "step" in state}
+    return sorted(counts)
 
 
 def spoil(optimizer: Any, how: str) -> None:

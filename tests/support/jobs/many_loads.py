@@ -106,8 +106,8 @@ def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
                 digest.update(name.encode() + held)
         for group in sub.optimizer.param_groups:
             # The rate is left out: Megatron's scheduler adds up the steps of all its loads.
-            said = {key: value for key, value in group.items() if key not in ("params", "lr")}
-            digest.update(repr(sorted(said.items())).encode())
+            settings = {key: value for key, value in group.items() if key not in ("params", "lr")}
+            digest.update(repr(sorted(settings.items())).encode())
         for masters in getattr(sub, "shard_fp32_from_float16_groups", []):
             for master in masters:
                 digest.update(master.detach().numpy().tobytes())

@@ -17,8 +17,8 @@ def allocated() -> int:
     Resident pages also grow with fragmentation; these bytes do not. They include Python's own
     objects if `PYTHONMALLOC=malloc`.
     """
-    found = _mallinfo2()()
-    return int(found.uordblks + found.hblkhd)
+    info = _mallinfo2()()
+    return int(info.uordblks + info.hblkhd)
 
 
 @functools.cache  # objects that ctypes makes for a function would count as growth
@@ -37,11 +37,11 @@ def start() -> None:
 
 def of_agent() -> int:
     """Return the agent's bytes; the pipe `AGENT_METER` must have existed before the agent."""
-    said = b""
-    while not said:  # empty if the agent was still closing the pipe for the previous reader
+    answer = b""
+    while not answer:  # empty if the agent was still closing the pipe for the previous reader
         with open(os.environ["AGENT_METER"], "rb", buffering=0) as pipe:
-            said = pipe.read(64)
-    return int(said.split()[0])
+            answer = pipe.read(64)
+    return int(answer.split()[0])
 
 
 def _answer(pipe: str) -> None:

@@ -84,7 +84,7 @@ def report(trace: Callable[..., None], stager: Stager) -> None:
     locked = [[thread, device] for _, thread, device in cpu_cuda.node.runtime.registered_by]
     trace(
         event="gpu",
-        devices={thread: sorted(found) for thread, found in devices.items()},
+        devices={thread: sorted(called_on) for thread, called_on in devices.items()},
         copies=copies,
         locked=locked,
     )

@@ -132,7 +132,7 @@ def note(tensors: list[torch.Tensor], event: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for each in json.loads(Path(os.environ["CASES"]).read_text()):
-        run(each)
+    for entry in json.loads(Path(os.environ["CASES"]).read_text()):
+        run(entry)
         dist.barrier()
     dist.destroy_process_group()

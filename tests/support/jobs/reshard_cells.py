@@ -248,9 +248,9 @@ def run_cell(cell: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    base, found = cells.begin()
+    base, all_cells = cells.begin()
     entered = None
-    for number, (cell, store) in enumerate(found):
+    for number, (cell, store) in enumerate(all_cells):
         if cell["world"] <= RANK:
             entered = None  # the other ranks leave the layout
             continue

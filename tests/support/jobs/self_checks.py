@@ -81,11 +81,15 @@ def without_last(groups: list[list[Any]]) -> list[list[Any]]:
 @contextlib.contextmanager
 def master_left_out(job: Job) -> Iterator[None]:
     """Remove a master from the optimizer's list, which its inner optimizer still steps."""
-    it = sub(job)
+    distributed = sub(job)
     with (
-        changed(it, "model_float16_groups", without_last(it.model_float16_groups)),
         changed(
-            it, "shard_fp32_from_float16_groups", without_last(it.shard_fp32_from_float16_groups)
+            distributed, "model_float16_groups", without_last(distributed.model_float16_groups)
+        ),
+        changed(
+            distributed,
+            "shard_fp32_from_float16_groups",
+            without_last(distributed.shard_fp32_from_float16_groups),
         ),
     ):
         yield
@@ -93,13 +97,17 @@ def master_left_out(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def master_doubled(job: Job) -> Iterator[None]:
-    it = sub(job)
+    distributed = sub(job)
     with (
-        changed(it, "model_float16_groups", [g + g[:1] for g in it.model_float16_groups]),
         changed(
-            it,
+            distributed,
+            "model_float16_groups",
+            [g + g[:1] for g in distributed.model_float16_groups],
+        ),
+        changed(
+            distributed,
             "shard_fp32_from_float16_groups",
-            [g + g[:1] for g in it.shard_fp32_from_float16_groups],
+            [g + g[:1] for g in distributed.shard_fp32_from_float16_groups],
         ),
     ):
         yield
@@ -132,8 +140,8 @@ def not_in_state_dict(job: Job) -> Iterator[None]:
     model = job[0][0].module.module
 
     def listed(*args: Any, **kwargs: Any) -> Any:
-        found = sharded_state_dict(*args, **kwargs)
-        return {name: it for name, it in found.items() if name != "extra"}
+        sharded = sharded_state_dict(*args, **kwargs)
+        return {name: value for name, value in sharded.items() if name != "extra"}
 
     with added(job, frozen=True):
         sharded_state_dict = model.sharded_state_dict

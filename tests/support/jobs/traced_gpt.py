@@ -158,8 +158,8 @@ def await_outcomes() -> None:
     """
     from megatron_flashckpt.save.session import session
 
-    for each in session._open.values():
-        checkpointer = each.checkpointer
+    for opened in session._open.values():
+        checkpointer = opened.checkpointer
         checkpointer.saves.put_back(checkpointer.wait())
 
 
@@ -217,8 +217,8 @@ def measuring_step(forward_step: Any) -> Any:
             frozen = True
         gc.collect()
         await_commit()  # an agent holds more memory for a save that is not yet committed
-        for each in session._open.values():
-            client = each.checkpointer.link.current
+        for opened in session._open.values():
+            client = opened.checkpointer.link.current
             if client is not None:
                 used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
                 used["trainer"]["nbytes"] = meter.allocated()
@@ -236,8 +236,8 @@ def preparing_step(forward_step: Any) -> Any:
         from megatron_flashckpt.save.session import session
 
         deadline = time.monotonic() + 60
-        for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
-            while each.checkpointer.link.is_preparing:
+        for opened in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
+            while opened.checkpointer.link.is_preparing:
                 assert time.monotonic() < deadline, "agent and memory are not ready"
                 time.sleep(0.01)
         return forward_step(batches, model)
@@ -277,8 +277,8 @@ def send(name: str, whom: str) -> None:
     if whom == "agent":
         from megatron_flashckpt.save.session import session
 
-        for each in session._open.values():
-            os.kill(each.checkpointer.link.client().agent_pid, number)
+        for opened in session._open.values():
+            os.kill(opened.checkpointer.link.client().agent_pid, number)
     if whom in ("torchrun", "job"):
         torchrun = psutil.Process(os.getppid())
         ranks = torchrun.children()
@@ -412,8 +412,8 @@ def be_the_writers() -> None:
 def report_counters() -> None:
     """Trace the plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.save.session")
-    for each in session.session._open.values() if session else ():
-        counters = each.checkpointer.planner.counters
+    for opened in session.session._open.values() if session else ():
+        counters = opened.checkpointer.planner.counters
         trace(
             event="plans",
             local=counters.local_hits,
@@ -421,7 +421,7 @@ def report_counters() -> None:
             misses=counters.misses,
         )
         if "GPU" in os.environ:
-            on_gpu.report(trace, each.checkpointer.link.stager)
+            on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
 def tell_groups_apart(by: list[str]) -> None:
