@@ -83,7 +83,7 @@ def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
 
 
 def test_a_save_waits_until_staged_or_durable_on_request(tmp_path: Path) -> None:
-    """A test hook delays late copies until a save has returned, or waits for durability."""
+    """The script delays late copies until a save returns, except if it waits for durability."""
     result = job(
         tmp_path,
         train_iters=6,

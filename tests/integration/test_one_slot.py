@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return where, run(where, "whole")
 
 
-def assert_goes_on_as(whole: tuple[Path, Result], name: str, result: Result, attempt: int) -> None:
+def assert_continues_as(whole: tuple[Path, Result], name: str, result: Result, attempt: int) -> None:
     where, uninterrupted = whole
     expected, losses = uninterrupted.losses(), result.losses(attempt)
     assert sorted(losses) == [4, 5, 6]
@@ -54,7 +54,7 @@ def test_a_restart_is_bit_exact(whole: tuple[Path, Result], name: str) -> None:
     env, source = RESTARTS[name]
     result = run(whole[0], name, max_restarts=1, env=env)
     assert f"iteration 3 was restored from {source}" in result.log
-    assert_goes_on_as(whole, name, result, 1)
+    assert_continues_as(whole, name, result, 1)
 
 
 def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
@@ -62,7 +62,7 @@ def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
     truncated_copy(where / "whole", where / "resumed", 3)
     result = run(where, "resumed")
     assert "iteration 3 was restored from storage" in result.log
-    assert_goes_on_as(whole, "resumed", result, 0)
+    assert_continues_as(whole, "resumed", result, 0)
 
 
 def test_rank_0_logs_once_the_drawback_of_one_slot(whole: tuple[Path, Result]) -> None:

@@ -47,7 +47,7 @@ def test_ranks_with_equal_plans_compute_one(
 
 
 def templates(save: Path, iteration: int) -> list[set[int]]:
-    """Return which ranks share each template of a checkpoint."""
+    """Return the set of ranks that share each template of a checkpoint."""
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     ranks: dict[int, set[int]] = {}

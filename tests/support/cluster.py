@@ -106,7 +106,7 @@ class Cluster:
     def await_held(
         self, iteration: int, holders: int, beyond: dict[int, int] | None = None
     ) -> None:
-        """Wait for `holders` reports per rank; with `beyond`, for one more than counted there."""
+        """Wait for `holders` reports per rank, in addition to the counts in `beyond`."""
 
         def held() -> bool:
             before = beyond or {}

@@ -6,7 +6,7 @@ Further fields:
 
 - `args` are set on Megatron's arguments before the call, `config` on our settings.
 - A save with `then_load` copies slowly, and that directory is loaded as soon as the save returns.
-- Before `then_load`, and before a case with `spoiled`, all weights change.
+- Before the call of a case with `then_load` or `spoiled`, all weights change.
 - With `trouble` `{"on", "errno", "times", "name"}`, the next reads of files of that name fail on
   rank `on`.
 
