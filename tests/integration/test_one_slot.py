@@ -40,7 +40,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return where, run(where, "whole")
 
 
-def assert_continues_as(whole: tuple[Path, Result], name: str, result: Result, attempt: int) -> None:
+def assert_continues_as(
+    whole: tuple[Path, Result], name: str, result: Result, attempt: int
+) -> None:
     where, uninterrupted = whole
     expected, losses = uninterrupted.losses(), result.losses(attempt)
     assert sorted(losses) == [4, 5, 6]
