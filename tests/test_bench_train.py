@@ -35,7 +35,7 @@ def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float
     return Measured(ended_at, exit_s, losses, saved=[*(saved or []), SCHEDULE.iterations])
 
 
-def test_a_schedule_ends_with_a_save_that_is_not_at_its_interval() -> None:
+def test_a_schedule_ends_with_a_save_off_its_interval() -> None:
     assert SCHEDULE.saved_at == [5, 10, 15, 20]
     assert SCHEDULE.iterations == 24
     assert SCHEDULE.resumed_from == 15

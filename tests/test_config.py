@@ -291,7 +291,7 @@ def test_every_number_has_bounds():
 
 
 @pytest.mark.parametrize("text", ["some", "3-1", "[0, 1]", "-1"])
-def test_cpus_that_are_no_list_are_refused(text):
+def test_an_invalid_list_of_cpus_is_refused(text):
     with pytest.raises(ConfigError, match=r"agent\.cpus"):
         load_config(environ={"FLASHCKPT_AGENT__CPUS": text})
     assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "3"}).agent.cpus == 3

@@ -115,7 +115,7 @@ def test_every_heading_is_a_message_of_the_package() -> None:
     assert {heading: nearest(heading) for heading in foreign} == {}
 
 
-def test_every_message_that_a_how_to_page_quotes_is_one_of_the_package() -> None:
+def test_every_message_quoted_on_a_how_to_page_exists() -> None:
     assert len(quoted()) > 15
     foreign = [message for message in quoted() if not is_in_a_message(message)]
     assert {message: nearest(message) for message in foreign} == {}

@@ -265,7 +265,7 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: 
 @pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if case[2] and name != "flipped_bit"]
 )
-def test_nothing_is_overwritten_when_a_load_is_refused(ran: Ran, name: str) -> None:
+def test_a_refused_load_overwrites_nothing(ran: Ran, name: str) -> None:
     assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
 
 
@@ -275,7 +275,7 @@ def test_a_missing_directory_starts_from_random_as_stock_does(ran: Ran) -> None:
     assert "will not load any checkpoints and will start from random" in ran.result.log
 
 
-def test_saving_into_a_file_fails_on_every_rank_with_the_path_and_a_remedy(ran: Ran) -> None:
+def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: Ran) -> None:
     for event in ran.of("save_into_a_file"):
         (message,) = event["result"]
         assert str(ran.tmp_path / "file") in message
@@ -291,7 +291,7 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> 
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
 
 
-def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> None:
+def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: Ran) -> None:
     saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
     for save, load in zip(saves, loads, strict=True):
         assert (save["result"], save["error"], load["error"]) == ([None], None, None)
@@ -300,7 +300,7 @@ def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> Non
         assert load["weights"] == [after, before]
 
 
-def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran: Ran) -> None:
+def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: Ran) -> None:
     for event in ran.of("no_doorbell_on_one_rank"):
         (message,) = event["result"]
         assert "ValueError: an error that nobody foresaw" in message
@@ -313,7 +313,7 @@ def test_a_save_creates_a_missing_directory(ran: Ran) -> None:
     assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
 
 
-def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes(
+def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
     ran: Ran,
 ) -> None:
     cases = ran.tmp_path / "other.json"

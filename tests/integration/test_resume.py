@@ -196,7 +196,7 @@ def test_the_size_expected_before_the_first_step_equals_the_saved_one(jobs: Jobs
             assert expected == saved
 
 
-def test_copies_that_megatron_keeps_equal_are_found_equal(
+def test_copies_that_megatron_keeps_equal_compare_equal(
     jobs: Jobs, request: pytest.FixtureRequest
 ) -> None:
     """The copies are norms, biases and routers of tensor ranks, and the last stage's embedding."""

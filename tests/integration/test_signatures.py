@@ -113,7 +113,7 @@ def test_an_argument_that_the_release_does_not_have_is_refused(release: str) -> 
         LoadCall.of((["chunk"], None, None), {"from_the_future": 1})
 
 
-def test_a_load_is_bound_by_position_and_by_either_name_of_its_first_parameter(
+def test_a_load_is_bound_by_position_and_both_first_parameter_names(
     release: str,
 ) -> None:
     for args, kwargs in (
