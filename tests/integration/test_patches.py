@@ -26,7 +26,7 @@ PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Copy the files of the installed release that the patch changes."""
+    """Copy the files of the installed release that the patch changes, and the version file."""
     installed = Path(megatron.core.__file__).parents[2]
     for path in (*PATCHED, "megatron/core/package_info.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def train(tmp_path: Path, name: str, env: dict[str, str] | None = None) -> Resul
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """Run a job that is killed in iteration 5 after it committed 2 and 4; the agent keeps both."""
+    """Run a job that is killed in iteration 6 after it committed 2 and 4; the agent keeps both."""
     result = train(tmp_path, "crash", {"KILL": "0:6"})
     assert result.returncode != 0
     assert (tmp_path / "save" / TRACKER).read_text() == "4"

@@ -59,7 +59,7 @@ def test_redundancy_stops_all_ranks_at_start_if_one_lacks_pyzmq(
     arguments = ["--save-interval", "2"]
     result = run(where, "redundant", "('1',)", arguments, FLASHCKPT_REDUNDANCY="copy")
     assert result.returncode == 1
-    assert not result.losses(), "no iteration began"
+    assert not result.losses(), "an iteration began"
     errors = re.findall(r"errors\.ConfigError: .*", result.log)
     assert len(errors) == 2, result.log[-6000:]
     for line in errors:
