@@ -181,7 +181,7 @@ def test_a_resumed_job_trains_bit_for_bit_like_the_uninterrupted_one(runs: Runs,
     assert_alike(runs, job.name)
     later = f"{job.name}-2"
     if job.name in STOCK_LOSES:
-        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "mended? compare then"
+        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "stock agrees: compare it"
     else:
         assert_alike(runs, later)
 
