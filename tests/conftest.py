@@ -8,12 +8,12 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Property tests judge results, not speed: machines that run them are shared.
+# Property tests check results, not speed, because they run on shared machines.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
-# Keep the bytecode of the package and the tests, whatever the machine is set to: each rank process
-# would compile about 150 modules again, which takes 0.25 s of CPU.
+# Keep the bytecode of package and tests, whatever the machine's settings: otherwise every rank
+# process compiles about 150 modules again, which takes 0.25 s of CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

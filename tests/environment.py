@@ -1,6 +1,6 @@
-"""Makes `.venv` with everything that the demo, the tests and the benchmarks need.
+"""Creates `.venv` with all packages that the demo, the tests and the benchmarks need.
 
-`scripts/install` runs this file with the Python that `.venv` is to have.
+`scripts/install` runs this file with the Python version of the new `.venv`.
 """
 
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 TORCH, MEGATRON = "2.13.0", "0.17.1"
 REPO = Path(__file__).resolve().parents[1]
 PYTHON = REPO / ".venv/bin/python"
-#: What `megatron.training` imports.
+#: Packages that `megatron.training` imports.
 OF_MEGATRON = ("numpy", "packaging", "einops", "regex", "requests", "tqdm", "pyyaml")
 
 
@@ -22,10 +22,10 @@ def pip_install(*arguments: str) -> bool:
 
 
 def install_torch() -> bool:
-    """Install torch exactly: an open range could replace it by a build with gigabytes of CUDA."""
+    """Install an exact torch: a version range could select a build with gigabytes of CUDA."""
     if shutil.which("nvidia-smi"):
         return pip_install(f"torch=={TORCH}")
-    # The CPU build, from wherever pip is set up to find it; else from PyTorch's own index.
+    # Prefer the CPU build from pip's configured index, else take PyTorch's own index.
     return pip_install(f"torch=={TORCH}+cpu") or pip_install(
         f"torch=={TORCH}", "--index-url", "https://download.pytorch.org/whl/cpu"
     )
@@ -38,11 +38,11 @@ def main() -> None:
             "set PYTHON="
         )
     subprocess.run([sys.executable, "-m", "venv", str(REPO / ".venv")], check=True)
-    # torch first, because the other packages ask for any torch.
+    # Install torch first, because the other packages accept any torch.
     succeeded = (
         install_torch()
         and pip_install(*OF_MEGATRON)
-        # The wheel's metadata asks for Python 3.12, but it runs on 3.11.
+        # The wheel's metadata requires Python 3.12, but the wheel runs on 3.11.
         and pip_install("--ignore-requires-python", "--no-deps", f"megatron-core=={MEGATRON}")
         # The package itself, and the tools of the tests.
         and pip_install("-e", ".[dev,redundancy]")

@@ -1,7 +1,7 @@
-"""Writes the pages of `docs/reference/` that follow from code: `python -m tests.reference_pages`.
+"""Writes the generated pages of `docs/reference/`: `python -m tests.reference_pages`.
 
-`configuration.md` comes from the classes of the settings and the texts below their fields,
-`command-line.md` from the parser of `flashckpt`. `test_docs.py` holds that both are up to date.
+`configuration.md` is generated from the settings' classes and the texts below their fields,
+`command-line.md` from the parser of `flashckpt`. `test_docs.py` checks that both are up to date.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def configuration() -> str:
 def _section(
     struct: type[msgspec.Struct], prefix: str, with_variables: bool = True
 ) -> Iterator[str]:
-    """Yield the lines of all fields of `struct`, those of nested sections last.
+    """Yield the lines of all fields of `struct`, with the fields of nested sections last.
 
     Args:
         with_variables: False: a variable sets the whole section, not its fields.
@@ -117,7 +117,7 @@ def _default(field: Any) -> Any:
 
 
 def _field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the string that follows each field in the class's source, base classes included."""
+    """Return the string below each field in the source of the class and of its base classes."""
     texts: dict[str, str] = {}
     for cls in reversed(struct.__mro__):
         if cls in (object, msgspec.Struct) or not issubclass(cls, msgspec.Struct):
@@ -137,7 +137,7 @@ def _paragraphs(text: str) -> str:
 
 
 def _kind(kind: types.Type, default: Any) -> str:
-    """Return what values a field takes, in words, its default first."""
+    """Describe in words the values that a field takes, its default first."""
     match kind:
         case types.UnionType():
             return " or ".join(_kind(member, default) for member in kind.types)
@@ -170,7 +170,7 @@ def command_line() -> str:
 
 
 def _command(parser: argparse.ArgumentParser, summary: str) -> Iterator[str]:
-    """Yield the lines of a command, or of the commands below it."""
+    """Yield the lines of a command, or of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             summaries = {choice.dest: choice.help for choice in action._choices_actions}
@@ -200,7 +200,7 @@ def _command(parser: argparse.ArgumentParser, summary: str) -> Iterator[str]:
 
 
 def _usage(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> str:
-    """Return one line, or several: argparse's own depend on the version of Python."""
+    """Return the usage in one or more lines; argparse's own breaks depend on Python's version."""
     words = [parser.prog]
     groups = {group._group_actions[0]: group for group in parser._mutually_exclusive_groups}
     grouped = {action for group in groups.values() for action in group._group_actions[1:]}

@@ -1,6 +1,6 @@
-"""Why each call that removes, truncates or renames may: see `test_removals.py`.
+"""Reviewed reasons for every call that removes, truncates or renames: see `test_removals.py`.
 
-One line each: function, call, reason, and the test that shows that nothing else is hit.
+Each entry has function, call, reason, and the test that shows that the call hits nothing else.
 """
 
 # ruff: noqa: E501, names of tests are long
@@ -14,23 +14,23 @@ class Call(NamedTuple):
     module: str
     function: str
     call: str
-    """As `ast.unparse` writes it."""
+    """The call in the form that `ast.unparse` returns."""
 
 
 class Reason(NamedTuple):
     why: str
     test: str
-    """`file::function` below tests/, which fails if the call hits something of somebody else's."""
+    """`file::function` below tests/; the test fails if the call hits a file of somebody else."""
 
 
 def review(module: str, *lines: tuple[str, str, str, str]) -> dict[Call, Reason]:
-    """Return the reviewed calls of a module, from lines of function, call, reason and test."""
+    """Return a module's reviewed calls; each line has function, call, reason and test."""
     return {Call(module, where, call): Reason(why, test) for where, call, why, test in lines}
 
 
-#: Reasons that several calls have.
+#: Reasons that apply to several calls.
 PRIVATE = "in the agent's directory, which no other user can enter, and under a name of ours"
-EMPTY = "rmdir(2) removes nothing that holds anything"
+EMPTY = "rmdir(2) removes empty directories only"
 ID = "the name carries the random id of the save"
 RANDOM = "the name is random and was made by this call"
 FRESH = "in a directory that this conversion made under a random name"

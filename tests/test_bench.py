@@ -1,4 +1,4 @@
-"""`scripts/bench save --quick` measures and reports. What it measures is no test's business."""
+"""`scripts/bench save --quick` measures and reports; the measured figures are not tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEASURED = (
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
-    """What `--quick` prints and writes of a state of 2 MiB on one rank."""
+    """Run `--quick` with a state of 2 MiB on one rank; return its output and its JSON figures."""
     where = tmp_path_factory.mktemp("bench")
     size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
     paths = ["--dir", str(where), "--json", str(where / "figures.json")]
@@ -49,15 +49,15 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
 def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dict]) -> None:
     _, figures = quick
     for name in ("flashckpt", "torch.save"):
-        found = figures["systems"][name]
-        assert found["errors"] == []
-        assert set(MEASURED) <= found.keys()
-        assert all(len(found[key]) == 1 and found[key][0] >= 0 for key in MEASURED)
-        assert found["first"].keys() >= {"blocked_s", "durable_s"}
-        (other,) = found["more_jobs"]
-        assert other["first"]["blocked_s"] != found["first"]["blocked_s"]
+        measured = figures["systems"][name]
+        assert measured["errors"] == []
+        assert set(MEASURED) <= measured.keys()
+        assert all(len(measured[key]) == 1 and measured[key][0] >= 0 for key in MEASURED)
+        assert measured["first"].keys() >= {"blocked_s", "durable_s"}
+        (other,) = measured["more_jobs"]
+        assert other["first"]["blocked_s"] != measured["first"]["blocked_s"]
         assert len(other["blocked_s"]) == 3
-        assert found["disk_nbytes"] >= figures["rank_nbytes"] > 0
+        assert measured["disk_nbytes"] >= figures["rank_nbytes"] > 0
     ours = figures["systems"]["flashckpt"]
     assert ours["busy"]["said"] == ["saved"] * 3
     assert ours["busy"]["latest"] == 3
@@ -71,7 +71,7 @@ def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dic
     } <= figures["limits"].keys()
 
 
-def test_a_system_that_is_not_installed_is_named_with_what_to_install(
+def test_the_report_names_the_package_that_a_missing_system_needs(
     quick: tuple[str, dict],
 ) -> None:
     printed, figures = quick
@@ -89,13 +89,13 @@ def test_the_report_compares_with_the_targets(quick: tuple[str, dict]) -> None:
 
 
 def saves(first_ms: float, *later_ms: float) -> dict:
-    """What one job finds of a system, as far as it concerns what its saves block."""
+    """Return the part of one job's results that concerns the time for which saves block."""
     blocked = {"blocked_s": [ms / 1000 for ms in later_ms]}
     return {"first": {"blocked_s": first_ms / 1000, "phases": {}}, **blocked, "errors": []}
 
 
 def figures(systems: dict[str, dict]) -> dict:
-    """What `print_report` needs of a run."""
+    """Return the results of a run that `print_report` needs."""
     return {
         "size": {"ranks": 1, "saves": 2, "train_saves": 0, "loads": 0},
         "seconds": 1.0,
@@ -108,21 +108,21 @@ def figures(systems: dict[str, dict]) -> dict:
 
 
 def test_a_first_save_is_compared_with_later_ones_of_its_own_job() -> None:
-    """By the median of the jobs' ratios: 2, 1 and 4; not that of all first saves by all others."""
+    """The report shows the median of the jobs' ratios 2, 1 and 4, not a ratio over all saves."""
     ours = saves(10, 4, 5, 6)
     ours["more_jobs"] = [saves(40, 38, 40, 90), saves(12, 3, 3, 3)]
     row = report.summary(figures({"flashckpt": ours}), "flashckpt")
     assert row["first_blocked_s"] == pytest.approx(0.012)
     assert row["first_over_later"] == pytest.approx(2.0)
     assert row["blocked_s"] == pytest.approx(0.005), "later saves are those of the main job"
-    (target,) = [it for it in targets.TARGETS if "first save" in it.what]
+    (target,) = [candidate for candidate in targets.TARGETS if "first save" in candidate.what]
     assert target.reached({}, row) == pytest.approx(2.0)
 
 
-def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable() -> None:
+def test_the_target_of_a_durable_save_is_memcpy_plus_raw_write() -> None:
     ours = {"errors": [], "durable_s": [0.4, 0.3, 0.5], "memcpy_s": [0.03, 0.05, 0.09]}
     results = figures({"flashckpt": ours})
-    (target,) = [it for it in targets.TARGETS if "durable, " in it.what]
+    (target,) = [candidate for candidate in targets.TARGETS if "durable, " in candidate.what]
     assert target.reached(results, report.summary(results, "flashckpt")) is None
     results["limits"] = {"raw_direct_s": [0.2, 0.9, 0.1], "raw_buffered_s": [0.7]}
     reached = target.reached(results, report.summary(results, "flashckpt"))
@@ -130,10 +130,12 @@ def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable() ->
     assert not target.met(reached)
 
 
-def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too() -> None:
+def test_blocking_staging_is_also_compared_with_copying_tensor_by_tensor() -> None:
     results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
     results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
-    (blocking,) = [it for it in targets.TARGETS if "staging: blocking" in it.what]
+    (blocking,) = [
+        candidate for candidate in targets.TARGETS if "staging: blocking" in candidate.what
+    ]
     assert blocking.beside(results, {}) == "1.50 x a copy tensor by tensor"
     assert blocking.beside(figures({}), {}) == ""
 
@@ -155,10 +157,10 @@ def test_the_report_says_how_many_first_saves_each_system_made() -> None:
     assert "jobs: 3 of flashckpt; 1 of gather" in out.file.getvalue()
 
 
-def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
+def test_only_fast_systems_without_errors_make_more_first_saves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In new directories, and never twice in a row with the same system as the first."""
+    """Every job gets a new directory and another first system than the job before."""
     jobs: list[tuple[list[str], int, Path]] = []
 
     def run_job(mode: str, names: Iterable[str], size: Any, root: Path) -> dict:
@@ -177,7 +179,7 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert len({root for _, _, root in jobs}) == 3
     assert not list(tmp_path.iterdir())
     assert len(systems["a"]["more_jobs"]) == 3
-    assert systems["a"]["errors"] == ["save: no"] * 3, "what fails there is reported"
+    assert systems["a"]["errors"] == ["save: no"] * 3, "errors of further jobs are not reported"
     assert not {"more_jobs"} & (systems["slow"].keys() | systems["failed"].keys())
     assert "slow: one first save only" in out.file.getvalue()
 
@@ -186,19 +188,19 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert jobs == []
 
 
-def test_studies_have_names_of_their_own_and_options_for_the_same_files() -> None:
+def test_studies_have_unique_names_and_equal_file_options() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
-    for each in STUDIES:
-        each.add_to(commands)
-    for each in STUDIES:
-        options = parser.parse_args([each.name, "--dir", "d", "--json", "j", "--png", "p"])
+    for made in STUDIES:
+        made.add_to(commands)
+    for made in STUDIES:
+        options = parser.parse_args([made.name, "--dir", "d", "--json", "j", "--png", "p"])
         assert (options.dir, options.json, options.png) == (Path("d"), Path("j"), Path("p"))
-    assert len({each.name for each in STUDIES}) == len(STUDIES)
+    assert len({made.name for made in STUDIES}) == len(STUDIES)
 
 
 def carry_out(made: study.Study, printed: io.StringIO, *arguments: str) -> None:
-    """Run a study as its subcommand does."""
+    """Run a study through its subcommand."""
     parser = argparse.ArgumentParser()
     made.add_to(parser.add_subparsers())
     options = parser.parse_args([made.name, *arguments])
@@ -242,7 +244,7 @@ def test_writers_are_compared_on_every_kind_of_storage() -> None:
 
 
 def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
-    """Parity has at least three nodes; a scheme costs the agents more than none."""
+    """Parity needs at least three nodes; every scheme costs the agents more CPU than none."""
     printed = io.StringIO()
     carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
     rows = [row.split() for row in printed.getvalue().splitlines()[2:]]
@@ -256,7 +258,7 @@ def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
     assert cpu["3", "none"] < min(cpu["3", "copy"], cpu["3", "xor"])
 
 
-def test_every_way_of_writing_covers_each_element_once() -> None:
+def test_every_write_policy_covers_each_element_once() -> None:
     for policy in writers.POLICIES:
         parts = sorted(
             writers.part_of(replica, 1001, policy) for replica in range(writers.REPLICAS)
@@ -266,8 +268,8 @@ def test_every_way_of_writing_covers_each_element_once() -> None:
         assert written[-1][1] == 1001
 
 
-def test_the_peak_of_a_step_counts_what_it_gives_back_and_nothing_else() -> None:
-    # In a process of its own memory would be counted exactly; here tests before may have left some.
+def test_the_peak_of_a_step_counts_only_its_own_memory() -> None:
+    # Earlier tests may have left free memory in this process, so the bounds have some tolerance.
     kept = b"x" * 50_000_000
     length, peak_mb = with_peak_mb(lambda: len(b"y" * 100_000_000))
     assert length == 100_000_000

@@ -1,4 +1,4 @@
-"""`python -m benchmarks train`: its arithmetic, what it refuses, and that it tidies up."""
+"""`python -m benchmarks train`: its arithmetic, the runs that it refuses, and its cleanup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_S, LATER_S, STEP_S = 10.0, 0.5, 2.0
 
 
 def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float = 1.0) -> Measured:
-    """Return a run of steps of 2 s whose saves cost 10 s once, and 0.5 s later."""
+    """Return a run with steps of 2 s, whose first save costs 10 s and later ones 0.5 s."""
     at, ended_at = 100.0, {}
     for iteration in range(1, SCHEDULE.iterations + 1):
         if iteration - 1 in (saved or []):
@@ -35,7 +35,7 @@ def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float
     return Measured(ended_at, exit_s, losses, saved=[*(saved or []), SCHEDULE.iterations])
 
 
-def test_a_schedule_ends_with_a_save_that_is_not_at_its_interval() -> None:
+def test_a_schedule_ends_with_a_save_off_its_interval() -> None:
     assert SCHEDULE.saved_at == [5, 10, 15, 20]
     assert SCHEDULE.iterations == 24
     assert SCHEDULE.resumed_from == 15
@@ -49,23 +49,23 @@ def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None
     late = {iteration: at + 6.0 for iteration, at in run.ended_at.items()}
     assert figures.lost_in_all(dataclasses.replace(run, ended_at=late), run_of()) == pytest.approx(
         FIRST_S + 3 * LATER_S + 9.0
-    ), "a slower start is lost, too"
+    ), "a slower start counts as lost"
     assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
 
 
-def test_saves_that_a_system_leaves_out_do_not_make_the_others_cheaper() -> None:
+def test_skipped_saves_do_not_make_the_others_cheaper() -> None:
     run = run_of([5, 10, 20])
     assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(LATER_S)
     assert figures.lost_per_save(SCHEDULE, run_of([5]), run_of()) is None
 
 
-def test_steps_that_are_slower_beside_a_save_count_as_lost() -> None:
+def test_slower_steps_during_a_save_count_as_lost_time() -> None:
     run = run_of([5, 10, 15, 20], slower=0.3)
     expected = LATER_S + 14 * 0.3 / 3
     assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(expected)
 
 
-def test_figures_are_medians_over_rounds_with_the_least_and_the_most() -> None:
+def test_figures_are_medians_over_rounds_with_minimum_and_maximum() -> None:
     rounds = [{"exit_s": value, "gb": None} for value in (3.0, 1.0, 2.5)]
     (name, spread), *others = figures.spreads(rounds).items()
     assert (name, others) == ("exit_s", [])
@@ -73,7 +73,7 @@ def test_figures_are_medians_over_rounds_with_the_least_and_the_most() -> None:
     assert str(spread) == "2.50 (1.00 to 3.00)"
 
 
-def test_a_run_that_trained_something_else_is_no_result() -> None:
+def test_a_run_with_other_losses_is_rejected() -> None:
     run = run_of([5, 10, 15, 20])
     assert figures.objections(SCHEDULE, run, run_of()) == []
     run.losses[7] = ["0:7", "1:7.5"]
@@ -84,7 +84,7 @@ def test_a_run_that_trained_something_else_is_no_result() -> None:
 
 
 @pytest.mark.parametrize("losses", [{16: ["0:16", "1:9"], 17: ["0:17", "1:17"]}, {}], ids=str)
-def test_a_checkpoint_that_does_not_resume_the_run_is_no_result(losses: dict) -> None:
+def test_a_checkpoint_that_does_not_resume_the_run_is_rejected(losses: dict) -> None:
     run, baseline = run_of([5, 10, 15, 20]), run_of()
     good = {iteration: baseline.losses[iteration] for iteration in (16, 17)}
     run.restarts["storage"] = Restart(15, 1.0, 2.0, good)
@@ -104,7 +104,7 @@ NONE, OURS, OTHER = (
 
 
 class FakeSession(Session):
-    """Measures nothing: returns what a function says."""
+    """Measures nothing: returns the result of a function."""
 
     def __init__(self, measured: Callable[[System], Measured]) -> None:
         super().__init__(SCHEDULE, Path(), 1.0, lambda _: None)
@@ -139,7 +139,7 @@ def test_every_round_runs_every_system_once_in_another_order() -> None:
     assert series.errors == []
 
 
-def test_a_system_that_fails_is_named_and_the_others_go_on() -> None:
+def test_a_failed_system_is_named_and_the_others_continue() -> None:
     def measured(system: System) -> Measured:
         if system is OTHER:
             raise JobError("ended with 1\n  RuntimeError: no space")
@@ -149,7 +149,7 @@ def test_a_system_that_fails_is_named_and_the_others_go_on() -> None:
     series = series_of(session, 2)
     (error,) = series.errors
     assert error.startswith("another, round 1: ended with 1\n  RuntimeError: no space; left out")
-    assert session.order.count("other") == 1, "it is not tried again"
+    assert session.order.count("other") == 1, "the failed system is tried again"
     systems_ = series.figures()["systems"]
     assert len(systems_["flashckpt"]["rounds"]) == 2
     assert systems_["other"]["figures"] == {}
@@ -167,7 +167,7 @@ def test_a_start_that_is_known_to_hang_is_tried_once_more() -> None:
     assert len(series.errors) == 1
 
 
-def test_a_round_in_which_a_system_computed_something_else_has_no_figures_of_it() -> None:
+def test_a_system_with_other_losses_has_no_figures_for_that_round() -> None:
     def measured(system: System) -> Measured:
         run = saving(system)
         if system is OURS:
@@ -181,7 +181,7 @@ def test_a_round_in_which_a_system_computed_something_else_has_no_figures_of_it(
     assert (ours["rounds"], ours["figures"]) == ([], {})
 
 
-def test_saves_that_were_left_out_are_told() -> None:
+def test_skipped_saves_are_reported() -> None:
     def measured(system: System) -> Measured:
         run = run_of([5, 10, 20]) if system is OTHER else saving(system)
         return dataclasses.replace(run, saved=run.saved[:-1]) if system is OURS else run
@@ -193,12 +193,12 @@ def test_saves_that_were_left_out_are_told() -> None:
     ]
 
 
-# ---------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------- output
 
 
 @pytest.fixture
 def results() -> dict:
-    """Return what a run writes."""
+    """Return the results of a run."""
     series = series_of(FakeSession(saving), 3)
     machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
     return {
@@ -213,16 +213,16 @@ def results() -> dict:
     }
 
 
-def test_a_chart_is_drawn_of_what_was_measured(results: dict, tmp_path: Path) -> None:
+def test_a_chart_shows_the_measured_figures(results: dict, tmp_path: Path) -> None:
     path = tmp_path / "train.png"
     chart.draw_figures(["a line", study.table_of(results), results], path)
     assert path.read_bytes().startswith(b"\x89PNG")
     path.unlink()
     chart.draw_figures([{**results, "systems": {}}], path)
-    assert not path.exists(), "there is nothing to draw"
+    assert not path.exists(), "a chart without data is drawn"
 
 
-def test_the_table_of_a_document_is_made_of_the_file(
+def test_the_table_of_a_document_is_made_from_the_json_file(
     results: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.json"
@@ -246,7 +246,7 @@ def test_the_table_of_a_document_is_made_of_the_file(
         report.read_figures(tmp_path / "other.json")
 
 
-def test_dlrover_is_left_out_with_what_is_missing(
+def test_dlrover_is_left_out_with_the_missing_requirement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM", raising=False)

@@ -1,4 +1,4 @@
-"""Jobs of `python -m benchmarks train`: measured, and ended whatever happens; one is real."""
+"""Jobs of `python -m benchmarks train`: they are measured, and they always end; one is real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.train.systems import System
 from tests.support.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
-#: Trains nothing, but prints, saves and loads as Megatron does.
+#: A script that trains nothing, but prints, saves and loads as Megatron does.
 TRAINING = """
 import argparse, os, time
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
     assert run.losses[7] == [f"{rank}:{float(7).hex()}" for rank in (0, 1)]
     (restart,) = run.restarts.values()
     assert (restart.resumed_from, restart.load_s) == (4, 0.002)
-    # Its ranks do not wait for each other, so one may have been killed before.
+    # The ranks do not wait for each other, so the kill may precede one rank's line.
     assert set(restart.losses[5]) <= set(run.losses[5])
     assert not (tmp_path / "run").exists()
 
@@ -82,7 +82,7 @@ def test_a_run_without_saves_has_no_checkpoint(tmp_path: Path) -> None:
     assert (len(run.ended_at), run.saved, run.restarts) == (7, [], {})
 
 
-def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
+def test_only_a_system_known_for_it_may_skip_saves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known = dataclasses.replace(PLAIN, leaves_out_saves=True)
@@ -95,10 +95,10 @@ def test_a_system_may_leave_out_saves_only_if_it_is_known_for_that(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_storage_whose_limit_does_not_hold_is_an_error(tmp_path: Path) -> None:
+def test_a_storage_limit_without_effect_is_an_error(tmp_path: Path) -> None:
     limit = StorageLimit.made(tmp_path, mb_s=0.003)
     session = dataclasses.replace(session_of(tmp_path), limit=limit)
-    # Its "load" reads nothing.
+    # The script's "load" reads nothing.
     with pytest.raises(JobError, match=r"its load took .* the storage's limit"):
         session.measure(PLAIN, training(tmp_path))
 
@@ -120,7 +120,7 @@ def test_an_iteration_ends_when_its_line_is_printed(tmp_path: Path) -> None:
         assert made.load_s == pytest.approx(0.0345)
 
 
-def test_when_a_rank_fails_the_other_ends_with_all_that_they_started(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_other_rank_and_all_their_children(tmp_path: Path) -> None:
     script = """
 if rank:
     time.sleep(1000)
@@ -150,7 +150,7 @@ def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
     assert made.processes() == []
 
 
-def test_a_process_that_keeps_the_output_open_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_process_that_keeps_the_output_open_delays_no_end_of_a_job(tmp_path: Path) -> None:
     script = """
 if rank:
     print("child", subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"]}).pid)
@@ -159,11 +159,11 @@ if rank:
         made.wait(time.perf_counter() + 60)
         eventually("a child", lambda: "child" in made.log)
         child = psutil.Process(int(made.log.split()[-1]))
-    assert child.is_running(), "nothing says that it is the job's"
+    assert child.is_running(), "a process without a mark of the job was ended"
     child.kill()
 
 
-def test_an_agent_is_ended_with_its_job_although_it_has_another_environment(tmp_path: Path) -> None:
+def test_an_agent_with_another_environment_ends_with_its_job(tmp_path: Path) -> None:
     script = """
 kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
 if rank:
@@ -177,7 +177,7 @@ if rank:
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_benchmark_that_is_ended_takes_its_ranks_along(tmp_path: Path) -> None:
+def test_a_terminated_benchmark_ends_its_ranks(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     script = f"open(r'{ranks}/' + str(os.getpid()), 'w').close(); time.sleep(1000)"
@@ -221,7 +221,7 @@ def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
     assert seconds(limited) >= 16 / 20, "16 MB, written and read by the two"
     assert (limited.parent / "limited.clock").read_bytes() != bytes(8)
     seconds(free)
-    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "nothing is limited there"
+    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "the free path is limited"
     assert limit.was_passed(40_000_000, 1.0)
     assert not limit.was_passed(40_000_000, 2.0)
 
@@ -246,9 +246,9 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "minutes on two quiet cores" in done.stdout.splitlines()[0]
-    found = report.read_figures(file)
-    assert found["errors"] == []
-    ours = found["systems"]["flashckpt"]
+    results = report.read_figures(file)
+    assert results["errors"] == []
+    ours = results["systems"]["flashckpt"]
     (run,) = ours["runs"]
     assert run["saved"] == [3, 6, 8]
     assert len(run["ended_at"]) == 8
@@ -259,4 +259,4 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
         with contextlib.suppress(psutil.Error):
             assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
     after = published.stat().st_mtime_ns if published.exists() else None
-    assert after == before, "a quick run does not replace the published figures"
+    assert after == before, "a quick run has replaced the published figures"

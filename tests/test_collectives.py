@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives whole, and an error of one is one of all; on gloo ranks."""
+"""Data that ranks exchange arrives complete, and all ranks raise an error of one; on gloo ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_flashckpt.collectives import (
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 
 RANKS = 3
-#: Renamed in torch 2.13.
+#: Attribute whose name changed in torch 2.13.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-#: Lengths around what fits into the first of two messages.
+#: Lengths around the capacity of the first of two messages.
 LENGTHS = [0, 1, 4000, 4085, 4088, 4096, 5000, 1_000_000]
 
 
@@ -63,7 +63,7 @@ BOUND = 3 * 4096
 
 
 def largest_collective(call: Callable[[], Any]) -> int:
-    """Return the most bytes that one collective of `call()` held: what it sent and received."""
+    """Return the most bytes that one collective of `call()` held, sent and received together."""
     held = [0]
     all_gather, broadcast = getattr(dist, GATHER), dist.broadcast
 
@@ -86,12 +86,12 @@ def largest_collective(call: Callable[[], Any]) -> int:
 
 
 def blobs_of(number: int) -> dict[int, bytes]:
-    """Return so many different blobs, some of them empty."""
+    """Return `number` different blobs, some of them empty."""
     return {n: bytes([n + 1]) * (n * 700 % 4900) for n in range(number)}
 
 
 def exchanged(rank: int, number: int) -> tuple[bool, int]:
-    """Return whether `number` blobs arrive, and how many collectives that takes."""
+    """Return whether `number` blobs arrive, and the number of collectives that they take."""
     blobs = blobs_of(number)
     all_reduce, calls = dist.all_reduce, [0]
 
@@ -101,8 +101,8 @@ def exchanged(rank: int, number: int) -> tuple[bool, int]:
 
     dist.all_reduce = counted
     try:
-        mine = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
-        received = exchange_blobs([len(blob) for blob in blobs.values()], mine)
+        own = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
+        received = exchange_blobs([len(blob) for blob in blobs.values()], own)
     finally:
         dist.all_reduce = all_reduce
     return received == b"".join(blobs.values()), sum(calls)
@@ -117,17 +117,19 @@ def rank_main(rank: int, directory: str) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for length in LENGTHS:
-        # Each has another length, so one of them may need a second message and others not.
-        gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
+        # Ranks send different lengths, so only some of them may need a second message.
+        gathered_lengths = [
+            len(gathered_object) for gathered_object in gather_objects(b"x" * (length + rank))
+        ]
         sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
-        found[str(length)] = [gathered_lengths, sent]
-    found["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
+        results[str(length)] = [gathered_lengths, sent]
+    results["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
     collectives.PART_NBYTES = BOUND
-    found["blobs in parts"] = exchanged(rank, 8)
+    results["blobs in parts"] = exchanged(rank, 8)
     contents = [bytes([source]) * (100_000 * source) for source in range(RANKS)]
-    found["parts"] = [
+    results["parts"] = [
         gather_objects(contents[rank]) == contents,
         broadcast_object(contents[rank], 2) == contents[2],
         largest_collective(lambda: gather_objects(contents[rank])),
@@ -135,41 +137,41 @@ def rank_main(rank: int, directory: str) -> None:
     ]
     for name, failing in ERRORS.items():
         work = failing_on(failing, rank)
-        found[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
-    found["made"] = gathered(failing_on({}, rank))
-    found["first"] = from_first(lambda: f"of {rank}")
-    found["first failed"] = raised(
+        results[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
+    results["made"] = gathered(failing_on({}, rank))
+    results["first"] = from_first(lambda: f"of {rank}")
+    results["first failed"] = raised(
         lambda: from_first(failing_on({0: CorruptCheckpointError("torn")}, rank))
     )
-    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("collectives")
     torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length: int) -> None:
+def test_objects_of_any_length_arrive_from_every_rank(results: list[dict], length: int) -> None:
     lengths = [length + rank for rank in range(RANKS)]
-    assert [each[str(length)] for each in found] == [[lengths, lengths]] * RANKS
+    assert [result[str(length)] for result in results] == [[lengths, lengths]] * RANKS
 
 
-def test_large_objects_travel_in_parts_of_bounded_size(found: list[dict]) -> None:
-    assert [each["parts"] for each in found] == [[True, True, BOUND, BOUND]] * RANKS
+def test_large_objects_are_sent_in_parts_of_bounded_size(results: list[dict]) -> None:
+    assert [result["parts"] for result in results] == [[True, True, BOUND, BOUND]] * RANKS
 
 
-def test_any_number_of_blobs_travels_in_one_collective(found: list[dict]) -> None:
-    assert [each["blobs"] for each in found] == [[[True, 1]] * 7] * RANKS
+def test_one_collective_exchanges_any_number_of_blobs(results: list[dict]) -> None:
+    assert [result["blobs"] for result in results] == [[[True, 1]] * 7] * RANKS
 
 
-def test_blobs_that_are_large_together_travel_in_parts(found: list[dict]) -> None:
+def test_blobs_that_are_large_together_are_sent_in_parts(results: list[dict]) -> None:
     parts = -(-sum(map(len, blobs_of(8).values())) // BOUND)
     assert parts > 1
-    assert [each["blobs in parts"] for each in found] == [[True, parts]] * RANKS
+    assert [result["blobs in parts"] for result in results] == [[True, parts]] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -181,27 +183,27 @@ def test_blobs_that_are_large_together_travel_in_parts(found: list[dict]) -> Non
         ("unforeseen", "FlashCkptError", ["rank 1: ValueError: unforeseen"]),
     ],
 )
-def test_an_error_of_one_rank_is_of_one_class_on_all(
-    found: list[dict], name: str, kind: str, says: list[str]
+def test_all_ranks_raise_an_error_of_one_rank_with_the_same_class(
+    results: list[dict], name: str, kind: str, says: list[str]
 ) -> None:
-    for each in found:
-        for error in each[name]:
+    for result in results:
+        for error in result[name]:
             assert error[0] == kind
-            assert any(said in error[1] for said in says)
+            assert any(word in error[1] for word in says)
 
 
-def test_without_an_error_all_get_what_all_made(found: list[dict]) -> None:
-    assert [each["none"] for each in found] == [[None, None]] * RANKS
-    assert [each["made"] for each in found] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
+def test_every_rank_gets_the_results_of_all_ranks(results: list[dict]) -> None:
+    assert [result["none"] for result in results] == [[None, None]] * RANKS
+    assert [result["made"] for result in results] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
 
 
-def test_what_the_first_rank_makes_or_raises_is_for_all(found: list[dict]) -> None:
-    assert [each["first"] for each in found] == ["of 0"] * RANKS
-    assert [each["first failed"][0] for each in found] == ["CorruptCheckpointError"] * RANKS
-    assert found[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
+def test_every_rank_gets_the_first_ranks_result_or_error(results: list[dict]) -> None:
+    assert [result["first"] for result in results] == ["of 0"] * RANKS
+    assert [result["first failed"][0] for result in results] == ["CorruptCheckpointError"] * RANKS
+    assert results[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
 
 
-def test_a_job_of_one_process_tells_itself() -> None:
+def test_a_single_process_gets_its_own_result() -> None:
     assert gathered(lambda: (1, 2)) == (1, [2])
     assert from_first(lambda: 3) == 3
     with pytest.raises(CorruptCheckpointError, match=r"^torn$"):

@@ -1,4 +1,4 @@
-"""Settings come from defaults, then a file, then the environment; what is unknown is refused."""
+"""Settings come from defaults, then a file, then the environment; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def write(tmp_path: Path):
 
 def fields_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, object]:
     """Return the default of every setting by its dotted name."""
-    found: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for field in msgspec.structs.fields(struct):
         if isinstance(field.default, msgspec.Struct):
-            found |= fields_of(type(field.default), f"{prefix}{field.name}.")
+            defaults |= fields_of(type(field.default), f"{prefix}{field.name}.")
         else:
-            found[prefix + field.name] = field.default
-    return found
+            defaults[prefix + field.name] = field.default
+    return defaults
 
 
 def test_without_file_and_environment_the_defaults_hold():
@@ -52,7 +52,7 @@ def test_the_process_environment_is_read_by_default(monkeypatch):
     assert load_config().slots == 3
 
 
-def test_a_file_changes_what_it_names_and_nothing_else(write):
+def test_a_file_changes_only_the_settings_that_it_names(write):
     path = write("slots: 4\nagent:\n  grace_s: 60\n")
     config = load_config(path, {})
     assert config == msgspec.structs.replace(
@@ -118,7 +118,7 @@ def test_text_in_the_environment_stays_as_it_is(text):
     assert load_config(environ={"FLASHCKPT_RUNTIME_DIR": text}).runtime_dir == text
 
 
-def test_other_variables_are_nobodys_business():
+def test_variables_with_other_prefixes_are_ignored():
     environ = {"PATH": "/bin", "MY_FLASHCKPT_SLOTS": "x", "FLASHCKPTSLOTS": "x", "SLOTS": "9"}
     assert load_config(environ=environ) == Config()
 
@@ -152,7 +152,7 @@ def test_unknown_variables_are_all_named():
     named = named.removeprefix("environment: unknown settings ")
     assert set(named.split(", ")) == set(environ) - {"FLASHCKPT_SLOTS"}
     assert "FLASHCKPT_AGENT_GRACE_S (did you mean FLASHCKPT_AGENT__GRACE_S?)" in str(caught.value)
-    assert "FLASHCKPT_AGENT__GRACE_S" in known, "names as a user would set them"
+    assert "FLASHCKPT_AGENT__GRACE_S" in known, "the list shows other names than users set"
 
 
 def test_a_single_unknown_setting_reads_in_the_singular(write):
@@ -164,7 +164,7 @@ def test_a_single_unknown_setting_reads_in_the_singular(write):
 
 
 @pytest.mark.parametrize("text", ["agent: 5", "agent: null", "agent: [grace_s]", "agent: x"])
-def test_a_section_that_is_no_section_is_refused(write, text):
+def test_a_plain_value_for_a_section_is_refused(write, text):
     with pytest.raises(ConfigError, match=r"agent must be a section \(fields: grace_s, "):
         load_config(write(text), {"FLASHCKPT_AGENT__GRACE_S": "1"})
 
@@ -221,15 +221,15 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
         ("replicated.weight", "0", "1"),
     ],
 )
-def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below, least):
+def test_the_minimum_is_accepted_and_a_lower_value_is_refused(name, below, least):
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
     with pytest.raises(ConfigError, match=rf"{name} must be at least {least}, got {below}"):
         load_config(environ={variable: below})
     *sections, field = name.split(".")
-    found = load_config(environ={variable: least})
+    value = load_config(environ={variable: least})
     for section in sections:
-        found = getattr(found, section)
-    assert getattr(found, field) == float(least)
+        value = getattr(value, section)
+    assert getattr(value, field) == float(least)
 
 
 @pytest.mark.parametrize(
@@ -271,34 +271,34 @@ def test_all_numbers_out_of_bounds_are_named_at_once(write):
 
 def _numbers(kind: inspect.Type, key: str = "") -> dict[str, inspect.IntType | inspect.FloatType]:
     """Return the type of every setting that can be a number."""
-    found = {}
+    types = {}
     if isinstance(kind, inspect.UnionType):
         for member in kind.types:
-            found |= _numbers(member, key)
+            types |= _numbers(member, key)
     elif isinstance(kind, inspect.StructType):
         for field in kind.fields:
-            found |= _numbers(field.type, f"{key}.{field.name}".lstrip("."))
+            types |= _numbers(field.type, f"{key}.{field.name}".lstrip("."))
     elif isinstance(kind, inspect.IntType | inspect.FloatType):
-        found[key] = kind
-    return found
+        types[key] = kind
+    return types
 
 
 def test_every_number_has_bounds():
     numbers = _numbers(inspect.type_info(Config))
     assert {"slots", "retention.best.keep", "agent.grace_s"} <= set(numbers)
     unbounded = {name for name, kind in numbers.items() if kind.ge is None or kind.le is None}
-    assert unbounded == {"agent.cpus"}, "whose form `cpu_list` checks"
+    assert unbounded == {"agent.cpus"}, "`cpu_list` checks the form of this setting"
 
 
 @pytest.mark.parametrize("text", ["some", "3-1", "[0, 1]", "-1"])
-def test_cpus_that_are_no_list_are_refused(text):
+def test_an_invalid_list_of_cpus_is_refused(text):
     with pytest.raises(ConfigError, match=r"agent\.cpus"):
         load_config(environ={"FLASHCKPT_AGENT__CPUS": text})
     assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "3"}).agent.cpus == 3
     assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "0-3,8"}).agent.cpus == "0-3,8"
 
 
-def test_a_file_that_is_not_there_is_named_with_the_remedy(tmp_path):
+def test_a_missing_file_is_named_with_the_remedy(tmp_path):
     path = tmp_path / "absent.yaml"
     with pytest.raises(ConfigError, match=f"{path}: cannot be read .*unset {FILE_VARIABLE}"):
         load_config(environ={FILE_VARIABLE: str(path)})
@@ -312,7 +312,7 @@ def test_a_directory_is_no_settings_file(tmp_path):
 @pytest.mark.parametrize(
     "text", ["slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"]
 )
-def test_what_is_not_yaml_is_refused(write, text):
+def test_a_file_that_is_not_yaml_is_refused(write, text):
     path = write(text)
     with pytest.raises(ConfigError, match=f"{path}: is not valid YAML"):
         load_config(path, {})
@@ -377,18 +377,18 @@ def test_a_rule_that_makes_no_sense_is_refused(write, text, said):
 
 def _floats(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
     """Return the settings that may hold a float."""
-    found = []
+    names = []
     for field in msgspec.structs.fields(struct):
         if isinstance(field.default, msgspec.Struct):
-            found += _floats(type(field.default), f"{prefix}{field.name}.")
+            names += _floats(type(field.default), f"{prefix}{field.name}.")
         elif "float" in str(field.type):
-            found.append(prefix + field.name)
-    return found
+            names.append(prefix + field.name)
+    return names
 
 
 @pytest.mark.parametrize("name", _floats(Config))
 @pytest.mark.parametrize("value", [".inf", ".nan", "1.0e+10"])
-def test_a_number_that_stands_for_no_bound_is_refused(name, value):
+def test_a_number_without_a_practical_bound_is_refused(name, value):
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
     last = name.rpartition(".")[2]
     with pytest.raises(ConfigError, match=rf"{variable}: .*{last} must be at most 1000000000, got"):

@@ -1,8 +1,8 @@
-"""Types are taken apart by msgspec while their module is imported, not by the threads that decode.
+"""msgspec inspects types while their module is imported, and never in a thread that decodes.
 
-msgspec looks at the fields of a class when something of it is first decoded. A second thread that
-comes meanwhile finds a description with holes and ends the process with SIGSEGV (msgspec 0.22; it
-was met in an agent whose four ranks staged their first save at once). Imports have a lock.
+msgspec inspects the fields of a class at the first decoding. A second thread that decodes meanwhile
+reads an incomplete description and ends the process with SIGSEGV (msgspec 0.22, observed in an
+agent whose four ranks staged their first save together). Imports hold a lock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slot import SlotMeta
 
 HOME = Path(megatron_flashckpt.__file__).parent
-#: Types without fields: nothing is remembered of them.
+#: Types without fields, for which msgspec caches nothing.
 PLAIN = {"dict", "list", "tuple", "str", "bytes", "int", "float", "bool", "msgspec"}
-#: Configurations are read by the main thread only, before there are others.
+#: Only the main thread reads configurations, before other threads exist.
 MAIN_THREAD_ONLY = {"config.py"}
 THREADS = """
 import sys, threading
@@ -39,12 +39,12 @@ for thread in threads: thread.join()
 
 
 def calls_that_look_at_types(path: Path) -> list[str]:
-    """Return the calls in functions which may be the first to look at the fields of a type."""
+    """Return the calls in functions which may be the first to inspect the fields of a type."""
     tree = ast.parse(path.read_text())
     functions = [
         node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
-    found = []
+    calls = []
     for call in {node for each in functions for node in ast.walk(each)}:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
@@ -55,17 +55,17 @@ def calls_that_look_at_types(path: Path) -> list[str]:
             types = call.args[-1:]
         names = {node.id for each in types for node in ast.walk(each) if isinstance(node, ast.Name)}
         if names - PLAIN:
-            found.append(ast.unparse(call))
-    return found
+            calls.append(ast.unparse(call))
+    return calls
 
 
-def test_no_thread_is_the_first_to_look_at_a_type() -> None:
-    found = {
+def test_no_thread_is_the_first_to_inspect_a_type() -> None:
+    calls_by_module = {
         str(path.relative_to(HOME)): calls
         for path in HOME.rglob("*.py")
         if (calls := calls_that_look_at_types(path))
     }
-    assert set(found) == MAIN_THREAD_ONLY, found
+    assert set(calls_by_module) == MAIN_THREAD_ONLY, calls_by_module
 
 
 def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:
@@ -83,5 +83,5 @@ def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:
         description={},
     )
     encoded = msgspec.msgpack.encode(meta)
-    for _ in range(6):  # about half of the processes died
+    for _ in range(6):  # without the fix about half of the processes died
         subprocess.run([sys.executable, "-c", THREADS], input=encoded, check=True)

@@ -1,4 +1,4 @@
-"""The documents hold together: links, the list of pages, generated pages, files that they name."""
+"""Consistency of the documents: links, the list of pages, generated pages, names of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_imports import LAYERS
 REPO = Path(__file__).resolve().parents[1]
 DOCS = REPO / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-#: Read on their own, or on a code hosting site.
+#: Documents that are read alone, or on a code hosting site.
 FILES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "SECURITY.md"]
 DOCUMENTS = [*(file for file in FILES if file.exists()), *PAGES]
 _CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]*`", re.M | re.S)
@@ -37,7 +37,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a heading of `page` has both on the site and on a hosting site."""
+    """Return the anchors of `page`'s headings that exist on the site and on a hosting site."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     both = set()
     for heading in _HEADING.findall(text):
@@ -49,7 +49,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def problem(document: Path, link: str) -> str | None:
-    """Return what is wrong with a link, or None."""
+    """Return the defect of a link, or None."""
     if link.startswith(("https://", "mailto:")):
         return None
     path, _, anchor = link.partition("#")
@@ -65,8 +65,8 @@ def problem(document: Path, link: str) -> str | None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_link_resolves(document: Path) -> None:
-    found = {link: problem(document, link) for link in links(document.read_text())}
-    assert {link: what for link, what in found.items() if what} == {}
+    problems = {link: problem(document, link) for link in links(document.read_text())}
+    assert {link: reason for link, reason in problems.items() if reason} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One table says what each error number means; every message ends with the remedy."""
+"""One table classifies all error numbers, and every message ends with the remedy of its class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_flashckpt.error_classes import (
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.storage.posix import PosixStorage
 
-#: Modules that may name error numbers, and what for.
+#: Modules that may name error numbers -> the reason.
 OF_THEIR_OWN = {
     "error_classes": "the table",
     "convert/common/output_dir": "passes on the number of another library's error",
@@ -48,9 +48,9 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
     storage = PosixStorage(tmp_path)
     (tmp_path / "file").write_bytes(b"x")
     for number in errno.errorcode:
-        found = class_of(number)
-        assert found == TABLE.get(number, DEFAULT)
-        assert found.remedy
+        error_class = class_of(number)
+        assert error_class == TABLE.get(number, DEFAULT)
+        assert error_class.remedy
 
         def refuse(*args: object, number: int = number, **named: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -58,21 +58,21 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, refuse)
             if number in (errno.ENOENT, errno.EINTR):
-                continue  # a missing file is no error of storage; Python retries the other itself
+                continue  # a missing file is no storage error, and Python retries EINTR itself
             with pytest.raises(StorageError) as caught:
                 storage.read("file") if call == "open" else storage.list("")
         assert caught.value.errno == number
-        assert str(caught.value).endswith(found.remedy)
+        assert str(caught.value).endswith(error_class.remedy)
         assert str(tmp_path) in str(caught.value)
 
 
-def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None:
+def test_a_transient_error_loses_iterations_only_if_it_lasts() -> None:
     away = [number for number, of in TABLE.items() if of.kind == "transient"]
     assert {errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EAGAIN} <= set(away)
     assert all(may_pass(error_of(number)) and not is_damage(error_of(number)) for number in away)
     for number in (errno.EIO, errno.ESTALE):
         assert may_pass(error_of(number))
-        assert is_damage(error_of(number)), "after the retries"
+        assert is_damage(error_of(number)), "after the retries the error counts as damage"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,9 @@ def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None
     ],
     ids=lambda value: "" if isinstance(value, bool) else errno.errorcode.get(value, "none"),
 )
-def test_a_class_decides(number: int | None, lasts: bool, damages: bool, unsupported: bool) -> None:
+def test_the_class_of_an_error_decides_its_consequences(
+    number: int | None, lasts: bool, damages: bool, unsupported: bool
+) -> None:
     error = StorageError(number, "said")
     assert (will_last(error), is_damage(error), is_unsupported(error)) == (
         lasts,
@@ -102,7 +104,7 @@ def test_a_class_decides(number: int | None, lasts: bool, damages: bool, unsuppo
     )
 
 
-def test_no_other_module_sorts_error_numbers() -> None:
+def test_no_other_module_classifies_error_numbers() -> None:
     home = Path(megatron_flashckpt.__file__).parent
     name_numbers = {
         str(path.relative_to(home).with_suffix(""))

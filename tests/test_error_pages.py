@@ -1,7 +1,7 @@
-"""Each heading of the page on errors is a message of the package, so a reworded one is noticed.
+"""Each heading of the page on errors is a message of the package, so a changed message is noticed.
 
-A heading is code; `<...>` in it stands for any field of an f-string or of a log message. A heading
-may be a part of its message, as long as it has the words by which people search.
+A heading is code; `<...>` represents any field of an f-string or of a log message. A heading may be
+a part of its message, provided that it contains the words for which users search.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "megatron_flashckpt"
 PAGE = REPO / "docs/reference/errors.md"
 HOW_TO = sorted((REPO / "docs/how-to").glob("*.md"))
-#: Stands for a field in messages and headings alike.
+#: Represents a field in messages and in headings.
 _FIELD = "\0"
 _FIELDS = re.compile(f"{_FIELD}+")
 _FORMAT = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[sdgrfx]")
 _HEADING = re.compile(r"^### `(.+)`$", re.M)
 #: Bold code in how-to pages: `- **`message`**: what it means`. Settings and flags have no space.
 _QUOTED = re.compile(r"\*\*`([^`]+ [^`]+)`\*\*")
-#: Words without fields that a heading needs at least: fewer would be found in any message.
+#: Least number of letters outside fields in a heading; a shorter one would match any message.
 _LETTERS = 14
-#: What users cause, and only they: each of these messages has a heading.
+#: Errors that only users cause: each of their messages has a heading.
 _CAUSED = (AgentError, ConfigError, OtherWriterError, UnsupportedError)
-#: Messages of these classes that need none: of a broken program or of a test, not of a user.
+#: Messages of these classes without a heading: a defective program or a test causes them.
 _INTERNAL = {
     "must be WHO:POINT:COUNT",
     "is not of this protocol",
@@ -73,7 +73,7 @@ def of_heading(heading: str) -> str:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """Return a literal or an f-string with its fields marked; None: `node` is neither."""
+    """Return a literal, or an f-string with its fields marked; None for any other `node`."""
     match node:
         case ast.Constant(value=str(text)):
             return normal(_FORMAT.sub(_FIELD, text))
@@ -85,16 +85,16 @@ def text_of(node: ast.AST) -> str | None:
 
 @functools.cache
 def messages() -> dict[str, str]:
-    """Return all strings of the package but docstrings, and where each of them is."""
-    found: dict[str, str] = {}
+    """Return all strings of the package except docstrings, with the location of each."""
+    texts: dict[str, str] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
         documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
         for node in ast.walk(tree):
             text = None if id(node) in documentation else text_of(node)
             if text:
-                found.setdefault(text, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}")
-    return found
+                texts.setdefault(text, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}")
+    return texts
 
 
 def is_in_a_message(heading: str) -> bool:
@@ -103,7 +103,7 @@ def is_in_a_message(heading: str) -> bool:
 
 
 def nearest(heading: str) -> str:
-    """Return the messages that are most like a heading, to mend it with."""
+    """Return the messages that resemble a heading most, as a help to correct the heading."""
     wanted = of_heading(heading)
     likely = difflib.get_close_matches(wanted, messages(), n=3, cutoff=0.3)
     shown = (f"{messages()[text]}: {text.replace(_FIELD, '<...>')}" for text in likely)
@@ -115,7 +115,7 @@ def test_every_heading_is_a_message_of_the_package() -> None:
     assert {heading: nearest(heading) for heading in foreign} == {}
 
 
-def test_every_message_that_a_how_to_page_quotes_is_one_of_the_package() -> None:
+def test_every_message_quoted_on_a_how_to_page_exists() -> None:
     assert len(quoted()) > 15
     foreign = [message for message in quoted() if not is_in_a_message(message)]
     assert {message: nearest(message) for message in foreign} == {}
@@ -129,17 +129,17 @@ def test_every_heading_has_words_to_search_for() -> None:
 @pytest.mark.parametrize(
     "heading", ["<file>: is not valid JSON (<reason>)", "unknown setting, and no such name"]
 )
-def test_a_heading_that_is_no_message_is_found(heading: str) -> None:
+def test_a_heading_without_a_message_is_detected(heading: str) -> None:
     assert not is_in_a_message(heading)
     assert "nearest" in nearest(heading)
 
 
-def test_a_heading_stands_once() -> None:
+def test_no_heading_is_repeated() -> None:
     assert len(headings()) == len(set(headings())) > 100
 
 
 def raised(kinds: tuple[type[FlashCkptError], ...]) -> Iterator[str]:
-    """Yield the literal messages of errors of these classes, where they are raised."""
+    """Yield the literal messages with which errors of these classes are raised."""
     names = {kind.__name__ for kind in kinds}
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -152,18 +152,18 @@ def raised(kinds: tuple[type[FlashCkptError], ...]) -> Iterator[str]:
                 yield text
 
 
-def test_what_users_cause_is_on_the_page() -> None:
-    """A new message needs a heading, or a place among the internal ones."""
-    told = [of_heading(heading) for heading in headings()]
+def test_the_page_has_every_error_that_users_cause() -> None:
+    """A new message needs a heading, or an entry among the internal messages."""
+    listed = [of_heading(heading) for heading in headings()]
     lost = [
         text.replace(_FIELD, "<...>")
         for text in raised(_CAUSED)
-        if not any(heading in text for heading in told)
+        if not any(heading in text for heading in listed)
         and not any(words in text for words in _INTERNAL)
     ]
     assert lost == []
 
 
-def test_every_cure_of_storage_is_on_the_page() -> None:
+def test_the_page_has_every_remedy_for_storage_errors() -> None:
     page = PAGE.read_text()
     assert [kind.remedy for kind in TABLE.values() if kind.remedy not in page] == []

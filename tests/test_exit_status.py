@@ -1,6 +1,6 @@
-"""Which calls of `sys.exit` choose the status of a process.
+"""Calls of `sys.exit` that determine the exit status of a process.
 
-Jobs: `tests/integration/test_ends.py`.
+`tests/integration/test_ends.py` tests whole jobs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def test_the_main_thread_chooses_the_status(status: object, success: bool) -> No
     assert exit_status.is_success() is success
 
 
-def test_a_thread_that_exits_chooses_nothing() -> None:
-    """A job whose last save failed would else exit with status 0."""
+def test_a_thread_that_exits_does_not_choose_the_status() -> None:
+    """If the thread's call counted, a job whose last save failed would exit with status 0."""
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()
     thread.join()

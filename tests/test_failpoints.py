@@ -1,4 +1,4 @@
-"""Fault points: all are in the table, they cost nothing when off, and on they end the process."""
+"""Failpoints: the table lists all, they cost nothing when off, and they end the process when on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for n in range(1, 6):
 
 def reached() -> set[tuple[str, str]]:
     """Return `(point, module)` of every call of `reach` in the package."""
-    found = set()
+    calls = set()
     for path in HOME.rglob("*.py"):
         module = ".".join(path.relative_to(HOME).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
@@ -41,12 +41,12 @@ def reached() -> set[tuple[str, str]]:
                 and node.func.id == "reach"
             ):
                 assert isinstance(node.args[0], ast.Constant), f"{module}:{node.lineno}"
-                found.add((node.args[0].value, module))
-    return found
+                calls.add((node.args[0].value, module))
+    return calls
 
 
 def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
-    """Start a process, the agent unless it says otherwise, that comes to a point five times."""
+    """Start a process, by default as an agent, that hits a failpoint five times."""
     environment["PYTHONPATH"] = str(HOME.parent)
     if fault is not None:
         environment[failpoints.VARIABLE] = fault
@@ -64,18 +64,18 @@ def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
 
 
 def counted(fault: str | None, **environment: str) -> tuple[int, int]:
-    """Return how the process ended and how often it had come to the point by then."""
+    """Return the exit status of the process, and how often it had hit the failpoint."""
     with walk(fault, **environment) as process:
         output, errors = process.communicate(timeout=60)
     assert "Error" not in errors, errors
     return process.returncode, len(output.split())
 
 
-def test_the_table_names_every_point_and_where_it_is_reached() -> None:
+def test_the_table_names_every_failpoint_and_its_module() -> None:
     assert reached() == {(point, module) for point, (module, _) in failpoints.POINTS.items()}
 
 
-def test_without_a_fault_a_point_is_a_function_that_does_nothing() -> None:
+def test_a_failpoint_without_a_fault_does_nothing() -> None:
     assert failpoints.VARIABLE not in os.environ
     work = [step.opname for step in dis.get_instructions(failpoints.reach)]
     assert [name for name in work if name not in ("RESUME", "LOAD_CONST")] in (
@@ -90,7 +90,7 @@ def test_without_a_fault_a_point_is_a_function_that_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 1), (3, 3), (5, 5)])
-def test_a_process_ends_itself_at_its_point_that_manieth_time(count: int, steps: int) -> None:
+def test_a_process_ends_itself_at_the_configured_hit(count: int, steps: int) -> None:
     assert counted(f"agent:persist.chunk:{count}") == (-signal.SIGKILL, steps)
 
 
@@ -104,15 +104,15 @@ def test_a_process_ends_itself_at_its_point_that_manieth_time(count: int, steps:
         ("rank1:persist.chunk:1", "11"),
     ],
 )
-def test_nothing_happens_elsewhere_or_to_others(fault: str, rank: str | None) -> None:
+def test_a_fault_affects_no_other_failpoint_or_process(fault: str, rank: str | None) -> None:
     assert counted(fault, **({} if rank is None else {"RANK": rank})) == (0, 5)
 
 
-def test_a_rank_is_known_by_its_number() -> None:
+def test_a_fault_selects_a_rank_by_its_number() -> None:
     assert counted("rank11:persist.chunk:2", RANK="11") == (-signal.SIGKILL, 2)
 
 
-def test_with_a_file_it_happens_once_whoever_comes_next(tmp_path: Path) -> None:
+def test_a_fault_with_a_file_happens_only_once(tmp_path: Path) -> None:
     done = tmp_path / "done"
     fault = f"agent:persist.chunk:2:KILL:{done}"
     assert counted(fault) == (-signal.SIGKILL, 2)
@@ -120,7 +120,7 @@ def test_with_a_file_it_happens_once_whoever_comes_next(tmp_path: Path) -> None:
     assert counted(fault) == (0, 5)
 
 
-def test_a_stopped_process_is_at_its_point_until_it_is_woken() -> None:
+def test_a_stopped_process_stays_at_its_failpoint_until_it_continues() -> None:
     with walk("agent:persist.chunk:3:STOP") as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -139,14 +139,14 @@ def test_a_stopped_process_is_at_its_point_until_it_is_woken() -> None:
         "agent:persist.chunk:1:HUP",
     ],
 )
-def test_a_fault_that_cannot_happen_is_refused_at_once(fault: str) -> None:
+def test_an_impossible_fault_is_refused_at_once(fault: str) -> None:
     with walk(fault) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"ConfigError: {failpoints.VARIABLE}={fault}: must be WHO:POINT:COUNT" in errors
 
 
-def test_a_fault_is_not_taken_for_a_setting() -> None:
+def test_the_fault_variable_is_not_a_setting() -> None:
     load_config(environ={failpoints.VARIABLE: "agent:persist.chunk:1"})
     with pytest.raises(ConfigError, match="FLASHCKPT_FAULTS"):
         load_config(environ={f"{failpoints.VARIABLE}S": "agent:persist.chunk:1"})

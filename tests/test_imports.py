@@ -1,7 +1,7 @@
-"""Imports run one way: reads every import of the package with `ast` and holds the rules of design.
+"""Direction of imports: the tests read every import of the package with `ast`.
 
-Imports inside functions count too; those under `TYPE_CHECKING` count for the layers, but load
-nothing.
+Imports inside functions count too. Imports under `TYPE_CHECKING` count for the layers, but they
+load nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import megatron_flashckpt
 PACKAGE = "megatron_flashckpt"
 HOME = Path(megatron_flashckpt.__file__).parent
 
-#: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
+#: Layers, lowest first. A unit is a module or a subpackage; it imports itself and lower layers.
 LAYERS = (
     {"error_classes"},
     {"errors", "metrics", "waits", "cpu_list", "agent_config", "config_values"},
@@ -43,7 +43,7 @@ LAYERS = (
     {"checkpointing", "async_utils"},
     {"launch"},
 )
-#: Never torch, neither themselves nor through what they import, not even inside a function.
+#: Modules that never import torch, neither directly nor indirectly, not even inside a function.
 TORCH_FREE = (
     "",
     "error_classes",
@@ -65,9 +65,9 @@ TORCH_FREE = (
     "sizing",
 )
 TORCH_FREE += ("memory.slot", "memory.slab")
-#: Not when they start; a command that needs torch may import it when it runs.
+#: Modules that start without torch; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli.commands", "cli.console", "cli.convert", "cli.report")
-#: All others get what they need to know of Megatron from these.
+#: Units that import Megatron's modules; all others get their facts about Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",
     "save",
@@ -79,12 +79,12 @@ KNOW_MEGATRON = {
     "async_utils",
     "launch",
 }
-#: Clients of object stores: an optional dependency, and one module's business.
+#: Client libraries of object stores: optional dependencies that one module imports.
 STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
-#: An extra (`redundancy`), so only what opens connections to other nodes needs it to be imported.
+#: pyzmq is an extra (`redundancy`): only modules that connect nodes need it on import.
 NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.sender", "agent.peers.transport")
 NEEDS_PYZMQ += ("agent.peers.recovery",)
-#: `layout` has no I/O and no clock.
+#: Modules with I/O or a clock, which `layout` must not import.
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
 IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random", "uuid"}
 
@@ -92,7 +92,7 @@ IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random"
 @dataclasses.dataclass(frozen=True)
 class Import:
     target: str
-    """Dotted name; the package's own modules without the package's name, `""` for the package."""
+    """Dotted name; own modules without the package's name, `""` for the package itself."""
     line: int
     own: bool
     loads: bool = True
@@ -104,18 +104,18 @@ class Import:
 def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Import]:
     """Return every import of `source`, the text of the package's `module` (dotted, `""`: root).
 
-    A module that is a package ends with `.__init__`.
+    The name of a package's own module ends with `.__init__`.
     """
     own_modules = set(own_modules)
-    found: list[Import] = []
+    imports: list[Import] = []
 
     def note(name: str, node: ast.AST, loads: bool, at_start: bool) -> None:
         root, _, rest = name.partition(".")
         own = root == PACKAGE
         if own:
-            while rest not in own_modules:  # the name of something in a module
+            while rest not in own_modules:  # the name of an object in a module
                 rest = rest.rpartition(".")[0]
-        found.append(Import(rest if own else name, node.lineno, own, loads, at_start))
+        imports.append(Import(rest if own else name, node.lineno, own, loads, at_start))
 
     def walk(node: ast.AST, loads: bool, at_start: bool) -> None:
         match node:
@@ -144,11 +144,11 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
             walk(child, loads, at_start)
 
     walk(ast.parse(source), True, True)
-    return found
+    return imports
 
 
 def read_package() -> dict[str, list[Import]]:
-    """Return the imports of every module by its dotted name; packages by theirs."""
+    """Return the imports of every module by its dotted name; a package has the package's name."""
     files = {}
     for path in HOME.rglob("*.py"):
         files[".".join(path.relative_to(HOME).with_suffix("").parts)] = path
@@ -175,12 +175,12 @@ def belongs(module: str, names: Iterable[str]) -> bool:
     return any(module == name or (name != "" and module.startswith(f"{name}.")) for name in names)
 
 
-def where(module: str, found: Import) -> str:
-    return f"{module or '__init__'}:{found.line} imports {found.target or PACKAGE}"
+def where(module: str, imported: Import) -> str:
+    return f"{module or '__init__'}:{imported.line} imports {imported.target or PACKAGE}"
 
 
 def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
-    """Return all that importing `module` can load, each with the import that does so."""
+    """Return all modules that importing `module` can load, with the import that loads each."""
     reached: dict[str, str] = {module: module}
     waiting = [module]
     while waiting:
@@ -188,9 +188,9 @@ def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
         parents = [current.rpartition(".")[0]] if current else []
         loads = [(name, f"{current} lies in {name}") for name in parents]
         loads += [
-            (found.target, where(current, found))
-            for found in MODULES.get(current, [])
-            if found.loads and (found.at_start or not at_start)
+            (imported.target, where(current, imported))
+            for imported in MODULES.get(current, [])
+            if imported.loads and (imported.at_start or not at_start)
         ]
         for target, how in loads:
             if target not in reached:
@@ -228,7 +228,7 @@ def roots(names: Iterable[str], wanted: set[str]) -> set[str]:
         ("__init__", "from .a import D", Import("a", 1, True)),
     ],
 )
-def test_no_way_to_import_is_overlooked(module, source, expected):
+def test_every_form_of_import_is_detected(module, source, expected):
     assert imports_in(source, module, ["", "a", "b", "b.c"]) == [expected]
 
 
@@ -236,35 +236,37 @@ def test_every_module_is_read():
     assert {"", "errors", "layout", "layout.template", "agent.server", "launch"} <= set(MODULES)
 
 
-def test_every_module_has_one_place_in_the_layers():
+def test_every_module_is_in_exactly_one_layer():
     placed = [unit for units in LAYERS for unit in units]
     assert len(placed) == len(set(placed))
     homeless = sorted({unit_of(module) for module in MODULES} - set(placed))
-    assert homeless == [], "give them a place in LAYERS, and in the design"
+    assert homeless == [], "add these units to LAYERS and to the design"
 
 
-def test_imports_run_one_way():
+def test_imports_run_only_to_lower_layers():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if found.own
-        and unit_of(found.target) != unit_of(module)
-        and level_of(found.target) >= level_of(module)
+        for imported in imports
+        if imported.own
+        and unit_of(imported.target) != unit_of(module)
+        and level_of(imported.target) >= level_of(module)
     ]
     assert wrong == []
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_cycle():
     graph = {
-        module: {found.target for found in imports if found.own and found.target != module}
+        module: {
+            imported.target for imported in imports if imported.own and imported.target != module
+        }
         for module, imports in MODULES.items()
     }
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if belongs(name, TORCH_FREE)])
-def test_the_agent_and_what_it_stands_on_never_import_torch(module):
+def test_the_agent_and_its_lower_layers_never_import_torch(module):
     reached = loaded_by(module, at_start=False)
     assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
 
@@ -275,16 +277,16 @@ def test_the_command_line_starts_without_torch(module):
     assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
 
 
-def test_only_who_knows_megatron_imports_it():
+def test_only_the_listed_units_import_megatron():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
+        for imported in imports
         if unit_of(module) not in KNOW_MEGATRON
         and (
-            belongs(found.target, ["megatron_lm"])
-            if found.own
-            else belongs(found.target, ["megatron"])
+            belongs(imported.target, ["megatron_lm"])
+            if imported.own
+            else belongs(imported.target, ["megatron"])
         )
     ]
     assert wrong == []
@@ -292,40 +294,42 @@ def test_only_who_knows_megatron_imports_it():
 
 def test_only_the_object_store_imports_its_client_library():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if not found.own
-        and belongs(found.target, STORE_CLIENTS)
+        for imported in imports
+        if not imported.own
+        and belongs(imported.target, STORE_CLIENTS)
         and module != "storage.object_store"
     ]
     assert wrong == []
 
 
-def test_only_open_storage_knows_which_kind_of_storage_there_is():
+def test_only_storage_opening_chooses_the_kind_of_storage():
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in MODULES.items()
-        for found in imports
-        if found.target == "storage.posix" and module != "storage.opening"
+        for imported in imports
+        if imported.target == "storage.posix" and module != "storage.opening"
     ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_module_needs_pyzmq_but_those_that_connect_nodes(module):
+def test_only_modules_that_connect_nodes_need_pyzmq(module):
     if module not in NEEDS_PYZMQ:
         reached = loaded_by(module, at_start=True)
         assert {name: reached[name] for name in roots(reached, {"zmq"})} == {}
 
 
-def test_layouts_are_pure():
-    layout = {module: found for module, found in MODULES.items() if unit_of(module) == "layout"}
+def test_layouts_use_neither_io_nor_clock():
+    layout = {
+        module: imported for module, imported in MODULES.items() if unit_of(module) == "layout"
+    }
     wrong = [
-        where(module, found)
+        where(module, imported)
         for module, imports in layout.items()
-        for found in imports
-        if not found.own and belongs(found.target, IMPURE)
+        for imported in imports
+        if not imported.own and belongs(imported.target, IMPURE)
     ]
     wrong += [
         f"{path.name}:{node.lineno} opens a file"
@@ -338,7 +342,7 @@ def test_layouts_are_pure():
 
 
 def loaded_in_a_new_process(modules: list[str]) -> set[str]:
-    """Return the names in `sys.modules` after nothing but `modules` were imported."""
+    """Return the names in `sys.modules` of a new process that imported only `modules`."""
     script = f"import sys, {', '.join(modules)}\nprint(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -350,13 +354,13 @@ def loaded_in_a_new_process(modules: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_agents_server_leaves_torch_and_megatron_out_of_its_process():
+def test_the_agents_server_loads_neither_torch_nor_megatron():
     loaded = loaded_in_a_new_process(["megatron_flashckpt.agent.server"])
     assert "megatron_flashckpt.agent.server" in loaded
     assert roots(loaded, {"torch", "megatron"}) == set()
 
 
-def test_nothing_that_should_start_fast_loads_torch_or_megatron():
+def test_modules_that_start_fast_load_neither_torch_nor_megatron():
     fast = [name for name in MODULES if belongs(name, (*TORCH_FREE, *TORCH_FREE_AT_START))]
     names = [f"{PACKAGE}.{name}".rstrip(".") for name in fast if not name.endswith("__main__")]
     loaded = loaded_in_a_new_process(names)

@@ -1,7 +1,7 @@
 """An editable install of a clone works from every directory, the clone's parent included.
 
-There the clone's own folder has the package's name, and Python takes a folder without `__init__.py`
-for a namespace package, unless a later entry of `sys.path` holds a real package of that name.
+In the parent, the clone's folder has the package's name. Python takes a folder without
+`__init__.py` for a namespace package, except if a later entry of `sys.path` holds a real package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHERE = "import megatron_flashckpt as m; print(m.FORMAT_VERSION, m.__file__)"
 
 
 class Installed:
-    """A clone named as the package, and a virtual environment that has it installed editable."""
+    """A clone named like the package, and a virtual environment with an editable install of it."""
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
@@ -41,7 +41,7 @@ class Installed:
         self.package = self.clone / "megatron_flashckpt/__init__.py"
 
     def run(self, *command: object, cwd: Path, **variables: str) -> str:
-        """Return what a program of the environment prints."""
+        """Run a program of the virtual environment; return its output."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         program, *arguments = map(str, command)
         ran = subprocess.run(
@@ -65,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         shutil.copy(REPO / name, made.clone)
     venv.create(made.bin.parent, symlinks=True)
     (packages,) = made.bin.parent.glob("lib/python3*/site-packages")
-    # All else comes from the environment of the tests, whose own `.pth` files are not read here.
+    # Other packages come from the tests' environment, whose `.pth` files are not read here.
     shared = [entry for entry in sys.path if entry.endswith("-packages")]
     (packages / "shared.pth").write_text("\n".join(shared))
     made.run(
@@ -78,36 +78,36 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def packaged(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
-    """Return what `setup.py` tells setuptools."""
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: told.update(arguments))
+    """Return the arguments that `setup.py` passes to setuptools."""
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: passed.update(arguments))
     monkeypatch.delenv("REPOSITORY_URL", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     runpy.run_path(str(REPO / "setup.py"))
-    return told
+    return passed
 
 
 def test_links_of_a_release_lead_to_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", told["long_description"])
-    base = f"https://forge.example/team/project/%s/v{told['version']}/"
+    passed = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", passed["long_description"])
+    base = f"https://forge.example/team/project/%s/v{passed['version']}/"
     assert ("", base % "blob" + "docs/quickstart.md") in links
     assert all(target.startswith("https://") for _, target in links)
     assert {target.startswith(base % "raw") for image, target in links if image} == {True}
-    assert told["project_urls"]["Source"] == "https://forge.example/team/project"
+    assert passed["project_urls"]["Source"] == "https://forge.example/team/project"
 
 
 def test_without_an_address_the_long_description_has_no_relative_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = packaged(monkeypatch)
-    targets = re.findall(r"\]\(([^)]+)\)", told["long_description"])
+    passed = packaged(monkeypatch)
+    targets = re.findall(r"\]\(([^)]+)\)", passed["long_description"])
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert told["project_urls"] == {}
+    assert passed["project_urls"] == {}
 
 
-def test_the_source_distribution_has_what_the_scripts_run() -> None:
+def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
     lines = (REPO / "MANIFEST.in").read_text().splitlines()
     folders = {line.split()[1] for line in lines if line.startswith("graft ")}
     scripts = "".join(path.read_text() for path in REPO.glob("scripts/*") if path.is_file())
@@ -138,7 +138,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_pa
 
 
 @pytest.mark.parametrize("python_path", [None, "parent", "clone"])
-def test_the_package_is_found_from_the_parent_of_its_clone_and_from_anywhere(
+def test_the_package_is_found_from_every_directory(
     installed: Installed, python_path: str | None
 ) -> None:
     variables = {} if python_path is None else {"PYTHONPATH": str(getattr(installed, python_path))}

@@ -1,4 +1,4 @@
-"""Lint, format and types are part of the suite (what `scripts/check` runs)."""
+"""Lint, format and types are part of the test suite (the checks of `scripts/check`)."""
 
 from __future__ import annotations
 

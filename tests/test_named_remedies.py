@@ -1,7 +1,7 @@
-"""What messages name exists: options, commands and settings, with the values given for them.
+"""Names in messages exist: options, commands and settings, and the values suggested for settings.
 
-Every string of the package is looked at that is no docstring. A name that a message makes of a
-variable is not seen.
+The tests read every string of the package except docstrings. A name that a message builds from a
+variable is not checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.cli.commands import _parser
 from megatron_flashckpt.config import Config
 
 HOME = Path(megatron_flashckpt.__file__).parent
-#: Options of Megatron releases other than the one that is installed.
+#: Options of Megatron releases other than the installed one.
 OTHER_RELEASES = {
     "--moe-use-legacy-grouped-gemm",
     "--offload-optimizer-states",
@@ -30,31 +30,35 @@ OTHER_RELEASES = {
     "--standalone-embedding-stage",
     "--use-custom-fsdp",
 }
-#: Of srun; and what `agent.settings` puts before a name.
+#: An option of srun, and the prefix that `agent.settings` adds to names.
 OTHERS = {"--overlap", "--no-"}
-#: Quoted words that are no settings: values, commands and Megatron's names.
+#: Quoted words that are not settings: values, commands and Megatron's names.
 WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_reshardable"}
 
 
 def strings() -> list[tuple[str, str]]:
     """Return `(place, string)` of every string that is not a docstring."""
-    found = []
+    located = []
     for file in sorted(HOME.rglob("*.py")):
         tree = ast.parse(file.read_text())
-        alone = {id(it.value) for it in ast.walk(tree) if isinstance(it, ast.Expr)}
-        found += [
-            (f"{file.relative_to(HOME)}:{it.lineno}", it.value)
-            for it in ast.walk(tree)
-            if isinstance(it, ast.Constant) and isinstance(it.value, str) and id(it) not in alone
+        alone = {
+            id(statement.value) for statement in ast.walk(tree) if isinstance(statement, ast.Expr)
+        }
+        located += [
+            (f"{file.relative_to(HOME)}:{statement.lineno}", statement.value)
+            for statement in ast.walk(tree)
+            if isinstance(statement, ast.Constant)
+            and isinstance(statement.value, str)
+            and id(statement) not in alone
         ]
-    return found
+    return located
 
 
 STRINGS = strings()
 
 
 def named(pattern: str) -> list[tuple[str, ...]]:
-    """Return place and groups of every match of `pattern`."""
+    """Return location and groups of every match of `pattern`."""
     return [
         (place, *match.groups()) for place, text in STRINGS for match in re.finditer(pattern, text)
     ]
@@ -69,7 +73,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    return {option for it in parsers(parser) for option in it._option_string_actions}
+    return {option for subparser in parsers(parser) for option in subparser._option_string_actions}
 
 
 def settings(kind: Any = Config, prefix: str = "") -> Iterator[str]:
@@ -80,37 +84,39 @@ def settings(kind: Any = Config, prefix: str = "") -> Iterator[str]:
                 yield from settings(below, f"{prefix}{field.name}.")
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_option_named_in_a_message_exists() -> None:
     megatron = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(megatron)
     source = (HOME / "agent/__main__.py").read_text()
     of_agents = set(re.findall(r'add_argument\("(--[\w-]+)"', source))
     known = options(megatron) | options(_parser()) | of_agents | OTHER_RELEASES | OTHERS
-    found = named(r"(?<![\w-])(--[a-zA-Z][\w-]*)")
-    assert len(found) > 100
-    assert [it for it in found if it[1] not in known] == []
+    matches = named(r"(?<![\w-])(--[a-zA-Z][\w-]*)")
+    assert len(matches) > 100
+    assert [match for match in matches if match[1] not in known] == []
 
 
-def test_every_command_that_is_named_exists() -> None:
+def test_every_command_named_in_a_message_exists() -> None:
     (commands,) = (
-        it.choices for it in _parser()._actions if isinstance(it, argparse._SubParsersAction)
+        match.choices
+        for match in _parser()._actions
+        if isinstance(match, argparse._SubParsersAction)
     )
-    found = named(r"['\"]flashckpt ([a-z]+)")
-    assert len(found) > 5
-    assert [it for it in found if it[1] not in commands] == []
+    matches = named(r"['\"]flashckpt ([a-z]+)")
+    assert len(matches) > 5
+    assert [match for match in matches if match[1] not in commands] == []
 
 
-def test_every_setting_that_is_named_exists() -> None:
+def test_every_setting_named_in_a_message_exists() -> None:
     known = {*settings(), *WORDS}
-    found = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
-    assert len(found) > 30
-    assert [it for it in found if it[1] not in known] == []
+    matches = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
+    assert len(matches) > 30
+    assert [match for match in matches if match[1] not in known] == []
 
 
-def test_every_value_that_is_named_for_a_setting_can_be_given() -> None:
-    found = [it for it in named(r"'([a-z_]+): ([\w]+)'") if it[1] != "field"]
-    assert len(found) > 7
-    for place, name, value in found:
+def test_every_value_named_for_a_setting_is_valid() -> None:
+    matches = [match for match in named(r"'([a-z_]+): ([\w]+)'") if match[1] != "field"]
+    assert len(matches) > 7
+    for place, name, value in matches:
         given = {"true": True, "false": False}.get(value, value)
         try:
             msgspec.convert({name: given}, Config)

@@ -1,4 +1,4 @@
-"""`PITFALLS.md` names tests that exist; and the lines of it that are held here."""
+"""`PITFALLS.md` names tests that exist; one of its rows is tested here."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def test_every_test_that_the_table_names_exists() -> None:
 
 
 def test_every_test_is_named_with_its_file() -> None:
-    """A name that the pattern above does not see would not be looked for."""
+    """The pattern of the test above would overlook a name without its file."""
     cells = [held for _, held in rows()]
     seen = re.findall(r"`[\w/]+\.py::\w+`", TABLE.read_text())
     assert sum(held.count("::") for held in cells) == len(seen)
 
 
-def test_every_place_in_the_code_that_the_table_names_exists() -> None:
+def test_every_module_that_the_table_names_exists() -> None:
     named = re.findall(r"`(\w+(?:/\w+)*\.py)`", TABLE.read_text().split("\n## ", 1)[1])
     named += re.findall(r"\(`(\w+/[\w/]+)`\)", TABLE.read_text())
     assert [name for name in named if not (PACKAGE / name).exists()] == []
 
 
-def test_every_line_of_the_table_has_an_answer() -> None:
+def test_every_row_of_the_table_has_an_answer() -> None:
     assert len(rows()) > 50
     unanswered = [report for report, held in rows() if not ("::" in held or "By design:" in held)]
     assert unanswered == []
 
 
-def test_nothing_forks_but_the_agent_before_its_first_thread() -> None:
-    """No process is forked from a trainer, with its threads and its CUDA context."""
+def test_only_the_agent_forks_and_only_before_its_first_thread() -> None:
+    """A forked trainer would duplicate its threads and its CUDA context."""
     forking = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -16,7 +16,7 @@ PRESETS = sorted(CONFIGS.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
-def test_config_check_accepts_it_and_says_what_is_in_force(
+def test_config_check_accepts_a_preset_and_prints_all_settings(
     preset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not main(["config", "check", str(preset)])
@@ -24,8 +24,8 @@ def test_config_check_accepts_it_and_says_what_is_in_force(
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
-def test_every_field_of_it_is_explained(preset: Path) -> None:
-    """By the comment above it, or above the fields or the section that directly precede it."""
+def test_every_field_of_a_preset_is_explained(preset: Path) -> None:
+    """A comment stands above the field, or above the fields or the section directly before it."""
     explained = False
     for line in preset.read_text().splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
@@ -35,14 +35,14 @@ def test_every_field_of_it_is_explained(preset: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
-def test_it_is_in_the_list(preset: Path) -> None:
+def test_the_list_names_every_preset(preset: Path) -> None:
     assert f"| `{preset.name}` |" in (CONFIGS / "README.md").read_text()
 
 
-def test_only_the_file_with_all_fields_has_the_defaults() -> None:
+def test_only_the_local_preset_has_the_defaults() -> None:
     assert [preset.stem for preset in PRESETS if load_config(preset, {}) == Config()] == ["local"]
 
 
-def test_the_file_with_all_fields_lacks_none() -> None:
+def test_the_local_preset_has_all_fields() -> None:
     written = msgspec.yaml.decode((CONFIGS / "local.yaml").read_bytes())
     assert written == msgspec.json.decode(msgspec.json.encode(Config()))

@@ -1,7 +1,7 @@
-"""Every call of the package that removes, truncates or renames over something, and why it may.
+"""Every call of the package that removes, truncates or renames over a file, with its reason.
 
-The table in `reviewed_removals.py` is read by reviewers. Who adds such a call adds a line that says
-why the call can hit only what this package made, and names the test that shows it.
+Reviewers read the table in `reviewed_removals.py`. A new call of this kind needs a line that says
+why it can only hit files that this package made, and that names the test that shows it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.reviewed_removals import REVIEWED, Call
 HOME = Path(megatron_flashckpt.__file__).parent
 TESTS = Path(__file__).parent
 
-#: Names of functions and methods that remove, cut off, replace or rename. `put`, `create`, `move`,
-#: `delete` and `delete_directory` are those of a `Storage`.
+#: Names of functions and methods that remove, truncate, replace or rename. `put`, `create`, `move`,
+#: `delete` and `delete_directory` are methods of a `Storage`.
 REMOVING = {"unlink", "rmtree", "rmdir", "remove", "removedirs", "truncate", "ftruncate", "savefig"}
 REMOVING |= {"rename", "renames", "replace", "delete", "delete_directory", "move", "put", "create"}
 REMOVING |= {"write_bytes", "write_text", "copyfile", "copy2", "copytree"}
-#: What such methods are called on that is no file: frozen records, Megatron's functions, slabs,
-#: lists, queues, and the store of templates.
+#: Receivers of such methods that are not files: frozen records, Megatron's functions, slabs, lists,
+#: queues, and the store of templates.
 IN_MEMORY = {"msgspec.structs", "dataclasses", "stock", "Slab", "records", "rank.retired"}
 IN_MEMORY |= {"rank.awaited", "answer", "self._found", "self._templates", "self._jobs"}
 IN_MEMORY |= {"self._failed_copies", "self._agent_failures", "self._buffers", "sink", "link"}
@@ -32,7 +32,7 @@ IN_MEMORY |= {"self._strangers", "self._work"}
 
 
 def is_text(node: ast.Call) -> bool:
-    """Return whether a call of `replace` is that of a string, which takes two arguments."""
+    """Return whether `replace` is the method of a string, which takes two arguments."""
     func = node.func
     assert isinstance(func, ast.Attribute)
     return (
@@ -43,20 +43,28 @@ def is_text(node: ast.Call) -> bool:
 
 
 def opens_for_writing(node: ast.Call) -> bool:
-    """Return whether a call of `open` may cut off or write into what is there."""
+    """Return whether a call of `open` may truncate or modify an existing file."""
     name = ast.unparse(node.func)
-    given = [*node.args[1:], *(it.value for it in node.keywords if it.arg in ("mode", "flags"))]
+    given = [
+        *node.args[1:],
+        *(argument.value for argument in node.keywords if argument.arg in ("mode", "flags")),
+    ]
     if name == "os.open":
-        return any("O_TRUNC" in ast.unparse(it) or "flags" in ast.unparse(it) for it in given)
+        return any(
+            "O_TRUNC" in ast.unparse(argument) or "flags" in ast.unparse(argument)
+            for argument in given
+        )
     if name not in ("open", "io.open"):
         return False
-    # A mode that is computed may be any.
-    modes = [str(it.value) if isinstance(it, ast.Constant) else "w" for it in given]
+    # A computed mode may have any value.
+    modes = [
+        str(argument.value) if isinstance(argument, ast.Constant) else "w" for argument in given
+    ]
     return any(set("w+") & set(mode) for mode in modes)
 
 
 def calls_in(source: str, module: str) -> Iterator[Call]:
-    """Yield every call of `source` that may remove something, with the function that it is in."""
+    """Yield every call of `source` that may remove a file, with the function that contains it."""
 
     def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[Call]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -108,13 +116,13 @@ def found() -> set[Call]:
         ("def f():\n  with a as b:\n    b.truncate(3)", ["b.truncate(3)"]),
     ],
 )
-def test_no_way_to_remove_is_overlooked(source: str, expected: list[str]) -> None:
+def test_every_form_of_removal_is_detected(source: str, expected: list[str]) -> None:
     assert [call.call for call in calls_in(source, "a")] == expected
 
 
 def test_every_call_that_removes_has_been_reviewed() -> None:
-    assert sorted(found() - REVIEWED.keys()) == [], "say in REVIEWED why these may remove"
-    assert sorted(REVIEWED.keys() - found()) == [], "these are gone"
+    assert sorted(found() - REVIEWED.keys()) == [], "state in REVIEWED why these may remove"
+    assert sorted(REVIEWED.keys() - found()) == [], "REVIEWED lists calls that no longer exist"
 
 
 def test_every_reason_names_a_test_that_exists() -> None:

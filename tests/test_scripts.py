@@ -1,4 +1,4 @@
-"""`scripts/` holds launch scripts and short wrappers, and files reach each other by imports."""
+"""`scripts/` holds launch scripts and short wrappers, and files use each other by imports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WRAPPERS = sorted(
     if path.is_file() and not path.match("pretrain_gpt_*") and path.name != "__init__.py"
 )
 FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts", "tests")
-#: Their purpose is to do what Python does with its path: when it starts a script, or with packages
-#: that are installed.
+#: Files whose purpose is to imitate Python's own changes of its path, at the start of a script or
+#: for installed packages.
 MAY_EDIT = {
     "megatron_flashckpt/launch.py",
     "tests/cpu_megatron/cpu_cuda.py",
@@ -61,14 +61,14 @@ def test_no_file_edits_the_path_of_imports() -> None:
         ('":".join(filter(None, sys.path))', False),
     ],
 )
-def test_what_edits_the_path_is_told_from_what_reads_it(line: str, edits: bool) -> None:
+def test_edits_of_the_path_are_distinguished_from_reads(line: str, edits: bool) -> None:
     assert bool(_EDIT.search(line)) == edits
 
 
-def test_patches_are_applied_from_a_directory_with_modules_of_the_same_names(
+def test_patches_apply_in_a_directory_with_modules_of_equal_names(
     tmp_path: Path,
 ) -> None:
-    """Python 3.10 has no safe path: there the directory of the call comes first."""
+    """Python 3.10 has no safe path, so the caller's directory comes first there."""
     python = subprocess.run(["python3", "--version"], capture_output=True, text=True, check=True)
     if python.stdout.startswith("Python 3.10"):
         pytest.skip("python3 is Python 3.10")

@@ -1,4 +1,4 @@
-"""Jobs that differ in flags, each run with Megatron's own functions and with ours, side by side."""
+"""Jobs that differ in their flags, each run with Megatron's own functions and with ours."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ EVERY_2 = "--save {save} --save-interval 2"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One call of `pretrain`, once per door."""
+    """One call of `pretrain` for each entry point in `doors`."""
 
     name: str
     flags: str
-    """`{save}` is the job's directory, `{NAME}` that of job NAME, at the same door; `{stock:NAME}`
-    is stock's."""
+    """`{save}` is the job's directory. `{NAME}` is the directory of job NAME at the same entry
+    point, `{stock:NAME}` its directory at stock's."""
     copy: tuple[str, int] | None = None
-    """Start with the directory of that job, as it was at that iteration."""
+    """Start with a copy of that job's directory as it was at that iteration."""
     doors: tuple[str, ...] = DOORS
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the cell, see `flag_cells.py`."""
+    """Further fields of the cell, see `flag_cells.py`."""
 
 
 def resumed(name: str, flags: str, **options: Any) -> list[Job]:
-    """Return a job of 4 iterations, and one that goes on from what that had saved at 2."""
+    """Return a job of 4 iterations, and a second job that resumes from its save at iteration 2."""
     return [
         Job(name, f"{flags} {EVERY_2}", options=options),
         Job(f"{name}-2", f"{flags} {EVERY_2} --load {{save}}", (name, 2), options=options),
@@ -45,13 +45,13 @@ def resumed(name: str, flags: str, **options: Any) -> list[Job]:
 
 @dataclasses.dataclass
 class Ran:
-    """What became of a job at one door."""
+    """Result of a job at one entry point."""
 
     save: Path
     ended: Any
     losses: list[list[Any]]
     iteration: int | None
-    """That Megatron says it has loaded."""
+    """Iteration that Megatron reports as loaded."""
     output: str
     logged: str
     hooks: list[list[Any]]
@@ -59,7 +59,7 @@ class Ran:
 
     @property
     def left(self) -> tuple[list[str], str | None]:
-        """The checkpoints that are there, and what the tracker says."""
+        """Return the names of the checkpoints in the directory, and the tracker's text."""
         tracker = self.save / "latest_checkpointed_iteration.txt"
         names = sorted(path.name for path in self.save.glob("iter_*"))
         return names, tracker.read_text() if tracker.exists() else None
@@ -69,7 +69,7 @@ Runs = dict[str, dict[str, Ran]]
 
 
 def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
-    """Run all jobs, one after the other, in one process per rank; what rank 0 saw, by name."""
+    """Run all jobs in turn, in one process per rank; return rank 0's results by job name."""
     cells = []
     for job in jobs:
         for door in job.doors:
@@ -93,7 +93,7 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
             door="stock",
             script=CELLS,
             timeout_s=270,
-            # Stock's asynchronous writers are processes, which a forked rank cannot start.
+            # Stock's asynchronous writers are processes, and a forked rank cannot start processes.
             torchrun=True,
             env={"CASES": str(where / "cases.json")},
         )
@@ -103,6 +103,6 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
         name, door = event.pop("event"), event.pop("door")
         if event.pop("rank") == 0:
             runs.setdefault(name, {})[door] = Ran(save=where / door / name, **event)
-        elif not runs[name][door].losses:  # with pipelining the last stage has them
+        elif not runs[name][door].losses:  # under pipelining only the last stage has losses
             runs[name][door].losses = event["losses"]
     return runs

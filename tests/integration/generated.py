@@ -1,4 +1,4 @@
-"""Small models of unusual shapes and types: some drawn from a seed, some that are known trouble."""
+"""Small models of unusual shapes and types: some drawn from a seed, some known to be difficult."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _BUFFER_TYPES = ("int64", "float32", "bool", "uint8", "bfloat16", "float64")
 BF16, FP32 = "bfloat16", "float32"
 
 Model = dict[str, Any]
-"""A case as `tests/support/jobs/generated_models.py` takes it."""
+"""A case in the form that `tests/support/jobs/generated_models.py` reads."""
 
 
 def entry(shape: list[int], *dtypes: str, **more: Any) -> dict[str, Any]:
-    """Return a parameter or buffer, with one type for each layer that has it."""
+    """Return a parameter or buffer, with one type for each layer that has the entry."""
     return {"shape": shape, "dtypes": list(dtypes), **more}
 
 
 def model(name: str, optimizer: str, **more: Any) -> Model:
-    """Return a model; besides what is given it has a weight that is trained."""
+    """Return a model with the given entries and one trained weight in addition."""
     case = {"name": name, "optimizer": optimizer, "count": 0, "layers": {}, "tied": [], **more}
     case["single"] = {"weight": entry([3, 4], FP32), **more.get("single", {})}
     return case
@@ -72,7 +72,7 @@ def _idle() -> dict[str, Any]:
     }
 
 
-#: What must be saved and loaded, with every optimizer.
+#: Models that must be saved and loaded with every optimizer.
 KNOWN: list[Model] = [
     made
     for optimizer in OPTIMIZERS
@@ -88,9 +88,9 @@ KNOWN: list[Model] = [
         ),
     )
 ]
-#: Saved in Megatron's own format as well.
+#: Models that are also saved in Megatron's own format.
 KNOWN[0]["torch_dist"] = True
-#: Masters are saved in place of 16-bit weights, and layer 0 has an fp32 weight under the same key.
+#: Masters replace the 16-bit weights in a save; layer 0 has an fp32 weight under the same key.
 KNOWN.append(
     model(
         "layers of several types, derived",
@@ -100,7 +100,7 @@ KNOWN.append(
         config={"weights": "derive"},
     )
 )
-#: States are of their parameters' types.
+#: Optimizer states have the types of their parameters.
 KNOWN.append(
     model(
         "layers of several types, fp32 sgd",
@@ -110,7 +110,7 @@ KNOWN.append(
         single={"whole": entry([9], BF16)},
     )
 )
-#: What must be refused before the first step, and what the refusal says.
+#: Models that must be refused before the first step, and patterns of the refusal.
 REFUSED: list[tuple[Model, str]] = [
     (
         model(
@@ -128,13 +128,13 @@ REFUSED: list[tuple[Model, str]] = [
 
 
 def drawn(seed: int) -> Model:
-    """Return a model that is the same for the same seed."""
+    """Return a random model; equal seeds give equal models."""
     source = random.Random(seed)
     optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
     count = source.choice((0, 1, 2, 2, 3, 4))
     layers = {f"p{number}": _drawn(source, count) for number in range(source.randint(1, 3))}
     single = {f"s{number}": _drawn(source, 1) for number in range(source.randint(0, 3))}
-    parameters = [name for name, it in single.items() if not it.get("buffer")]
+    parameters = [name for name, fields in single.items() if not fields.get("buffer")]
     tied = []
     if len(parameters) > 1 and source.random() < 0.4:
         tied.append(sorted(source.sample(parameters, 2)))
@@ -153,17 +153,17 @@ def _drawn(source: random.Random, count: int) -> dict[str, Any]:
     shape = list(source.choice(_SHAPES))
     if source.random() < 0.2:
         dtypes = [source.choice(_BUFFER_TYPES) for _ in range(count)]
-        found = entry(shape, *dtypes, buffer=True)
+        drawn_entry = entry(shape, *dtypes, buffer=True)
     else:
-        found = entry(shape, *(source.choice((FP32, BF16)) for _ in range(count)))
+        drawn_entry = entry(shape, *(source.choice((FP32, BF16)) for _ in range(count)))
         kind = source.random()
         if kind < 0.25:
-            found["frozen"] = [source.random() < 0.6 for _ in range(count)]
+            drawn_entry["frozen"] = [source.random() < 0.6 for _ in range(count)]
         elif kind < 0.4:
-            found["unused"] = True
+            drawn_entry["unused"] = True
     memory = source.random()
     if memory < 0.2:
-        found["transposed"] = True
+        drawn_entry["transposed"] = True
     elif memory < 0.3:
-        found["strided"] = True
-    return found
+        drawn_entry["strided"] = True
+    return drawn_entry

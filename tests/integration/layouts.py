@@ -1,8 +1,8 @@
-"""Parallel layouts, and the cells of a job that saves under each and loads under every other.
+"""Parallel layouts, and the cells of a job that saves under each and loads under every other one.
 
-A source cell trains 3 iterations, saves, trains 2 more and saves again: the reference. A
-destination cell starts from other random weights, loads the source's iteration 3, saves it again at
-once, and trains the same 2 iterations.
+A source cell trains 3 iterations, saves, trains 2 more and saves again; its results are the
+reference. A destination cell starts from other random weights, loads the source's iteration 3,
+saves that iteration again at once, and trains the same 2 iterations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EP = "--expert-tensor-parallel-size 1 --expert-model-parallel-size"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One way to run a family's model: a row and a column of its matrix."""
+    """One parallel layout of a family's model: a row and a column of the family's matrix."""
 
     family: str
     label: str
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def model_parallel(self) -> tuple[str, str]:
-        """The tensor and pipeline parallel sizes."""
+        """Return the tensor and pipeline parallel sizes."""
         tensor, pipeline = (
             self.arguments[self.arguments.index(name) + 1] if name in self.arguments else "1"
             for name in (TP, PP)
@@ -63,12 +63,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A cell: what `source` saved is loaded by `destination`."""
+    """A cell: `destination` loads the checkpoint of `source`."""
 
     source: Layout
     destination: Layout
     how: str = ""
-    """Empty for a cell of the matrix; else what is special about it."""
+    """Variant of the cell; empty for a cell of the matrix."""
 
     @property
     def name(self) -> str:
@@ -83,17 +83,17 @@ class Pair:
 
 def _layouts(family: str, base: list[str], **described: str) -> list[Layout]:
     """Return layouts from `label="ranks, micro-batch size, further arguments"`."""
-    found = []
+    layouts = []
     for label, text in described.items():
         world, micro_batch, *arguments = text.split()
         if not label.endswith("_plain"):
             arguments.append(DISTRIBUTED)
         arguments = [*base, "--micro-batch-size", micro_batch, *arguments]
-        found.append(Layout(family, label.replace("_", " "), int(world), tuple(arguments)))
-    return found
+        layouts.append(Layout(family, label.replace("_", " "), int(world), tuple(arguments)))
+    return layouts
 
 
-#: Every ordered pair of a family's layouts is a cell. "plain" is without distributed optimizer.
+#: Every ordered pair of a family's layouts is a cell. "plain" has no distributed optimizer.
 FAMILIES: dict[str, list[Layout]] = {
     "dense": _layouts(
         "dense",
@@ -124,14 +124,14 @@ FAMILIES: dict[str, list[Layout]] = {
         PP2_DP2=f"4 3 {PP} 2",
         TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",
     ),
-    # 301 words are padded to 384 rows, but to 512 with TP2.
+    # Megatron pads 301 words to 384 rows, but to 512 rows under TP2.
     "vocabulary": _layouts(
         "vocabulary",
         [*UNTIED, "--bf16", "--vocab-size", "300"],
         TP2_DP2=f"4 6 {TP} 2",
         DP4="4 3",
     ),
-    # The optimizer steps the weights themselves: no masters.
+    # The optimizer steps the weights themselves, so there are no masters.
     "fp32": _layouts(
         "fp32",
         [*UNTIED, *MUP],
@@ -153,12 +153,12 @@ FAMILIES: dict[str, list[Layout]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is launched at once."""
+    """Families that one launched job runs, and the job's number of ranks."""
 
     ranks: int
     families: tuple[str, ...]
     fused_adam: bool = True
-    """Apex's Adam counts steps per param group; torch's, used without it, per parameter."""
+    """Apex's Adam counts steps per param group; torch's Adam, used otherwise, per parameter."""
 
 
 JOBS = {
@@ -167,9 +167,9 @@ JOBS = {
     "torch_adam": Job(4, ("tied", "vocabulary"), fused_adam=False),
     "worlds": Job(8, ("worlds",)),
 }
-#: Where stock's own noise is measured: from some layouts, under others. Routing is discrete, so it
-#: is measured between all of MoE's that stock can load from one another (it cannot put into one
-#: optimizer what two have saved: EP2 under EP1).
+#: Source and destination layouts between which stock's own noise is measured. Routing is discrete,
+#: so MoE's noise is measured between all layouts that stock can load from one another. (Stock
+#: cannot merge two saved optimizers into one: EP2 under EP1.)
 STOCK = {
     "dense": (("TP2 DP2",), ("DP4", "TP4", "PP2 DP2", "TP2 PP2", "PP2 VPP2 DP2", "PP4")),
     "moe": (("TP2 EP2", "DP4 EP2", "DP4 EP4"),) * 2,
@@ -179,13 +179,13 @@ SPOILED = ("steps forgotten", "moments swapped", "moments zeroed")
 
 
 def pairs(family: str) -> list[Pair]:
-    """Return the matrix: every ordered pair, grouped by destination."""
+    """Return the matrix: every ordered pair of layouts, grouped by destination."""
     layouts = FAMILIES[family]
     return [Pair(source, there) for there, source in itertools.product(layouts, layouts)]
 
 
 def stock_pairs(family: str) -> list[Pair]:
-    """Return what is saved and loaded by Megatron itself."""
+    """Return the pairs that Megatron itself saves and loads."""
     sources, destinations = STOCK.get(family, ((), ()))
     return [
         Pair(pair.source, pair.destination, "stock")
@@ -197,13 +197,13 @@ def stock_pairs(family: str) -> list[Pair]:
 
 
 def spoiled_pairs(family: str) -> list[Pair]:
-    """Return what is loaded by us and then made wrong."""
+    """Return the pairs that our load restores and that a step then corrupts."""
     first, second, *_ = FAMILIES[family]
     return [Pair(first, second, how) for how in SPOILED if family in STOCK]
 
 
 def interrupted_pairs(family: str) -> list[Pair]:
-    """Return what is saved by a job that wants a step to be run again: same layout, other DP."""
+    """Return pairs whose source asks for a step to be run again: equal layout, then other DP."""
     if family != "dense":
         return []
     first, plain = (layout for layout in FAMILIES[family] if layout.model_parallel == ("2", "1"))
@@ -211,9 +211,10 @@ def interrupted_pairs(family: str) -> list[Pair]:
 
 
 def rescheduled_pairs(family: str) -> list[Pair]:
-    """Return what is loaded by jobs whose groups have other rates: in the same place, elsewhere.
+    """Return pairs whose destination groups have other rates: under the same and another layout.
 
-    Rates alone tell three groups of this family apart, so only their parameters can.
+    Only rates distinguish three groups of this family, so the load can only identify these groups
+    by their parameters.
     """
     if family != "fp32":
         return []
@@ -224,7 +225,7 @@ def rescheduled_pairs(family: str) -> list[Pair]:
 
 
 def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
-    """Return the cells of one job; those with the same layout follow one another."""
+    """Return the cells of one job; cells of equal layout follow one another."""
     cells = []
     for family in families:
         layouts = FAMILIES[family]

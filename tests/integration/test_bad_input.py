@@ -1,7 +1,7 @@
-"""What a user can get wrong, through Megatron's real `load_checkpoint` and `save_checkpoint`.
+"""User mistakes, through Megatron's real `load_checkpoint` and `save_checkpoint`.
 
-Each case gives one clear error on every rank that names file, fact and remedy; nothing on disk is
-changed. One job makes a good checkpoint, a second one takes all cases.
+Each case raises one clear error on every rank, which names file, fact and remedy, and leaves the
+files on disk unchanged. One job makes a good checkpoint; a second job runs all cases.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ITERATION = "iter_0000002"
 
 
 def shard(directory: Path, rank: int) -> Path:
-    (found,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
-    return found
+    (file,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
+    return file
 
 
 def cut_short(directory: Path) -> None:
@@ -82,7 +82,7 @@ def dlrovers_without_files(directory: Path) -> None:
     (directory / "dlrover_latest.txt").write_text("2")
 
 
-#: name -> (damage, extra arguments, error class or None, what its message must say)
+#: name -> (damage, extra arguments, error class or None, pattern of the message)
 CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
     "intact": (None, {}, None, []),
     "foreign_files": (foreign_files, {}, None, []),
@@ -146,7 +146,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 
 class Ran:
-    """The job over all cases, and the directories before and after."""
+    """The job that runs all cases, and the directories before and after."""
 
     def __init__(self, tmp_path: Path) -> None:
         good = tmp_path / "good"
@@ -253,8 +253,8 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: 
             assert event["error"] is None
             assert event["result"] == 2
         else:
-            assert event["error"] is not None, "loaded without a word"
-            # A rank that is not affected itself repeats the error of the one that is.
+            assert event["error"] is not None, "the load succeeded without an error"
+            # A rank without an error of its own repeats the error of the affected rank.
             assert event["error"][0] in (error, "FlashCkptError")
             assert error in (event["error"][0], *event["error"][1].split(": "))
             for pattern in says:
@@ -265,7 +265,7 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: 
 @pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if case[2] and name != "flipped_bit"]
 )
-def test_nothing_is_overwritten_when_a_load_is_refused(ran: Ran, name: str) -> None:
+def test_a_refused_load_overwrites_nothing(ran: Ran, name: str) -> None:
     assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
 
 
@@ -275,7 +275,7 @@ def test_a_missing_directory_starts_from_random_as_stock_does(ran: Ran) -> None:
     assert "will not load any checkpoints and will start from random" in ran.result.log
 
 
-def test_saving_into_a_file_fails_on_every_rank_with_the_path_and_a_remedy(ran: Ran) -> None:
+def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: Ran) -> None:
     for event in ran.of("save_into_a_file"):
         (message,) = event["result"]
         assert str(ran.tmp_path / "file") in message
@@ -291,29 +291,29 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> 
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
 
 
-def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> None:
+def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: Ran) -> None:
     saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
     for save, load in zip(saves, loads, strict=True):
         assert (save["result"], save["error"], load["error"]) == ([None], None, None)
         before, after = save["weights"]
-        assert before != after, "the load has changed them"
+        assert before != after, "the load has changed the weights"
         assert load["weights"] == [after, before]
 
 
-def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran: Ran) -> None:
+def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: Ran) -> None:
     for event in ran.of("no_doorbell_on_one_rank"):
         (message,) = event["result"]
         assert "ValueError: an error that nobody foresaw" in message
     assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
 
 
-def test_saving_makes_a_missing_directory(ran: Ran) -> None:
+def test_a_save_creates_a_missing_directory(ran: Ran) -> None:
     for event in ran.of("save_makes_the_directory"):
         assert event["result"] == [None]
     assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
 
 
-def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes(
+def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
     ran: Ran,
 ) -> None:
     cases = ran.tmp_path / "other.json"
@@ -328,18 +328,18 @@ def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes
         kind, message = event["error"]
         assert kind == "MissingStateError"
         key = "decoder.layers.mlp.linear_fc1.weight"
-        found = re.search(
+        match = re.search(
             rf"weight/{key}: (\(.*?\)) BF16 in the checkpoint, (\(.*?\)) BF16", message
         )
-        assert found, message
-        assert found[1] != found[2]
+        assert match, message
+        assert match[1] != match[2]
         for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
             assert f"{kind}/{key}: " in message
         assert not event["weights_changed"]
     assert snapshot(ran.good) == before
 
 
-def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_fits(
+def test_a_strict_load_lists_differences_and_another_load_skips_them(
     ran: Ran,
 ) -> None:
     load = {"call": "load", "args": {"load": str(ran.good)}}
@@ -360,21 +360,21 @@ def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_f
         kind, message = event["error"]
         assert kind == "MissingStateError"
         assert not event["weights_changed"]
-        for each in ("weight", "master", "exp_avg", "exp_avg_sq"):
-            assert f"{each}/output_layer.weight: not in the checkpoint; " in message
-            fc2 = f"{each}/decoder.layers.mlp.linear_fc2.bias"
+        for state_kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{state_kind}/output_layer.weight: not in the checkpoint; " in message
+            fc2 = f"{state_kind}/decoder.layers.mlp.linear_fc2.bias"
             assert f"{fc2}: in the checkpoint, not in the model" in message
     for name in ("not strict", "as Megatron's own flag says"):
         events = result.named(name)
         assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
     assert all(event["weights_changed"] for event in result.named("not strict"))
-    said = re.findall(
+    warnings = re.findall(
         r"missing state keeps its values: (.*); unexpected state is not read: (.*)", result.log
     )
-    assert len(said) == 2, "once per load, on rank 0"
-    for absent, superfluous in said:
-        assert "weight/output_layer.weight" in absent
-        assert "weight/decoder.layers.mlp.linear_fc2.bias" in superfluous
+    assert len(warnings) == 2, "once per load, on rank 0"
+    for missing, unexpected in warnings:
+        assert "weight/output_layer.weight" in missing
+        assert "weight/decoder.layers.mlp.linear_fc2.bias" in unexpected
     assert snapshot(ran.good) == before
 
 
@@ -402,7 +402,7 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_a_place_that_no_agent_can_have_stops_the_job_before_training(
+def test_a_runtime_directory_unusable_for_agents_stops_the_job_before_training(
     tmp_path: Path, load: bool
 ) -> None:
     save = tmp_path / "s"

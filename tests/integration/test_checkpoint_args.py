@@ -1,4 +1,4 @@
-"""`--use-checkpoint-args`: one rank of each node reads, before torch.distributed is initialised."""
+"""`--use-checkpoint-args`: one rank per node reads, before torch.distributed is initialised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the save directory of a job, with iterations 1 and 2."""
+    """Return the save directory of a job that saved iterations 1 and 2."""
     where = tmp_path_factory.mktemp("saved")
     flags = ["--num-layers", str(LAYERS), "--bf16", "--train-iters", "4", "--exit-interval", "2"]
     save = ["--save", str(where / "save"), "--save-interval", "1"]
@@ -35,12 +35,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def await_no_agent(where: Path) -> None:
-    """Return when the agent has tidied up, too, and left."""
+    """Wait until the agent has tidied up and ended."""
     eventually("the end of the agent", lambda: not list((where / "run").iterdir()), 120.0)
 
 
 def resume(where: Path, saved: Path, **options: Any) -> Result:
-    """Run a job of four ranks that has the number of layers from the checkpoint alone."""
+    """Run a job of four ranks that takes the number of layers from the checkpoint alone."""
     flags = ["--bf16", "--train-iters", "4", "--load", str(saved), "--use-checkpoint-args"]
     env = {"EARLY_READS": "1", **options.pop("env", {})}
     return succeeded(run_job(where, "load", flags, ranks=4, env=env, **options))
@@ -64,7 +64,7 @@ def test_one_of_the_four_ranks_of_a_node_reads(tmp_path: Path, saved: Path) -> N
     assert losses(result, 3) == losses(result, 4) == 4
 
 
-def test_one_rank_of_each_node_reads_and_one_again_when_torchrun_restarts_them(
+def test_one_rank_of_each_node_reads_again_after_a_torchrun_restart(
     tmp_path: Path, saved: Path
 ) -> None:
     result = resume(tmp_path, saved, nodes=2, max_restarts=1, env={"KILL": "3:4"}, torchrun=True)
@@ -82,10 +82,10 @@ def test_without_torchrun_each_rank_reads(tmp_path: Path, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["equal", "different"])
-def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
+def test_nodes_that_see_different_checkpoints_need_equal_arguments(
     tmp_path: Path, saved: Path, is_other: bool
 ) -> None:
-    """No rank starts with other arguments than rank 0; the load says so on all ranks."""
+    """A rank whose arguments differ from rank 0's does not start; the load fails on all ranks."""
     save = tmp_path / "save"
     shutil.copytree(saved, save)
     if is_other:
@@ -105,11 +105,13 @@ def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
     assert result.returncode != 0
     assert result.named("loss") == []
     assert "in --load, on rank 0 from iteration 3 (save " in result.log
-    assert refused >= 2  # by the rank itself, and by rank 0 as rank 1's
+    assert refused >= 2  # rank 1 raises the error, and rank 0 repeats it as rank 1's
 
 
-def test_no_rank_starts_anew_with_arguments_of_a_checkpoint(tmp_path: Path, saved: Path) -> None:
-    """Rank 1 is shown a checkpoint that neither rank 0 nor the load is shown."""
+def test_no_rank_starts_from_scratch_with_a_checkpoints_arguments(
+    tmp_path: Path, saved: Path
+) -> None:
+    """Storage shows rank 1 a checkpoint that it shows neither to rank 0 nor to the load."""
     save = tmp_path / "save"
     shutil.copytree(saved, save)
     (save / TRACKER).unlink()
@@ -118,7 +120,7 @@ def test_no_rank_starts_anew_with_arguments_of_a_checkpoint(tmp_path: Path, save
     result = run_job(tmp_path, "load", flags, ranks=2, env={"STALE": "1:1"})
     assert result.returncode != 0
     assert result.named("loss") == []
-    # By the rank itself, and by rank 0 as rank 1's.
+    # Rank 1 raises the error, and rank 0 repeats it as rank 1's.
     assert result.log.count("in --load, on rank 0 from no checkpoint") >= 2
 
 
@@ -128,7 +130,7 @@ def sent(
     encode: Callable[[Any], bytes],
     decode: Callable[[bytes], Any],
 ) -> Any:
-    """Return what a rank gets that another rank has read for."""
+    """Return the state as a rank receives it from the rank that has read it."""
     return decode(encode(read()))
 
 
@@ -175,8 +177,10 @@ def test_all_ranks_refuse_a_checkpoint_with_the_same_error(
     assert ("rank 8: StorageError: " in str(refused.value)) == (way == "receives")
 
 
-def test_what_else_goes_wrong_is_not_sent(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks then read themselves, as `load.node_leader` does for them."""
+def test_an_unexpected_error_is_not_sent_to_other_ranks(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks then read the checkpoint themselves, as `load.node_leader` lets them."""
     monkeypatch.setattr(arguments, "_read", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         common_state(str(saved), None)

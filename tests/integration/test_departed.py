@@ -1,6 +1,6 @@
-"""A job of two ranks crashes and is started again with one: the node gets the other's memory back.
+"""A job of two ranks crashes and is restarted with one rank: the node frees the other's memory.
 
-The second job is killed, too, so that the agent can be looked at.
+The second job is killed as well, so that its agent stays and can be inspected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODEL = ["--num-layers", "2", "--bf16", *DISTRIBUTED]
 PATIENT = {"FLASHCKPT_AGENT__GRACE_S": "200"}
 
 
-def test_a_job_with_fewer_ranks_frees_the_memory_of_those_it_does_not_have(tmp_path: Path) -> None:
+def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Path) -> None:
     save = tmp_path / "save"
     arguments = [*MODEL, *schedule(save)]
     two = run_job(tmp_path, "two", arguments, ranks=2, env={"KILL": "1:5", **PATIENT})
@@ -33,8 +33,10 @@ def test_a_job_with_fewer_ranks_frees_the_memory_of_those_it_does_not_have(tmp_p
         assert "iteration 3 was restored from storage" in one.log
         assert agents_under(tmp_path / "run") == [agent]
         eventually("rank 1's memory is freed", lambda: slabs(agent) == [0])
-        said = (agent_directory(str(save), str(tmp_path / "run")) / LOG).read_text()
-        assert re.search(r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", said)
+        agent_log = (agent_directory(str(save), str(tmp_path / "run")) / LOG).read_text()
+        assert re.search(
+            r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", agent_log
+        )
     finally:
         os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent))

@@ -1,7 +1,7 @@
-"""Copies that Megatron lets drift apart are found, named, and saved each: resuming is bit-exact.
+"""Replicated tensors whose copies drift apart: each copy is saved, so resuming is bit-exact.
 
-Real jobs of gated delta nets on tensor ranks, dropout on. They save at 2, 4 and 6. The first save
-finds that the copies of `out_norm` differ, and has only the main ones; later saves have all.
+Real jobs of gated delta nets on tensor ranks with dropout, which save at 2, 4 and 6. The first save
+detects that the copies of `out_norm` differ and stores only the main copies; later saves store all.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 def copies(save: Path, iteration: int) -> set[tuple[str, str]]:
-    """Kind and key of all copies that are saved beside the main ones."""
-    found = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
-    return {(match[1], match[2]) for match in found if match}
+    """Return kind and key of all copies that are saved in addition to the main ones."""
+    matches = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
+    return {(match[1], match[2]) for match in matches if match}
 
 
-def test_it_is_said_once_which_copies_differ(jobs: Jobs) -> None:
-    (said,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
-    assert "iteration 2: " in said
-    assert all(key in said for key in KEYS)
+def test_the_log_names_differing_copies_once(jobs: Jobs) -> None:
+    (message,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
+    assert "iteration 2: " in message
+    assert all(key in message for key in KEYS)
     assert REPLACED not in jobs.a.log + jobs.b.log + jobs.c.log
-    assert FOUND not in jobs.c.log, "its checkpoint says so"
+    assert FOUND not in jobs.c.log, "the checkpoint already records which copies differ"
 
 
 def test_only_copies_that_differ_are_saved_from_the_second_save_on(jobs: Jobs) -> None:
@@ -108,22 +108,22 @@ def test_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
 
 def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs: Jobs) -> None:
     other = jobs.tmp_path / "other"
-    # It ends where it begins, at an iteration that it has not saved.
+    # The job ends at the iteration that it loads, which it has not saved itself.
     ends = ["--tensor-model-parallel-size", "4", "--save", str(other), "--save-interval", "4"]
     result = job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
-    (said,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert all(key in said for key in KEYS)
-    assert "the tensor parallel size has changed" in said
-    stored, found = assemble(jobs.whole, 6), assemble(other, 6)
+    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
+    assert all(key in warning for key in KEYS)
+    assert "the tensor parallel size has changed" in warning
+    stored, loaded = assemble(jobs.whole, 6), assemble(other, 6)
     expected = {name: tensor for name, tensor in stored.items() if "@" not in name[0]}
-    assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
-    copies = {(kind, key) for kind, key in found if "@" in kind}
-    assert len(copies) == 3 * 4 * len(KEYS), "saved each, as they differed before"
+    assert {name for name in expected if not torch.equal(loaded[name], expected[name])} == set()
+    copies = {(kind, key) for kind, key in loaded if "@" in kind}
+    assert len(copies) == 3 * 4 * len(KEYS), "every copy is saved, as the copies differed before"
     for kind, key in copies:
-        assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
+        assert torch.equal(loaded[kind, key], expected[kind.partition("@")[0], key])
 
 
-def test_a_job_that_has_no_copies_does_not_say_that_they_differ(jobs: Jobs) -> None:
+def test_a_job_without_copies_records_no_difference(jobs: Jobs) -> None:
     one = jobs.tmp_path / "one"
     job(jobs.tmp_path, "one", jobs.whole, "--save", str(one), "--save-interval", "4", ranks=1)
     storage = PosixStorage(one)
@@ -131,36 +131,38 @@ def test_a_job_that_has_no_copies_does_not_say_that_they_differ(jobs: Jobs) -> N
     assert (manifest.world_size, manifest.differing) == (1, ())
 
 
-def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_verify_and_list_copies_and_convert_the_main_ones(
+    jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", "--all", str(jobs.whole)]) == 0
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
-    said = capsys.readouterr().out
-    assert all(key in said for key in KEYS)
+    output = capsys.readouterr().out
+    assert all(key in output for key in KEYS)
     storage = PosixStorage(jobs.whole)
     manifest = StoredCheckpoint(storage, 2, read_manifest(storage, 2)).manifest
     assert (set(manifest.differing), manifest.compared) == (KEYS, True)
     converted = open_ours(storage, 6, Options())
-    assert [kind for it in converted.tensors if "@" in (kind := it.kind)] == []
+    assert [kind for tensor in converted.tensors if "@" in (kind := tensor.kind)] == []
     assert all(key in converted.warnings[0] for key in KEYS)
 
 
-def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_path: Path) -> None:
-    """With the plain optimizer, whose state replicas hold alike: each saves a part of it."""
+def test_after_a_restart_from_the_first_save_the_next_has_all_copies(tmp_path: Path) -> None:
+    """Replicas hold equal state of the plain optimizer, and each replica saves a part of it."""
     save = tmp_path / "save"
     killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
     result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
     assert "iteration 2 was restored from memory" in result.log
-    (said,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert "no other copies were saved" in said
-    assert all(key in said for key in KEYS)
+    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
+    assert "no other copies were saved" in warning
+    assert all(key in warning for key in KEYS)
     assert "iteration 4 was restored from memory" in result.log
     before, after = result.losses(1), result.losses(2)
     assert after[5] == before[5]
     assert {key for _, key in copies(save, 4)} == KEYS
 
 
-def test_stages_whose_copies_megatron_numbers_alike_have_each_their_own(tmp_path: Path) -> None:
-    """Multi-token prediction on a stage of its own: two later stages have the tied embedding."""
+def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) -> None:
+    """Multi-token prediction on a stage of its own: two later stages hold the tied embedding."""
     stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
     model = f"{stages} --mtp-num-layers 1 --position-embedding-type rope".split()
 
@@ -173,8 +175,8 @@ def test_stages_whose_copies_megatron_numbers_alike_have_each_their_own(tmp_path
     whole = run("a", save)
     assert "different copies of 1 tensor (embedding.word_embeddings.weight)" in whole.log
     kinds = {"weight", "master", "exp_avg", "exp_avg_sq"}
-    found = {kind for kind, _ in assemble(save, 6) if "@" in kind}
-    assert found == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
+    copy_kinds = {kind for kind, _ in assemble(save, 6) if "@" in kind}
+    assert copy_kinds == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
     after = run("c", truncated_copy(save, resumed, 4))
     assert REPLACED not in after.log
     expected = whole.losses()

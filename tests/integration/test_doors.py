@@ -1,7 +1,7 @@
-"""The ways in: swapped imports (our patch) and the launcher; both train exactly as stock Megatron.
+"""The entry points, swapped imports (our patch) and the launcher, train exactly as stock Megatron.
 
-One stock job, one per door, all with the same seed; then what our checkpoint holds is compared with
-what stock's own `save_checkpoint` wrote.
+One stock job and one job per entry point run with the same seed. Then the weights in our checkpoint
+are compared with those that stock's own `save_checkpoint` wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODEL = [
 ]
 
 
-#: Megatron's local layers save their layer norms under the names of TransformerEngine's fused ones.
+#: Megatron's local layers name their layer norms as TransformerEngine names its fused ones.
 FUSED_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -66,7 +66,7 @@ def launched(where: Path) -> Result:
     return succeeded(run_job(where, "launch", arguments(where / "launch"), torchrun=True))
 
 
-def test_both_doors_train_exactly_as_stock(
+def test_both_entry_points_train_exactly_as_stock(
     stock: Result, swapped: Result, launched: Result
 ) -> None:
     assert sorted(stock.losses()) == [1, 2, 3, 4]
@@ -74,7 +74,7 @@ def test_both_doors_train_exactly_as_stock(
     assert launched.losses() == stock.losses()
 
 
-def test_the_log_says_before_the_first_step_which_door_was_taken(
+def test_the_log_names_the_entry_point_before_the_first_step(
     where: Path, swapped: Result, launched: Result
 ) -> None:
     for result, door in (
@@ -87,7 +87,9 @@ def test_the_log_says_before_the_first_step_which_door_was_taken(
         assert " iteration        1/" not in start
 
 
-def test_both_doors_save_the_same(where: Path, swapped: Result, launched: Result) -> None:
+def test_both_entry_points_save_the_same_state(
+    where: Path, swapped: Result, launched: Result
+) -> None:
     one, other = tensors(where / "swap", 4), tensors(where / "launch", 4)
     assert one.keys() == other.keys()
     state = [name for name in one if not name[1].startswith("rank_state/")]
@@ -111,13 +113,13 @@ def test_the_patch_changes_three_imports_and_nothing_else(where: Path) -> None:
     ]
 
 
-def test_a_save_communicates_nothing_and_the_counter_would_have_seen_it(swapped: Result) -> None:
+def test_a_save_does_not_communicate_and_the_counter_detects_calls(swapped: Result) -> None:
     saves, controls = swapped.named("save"), swapped.named("control")
     assert len(saves) == len(controls) == 4 * 2
     assert [save["calls"] for save in saves] == [[]] * 8
     for control in controls:
         assert {"all_reduce", "barrier"} <= set(control["calls"])
-        assert any("allreduce" in call for call in control["calls"]), "the dispatcher's view"
+        assert any("allreduce" in call for call in control["calls"]), "seen by the dispatcher"
 
 
 def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launched: Result) -> None:
@@ -125,8 +127,8 @@ def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launch
     seen = set()
     for rank in range(2):
         file = where / f"stock/iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
-        for name, theirs in torch.load(file, weights_only=False)["model"].items():
-            if not isinstance(theirs, torch.Tensor):
+        for name, stock_weight in torch.load(file, weights_only=False)["model"].items():
+            if not isinstance(stock_weight, torch.Tensor):
                 continue
             key, layer = re.subn(r"\.layers\.\d+\.", ".layers.", name)
             for local, fused in FUSED_NAMES.items():
@@ -135,11 +137,11 @@ def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launch
             if layer:
                 whole = whole[int(re.search(r"\.layers\.(\d+)\.", name)[1])]
             seen.add(("weight", key))
-            (axis,) = [a for a in range(theirs.dim()) if whole.shape[a] != theirs.shape[a]] or [
-                None
-            ]
+            (axis,) = [
+                a for a in range(stock_weight.dim()) if whole.shape[a] != stock_weight.shape[a]
+            ] or [None]
             expected = whole if axis is None else whole.chunk(2, axis)[rank]
-            assert torch.equal(expected, theirs), name
+            assert torch.equal(expected, stock_weight), name
     assert seen == {name for name in ours if name[0] == "weight"}
 
 
@@ -181,7 +183,7 @@ def test_python_dash_m_runs_a_script_without_torchrun(tmp_path: Path) -> None:
     ],
     ids=["module", "console script"],
 )
-def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> None:
+def test_the_launcher_refuses_a_missing_script(door: list[str]) -> None:
     done = subprocess.run(
         [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
@@ -192,8 +194,10 @@ def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> Non
     )
 
 
-def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:
-    """Stock's own checkpoint goes to stock's own loader, and the next save is ours."""
+def test_a_stock_run_continues_with_our_saves_without_conversion(
+    where: Path, stock: Result
+) -> None:
+    """Stock's own loader reads stock's checkpoint, and the next save is ours."""
     moved = where / "moved"
     job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
     job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]

@@ -1,6 +1,6 @@
-"""The end of a job tells the truth: its exit status, and the last lines of its log.
+"""The end of a job: the exit status and the last log lines report whether its saves are durable.
 
-Saves fail because files stand where the directories of their iterations should be.
+Saves fail because regular files occupy the paths of their iteration directories.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def job(
     in_the_way: tuple[int, ...] = (),
     **env: str,
 ) -> Result:
-    """Train a small model and save it; with `SWAP` without the launcher."""
+    """Train a small model and save it; `SWAP` selects swapped imports instead of the launcher."""
     save = where / "save"
     save.mkdir()
     for iteration in in_the_way:
@@ -39,40 +39,40 @@ def job(
 
 
 def verdict(result: Result) -> str:
-    """Return the line that says how the job has ended."""
-    (said,) = re.findall(r"the last save, iteration .*", result.log)
-    return said
+    """Return the log line that reports the result of the job's last save."""
+    (line,) = re.findall(r"the last save, iteration .*", result.log)
+    return line
 
 
-def test_a_job_without_any_durable_save_exits_with_1_and_says_that_there_is_none(
+def test_a_job_without_a_durable_save_logs_that_and_exits_with_1(
     tmp_path: Path,
 ) -> None:
     result = job(tmp_path, "--exit-interval", "2", in_the_way=(1, 2), ranks=2)
     assert "exiting program at iteration 2" in result.log, "Megatron itself exits with status 0"
     assert result.returncode == 1
-    said = verdict(result)
-    assert said.startswith("the last save, iteration 2, is not durable: [Errno ")
-    assert f"; there is no durable checkpoint in {tmp_path}/save; " in said
-    assert "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)" in said
+    line = verdict(result)
+    assert line.startswith("the last save, iteration 2, is not durable: [Errno ")
+    assert f"; there is no durable checkpoint in {tmp_path}/save; " in line
+    assert "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)" in line
     assert "previous checkpoint is intact" not in result.log
 
 
 @pytest.mark.parametrize(("swap", "end"), [("", "fork raise 3"), ("1", "fork"), ("1", "exit 3")])
-def test_the_status_of_a_script_stays_and_only_success_becomes_a_failure(
+def test_a_failed_last_save_changes_only_a_successful_exit_status(
     tmp_path: Path, swap: str, end: str
 ) -> None:
-    """Swapped imports, without the launcher, end as the launcher does."""
+    """Jobs with swapped imports, which use no launcher, end as jobs under the launcher do."""
     result = job(tmp_path, in_the_way=(2,), END=end, **({"SWAP": swap} if swap else {}))
     assert result.returncode == (1 if end == "fork" else 3)
-    # A helper that exits by itself says and changes nothing.
+    # A forked helper that exits by itself logs nothing and keeps its status.
     assert [event["status"] for event in result.named("child")] == [0] * ("fork" in end)
-    said = verdict(result)
-    assert f"; the newest durable checkpoint in {tmp_path}/save is iteration 1; " in said
-    assert ("the exit status is the one that the script has chosen" in said) == (end != "fork")
+    line = verdict(result)
+    assert f"; the newest durable checkpoint in {tmp_path}/save is iteration 1; " in line
+    assert ("the exit status is the one that the script has chosen" in line) == (end != "fork")
 
 
 def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
-    """Megatron makes the last save after its loop has ended asynchronous saves for good."""
+    """Megatron makes the last save after its loop has finalized asynchronous saves."""
     env = {"FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false", "SWAP": "1", "STORE_GONE": "1"}
     result = job(tmp_path, train_iters=3, save_interval=2, in_the_way=(3,), **env)
     assert result.returncode == 0
@@ -82,8 +82,8 @@ def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
     )
 
 
-def test_a_save_returns_when_it_is_staged_or_durable_if_asked_to(tmp_path: Path) -> None:
-    """Late copies are held back until a save has returned, unless it waits for durability."""
+def test_a_save_waits_until_staged_or_durable_on_request(tmp_path: Path) -> None:
+    """The script delays late copies until a save returns, except if it waits for durability."""
     result = job(
         tmp_path,
         train_iters=6,
@@ -101,10 +101,10 @@ def test_a_save_returns_when_it_is_staged_or_durable_if_asked_to(tmp_path: Path)
     assert re.search(r"in save_checkpoint\n(.*\n)*.*SaveFailedError: \[Errno", result.log)
 
 
-def test_releases_that_never_ask_hear_of_a_save_before_the_next_one(tmp_path: Path) -> None:
-    """Their loop has no `maybe_finalize_async_save`; 0.17.1's own stands in for that."""
+def test_releases_without_a_finalize_call_report_a_save_before_the_next(tmp_path: Path) -> None:
+    """Their loop has no `maybe_finalize_async_save`; the test leaves 0.17.1's own in place."""
     result = job(tmp_path, train_iters=19, save_interval=10, SWAP="1", OLD_LOOP="1")
     assert result.returncode == 0
-    told = {event["iteration"]: event["told"] for event in result.named("forward")}
-    assert told[10] == []
-    assert told[18] == [10]
+    reported = {event["iteration"]: event["told"] for event in result.named("forward")}
+    assert reported[10] == []
+    assert reported[18] == [10]

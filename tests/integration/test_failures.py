@@ -1,4 +1,4 @@
-"""Saves that fail in the background: the log says so once, and training continues unless asked."""
+"""Background saves that fail: the log reports each once, and training continues by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 2
 def failing_save(
     tmp_path: Path, *, iterations: tuple[int, ...] = (2,), train_iters: int = 6, **kwargs: Any
 ) -> Result:
-    """Train while files stand where the directories of these iterations should be."""
+    """Train while regular files occupy the paths of these iterations' directories."""
     save = tmp_path / "save"
     save.mkdir()
     for iteration in iterations:
@@ -33,14 +33,18 @@ def failing_save(
     )
 
 
-def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
+def test_rank_0_reports_an_io_error_and_training_continues(
     tmp_path: Path,
 ) -> None:
-    """Both ranks' shards fail. Rank 1 speaks, too, if it has failed before rank 0."""
+    """Both ranks' shards fail. Rank 1 also logs the failure if it fails before rank 0."""
     result = succeeded(failing_save(tmp_path))
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
     errors = re.findall(r"rank \d: iteration 2 was not saved: .*", result.log)
-    (error,) = (it for it in errors if it.startswith("rank 0: iteration 2 was not saved: [Errno "))
+    (error,) = (
+        message
+        for message in errors
+        if message.startswith("rank 0: iteration 2 was not saved: [Errno ")
+    )
     assert len(errors) <= RANKS
     assert f"{tmp_path}/save/iter_0000002" in error
     assert "move it away" in error
@@ -54,21 +58,21 @@ def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
 
 
 @pytest.mark.parametrize("slots", ["1", "2"])
-def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
+def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     tmp_path: Path, slots: str
 ) -> None:
-    """Storage takes far longer for a save than an iteration does; the last save is made up for."""
+    """A save takes far longer than an iteration; the last save is written after all."""
     save = tmp_path / "save"
     every = ["--train-iters", "8", "--save", str(save), "--save-interval", "1"]
-    # 1.4 MiB in all, and chunks are let through one by one.
+    # All shards take 1.4 MiB, and the rate limit lets chunks through one by one.
     env = {"FLASHCKPT_BUSY": "skip", "FLASHCKPT_AGENT__WRITE_MIB_PER_S": "1"}
     env["FLASHCKPT_SLOTS"] = slots
     result = succeeded(run_job(tmp_path, "skip", [*MODEL, *every], ranks=RANKS, env=env))
     assert sorted(result.losses()) == [*range(1, 9)]
-    said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
-    skipped = {int(iteration) for iteration in said}
+    logged = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
+    skipped = {int(iteration) for iteration in logged}
     assert skipped
-    assert len(said) == len(skipped), "rank 0 speaks for all"
+    assert len(logged) == len(skipped), "only rank 0 logs a skipped save"
     assert ("the last save, iteration 8, is written to storage" in result.log) == (8 in skipped)
     skipped.discard(8)
     committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
@@ -84,7 +88,7 @@ def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
 
 
 def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
-    """Train 12 iterations and save every second; agents find no space for some of the files."""
+    """Train 12 iterations and save every second one; some files of the agents find no space."""
     save = tmp_path / "save"
     save.mkdir()
     faulty = FaultyStorage(save, tmp_path)
@@ -93,27 +97,27 @@ def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
     named = ", ".join(faulty.environment)
     env = {**faulty.environment, "FLASHCKPT_AGENT__ENVIRONMENT": f"[{named}]", **env}
     result = run_job(tmp_path, "full", arguments, ranks=RANKS, env=env)
-    assert faulty.hits(), "no agent has met the full disk: does it get LD_PRELOAD?"
+    assert faulty.hits(), "no agent has hit the full disk: does the agent get LD_PRELOAD?"
     return result
 
 
-def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path) -> None:
+def test_a_job_that_cannot_save_at_all_stops_training(tmp_path: Path) -> None:
     result = full_disk(tmp_path, "safetensors")
     assert result.returncode != 0
-    (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
-    assert others == [], "the same on all ranks"
-    assert "iteration 2 has failed for a reason that persists until someone acts" in said
-    assert f"{tmp_path}/save/iter_0000002/rank_0000" in said
-    assert "No space left on device" in said
-    assert "free space there or save elsewhere" in said
-    assert "stop_on_failed_first_save: false" in said
+    (error, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
+    assert others == [], "all ranks raise the same error"
+    assert "iteration 2 has failed for a reason that persists until someone acts" in error
+    assert f"{tmp_path}/save/iter_0000002/rank_0000" in error
+    assert "No space left on device" in error
+    assert "free space there or save elsewhere" in error
+    assert "stop_on_failed_first_save: false" in error
     assert 2 <= max(result.losses()) < 12
 
 
 @pytest.mark.parametrize(
     ("part", "stops"), [("iter_0000004", "true"), ("iter_0000002", "false")], ids=["later", "off"]
 )
-def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
+def test_a_full_disk_stops_no_job_that_saved_before_or_may_continue(
     tmp_path: Path, part: str, stops: str
 ) -> None:
     result = full_disk(tmp_path, part, FLASHCKPT_STOP_ON_FAILED_FIRST_SAVE=stops)
@@ -122,10 +126,10 @@ def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "12"
 
 
-def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
-    """Saves at 2, 6 and 8 fail and that at 4 does not: only at 8 there are two in a row.
+def test_training_stops_after_the_configured_number_of_failures_in_a_row(tmp_path: Path) -> None:
+    """Saves at 2, 6 and 8 fail and the one at 4 succeeds: only at 8 have two in a row failed.
 
-    Those to memory in between, which never fail, do not count.
+    Saves to memory in between never fail and do not count.
     """
     env = {"FLASHCKPT_FAILURES_IN_A_ROW": "2", "FLASHCKPT_MEMORY_INTERVAL": "1"}
     result = failing_save(tmp_path, iterations=(2, 6, 8), train_iters=12, env=env)
@@ -140,7 +144,7 @@ def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Saves at 2, 4 and 6; the agent is killed right after the first, its successor stopped."""
+    """Save at 2, 4 and 6; the agent is killed after the first save, the next agent is stopped."""
     tmp_path = tmp_path_factory.mktemp("agent")
     save = str(tmp_path / "save")
     arguments = [*MODEL, "--train-iters", "6", "--save", save, "--save-interval", "2"]
@@ -149,28 +153,28 @@ def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]
     return tmp_path, succeeded(run_job(tmp_path, "agent", arguments, ranks=RANKS, env=env))
 
 
-def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
+def test_every_rank_reports_an_agent_that_has_ended_or_hangs(
     lost_agents: tuple[Path, Result],
 ) -> None:
     _, result = lost_agents
     for rank in range(RANKS):
-        said = re.findall(
+        messages = re.findall(
             rf"rank {rank}: (the agent of this node is gone.*); a new agent adopts", result.log
         )
-        assert len(said) == 2
-        assert all("agent.log" in each for each in said)
+        assert len(messages) == 2
+        assert all("agent.log" in message for message in messages)
     assert re.search(r"agent \d+ did not answer within 1 s: killed", result.log)
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_was_staged_at_an_agent_that_is_gone_is_made_durable_by_the_next(
+def test_a_new_agent_persists_the_staged_slots_of_a_killed_one(
     lost_agents: tuple[Path, Result],
 ) -> None:
     tmp_path, result = lost_agents
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
     for iteration in (2, 4, 6):
         assert (tmp_path / f"save/iter_{iteration:07d}/manifest.json").exists()
-        said = f"successfully saved checkpoint from iteration       {iteration}"
-        assert result.log.count(said) == 1
+        line = f"successfully saved checkpoint from iteration       {iteration}"
+        assert result.log.count(line) == 1
     assert "was not saved" not in result.log
     await_no_agent(tmp_path)

@@ -1,7 +1,7 @@
-"""A damaged checkpoint: all ranks load the next older one instead, whole, and the log says so.
+"""A damaged checkpoint: all ranks load the next older one completely, and the log reports that.
 
-One job saves iterations 2 and 4. Another takes all kinds of damage through Megatron's real
-`load_checkpoint`; a third trains on from a damaged directory, as a fourth does from iteration 2.
+One job saves iterations 2 and 4. Another runs all kinds of damage through Megatron's real
+`load_checkpoint`. A third trains on from a damaged directory, a fourth from iteration 2.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NEWEST, OLDER = "iter_0000004", "iter_0000002"
 
 
 def shard(directory: Path, rank: int, iteration: str = NEWEST) -> Path:
-    (found,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
-    return found
+    (file,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
+    return file
 
 
 def flip(file: Path, position: int = -1000) -> None:
@@ -62,15 +62,15 @@ def put(file: Path, make: Callable[[Path], object]) -> None:
 
 
 def common(directory: Path) -> Path:
-    (found,) = (directory / NEWEST).glob("common-*.msgpack")
-    return found
+    (file,) = (directory / NEWEST).glob("common-*.msgpack")
+    return file
 
 
 def manifest(directory: Path) -> Path:
     return directory / NEWEST / "manifest.json"
 
 
-#: name -> (damage, what the log must name). Iteration 2 is loaded in every case.
+#: name -> (damage, pattern of the log line). The load reads iteration 2 in every case.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data of one rank flipped": (
         lambda d: flip(shard(d, 1)),
@@ -109,7 +109,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"a symbolic link stands where",
     ),
 }
-#: In these the newest checkpoint is intact, and found.
+#: In these cases the newest checkpoint is intact, and the load finds it.
 ONLY_TRACKER = [name for name in DAMAGE if name.startswith("tracker")]
 #: name -> (damage, arguments and settings of the case, error class, pattern of its message)
 REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
         r"(?s)every checkpoint is damaged:\n  4 in storage: .*rank_00001.*\n  2 in .*rank_00000",
     ),
 }
-#: name -> (what rank 1 meets in reading its newest shard, the iteration that is loaded)
+#: name -> (rank 1's errors in reading its newest shard, the iteration that is loaded)
 TROUBLE: dict[str, tuple[dict, int]] = {
     "an error that passes": ({"errno": errno.EIO, "times": 3}, 4),
     "a stale handle": ({"errno": errno.ESTALE, "times": 1}, 4),
@@ -216,7 +216,7 @@ class Ran:
         return [event["state"] for event in self.of(name)]
 
     def blocks(self, name: str) -> list[str]:
-        """Return what was said loudly of the directory of a case."""
+        """Return the multi-line warnings about the directory of a case."""
         place = re.escape(str(self.tmp_path / name.replace(" ", "_")))
         return re.findall(
             rf"^={{60,}}\nDAMAGED CHECKPOINT in {place}\n(.*?)\n={{60,}}$",
@@ -231,9 +231,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
-    ran: Ran, name: str
-) -> None:
+def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(ran: Ran, name: str) -> None:
     expected = "newest" if name in ONLY_TRACKER else "older"
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, 4 if expected == "newest" else 2)
@@ -242,24 +240,26 @@ def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str) -> None:
-    (said,) = ran.blocks(name)
-    assert re.search(DAMAGE[name][1], said), said
-    found = re.search(r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
-    assert found is not None, said
+def test_the_log_names_damage_and_lost_iterations_once(ran: Ran, name: str) -> None:
+    (message,) = ran.blocks(name)
+    assert re.search(DAMAGE[name][1], message), message
+    match = re.search(
+        r"TRAINING RESUMES FROM ITERATION (\d) in storage: (.*)$", message, re.MULTILINE
+    )
+    assert match is not None, message
     lost = {
         "tracker to nowhere": "at most 73 iterations are lost",
         "manifest missing": "at most 2 iterations are lost",
         "directory gone": "at most 2 iterations are lost",
     }.get(name, "nothing is lost" if name in ONLY_TRACKER else "2 iterations are lost")
-    assert found.groups() == ("4" if name in ONLY_TRACKER else "2", lost)
+    assert match.groups() == ("4" if name in ONLY_TRACKER else "2", lost)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, name: str) -> None:
+def test_every_refused_load_stops_all_ranks_equally(ran: Ran, name: str) -> None:
     _, _, error, says = REFUSED[name]
     for event in ran.of(name):
-        assert event["error"] is not None, "loaded without a word"
+        assert event["error"] is not None, "the load succeeded without an error"
         assert event["error"][0] == error
         assert re.search(says, event["error"][1]), event["error"][1]
     assert ran.blocks(name) == []
@@ -267,7 +267,7 @@ def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, n
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> None:
+def test_a_passing_error_loses_no_iteration(ran: Ran, name: str) -> None:
     trouble, loaded = TROUBLE[name]
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, loaded)
@@ -275,11 +275,11 @@ def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> No
     assert len(ran.blocks(name)) == (loaded == 2)
     place = re.escape(str(ran.tmp_path / name.replace(" ", "_")))
     retries = re.findall(rf"{place}/.*; retry (\d) of 3 in", ran.result.log)
-    # Several threads read; each says so once per retry.
+    # Several threads read, and each thread logs every retry once.
     assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
 
 
-def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
+def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
     for event in ran.of(AWAY):
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
@@ -288,25 +288,25 @@ def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -
     assert ran.blocks(AWAY) == []
 
 
-def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(ran: Ran) -> None:
+def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: Ran) -> None:
     damaged, older = ran.tmp_path / "D", ran.tmp_path / "C"
     shutil.copytree(ran.good, damaged)
     truncated_copy(ran.good, older, 2)
     flip(shard(damaged, 1))
-    found, expected = ran.train("d", damaged), ran.train("c", older)
-    assert "TRAINING RESUMES FROM ITERATION 2 in storage: 2 iterations are lost" in found.log
-    assert sorted(found.losses()) == [3, 4, 5, 6]
-    assert found.losses() == expected.losses()
+    result, expected = ran.train("d", damaged), ran.train("c", older)
+    assert "TRAINING RESUMES FROM ITERATION 2 in storage: 2 iterations are lost" in result.log
+    assert sorted(result.losses()) == [3, 4, 5, 6]
+    assert result.losses() == expected.losses()
     for iteration in (4, 6):
         assert differing(tensors(damaged, iteration), tensors(older, iteration)) == []
-    # The new iteration 4 has replaced the damaged one, and nothing of that is left.
+    # The new iteration 4 has replaced the damaged one, of which no file is left.
     assert (damaged / TRACKER).read_text() == "6"
     assert main(["verify", "--all", str(damaged)]) == 0
     assert len(list((damaged / NEWEST).iterdir())) == RANKS + 2
 
 
 def change_in_memory(runtime_dir: Path, iteration: int) -> None:
-    """Flip a bit of the slot that the agent holds of `iteration`."""
+    """Flip a bit in the agent's slot of `iteration`."""
     (agent,) = agents_under(runtime_dir)
     # An agent has several descriptors of one slab.
     links = [fd for fd in Path(f"/proc/{agent}/fd").iterdir() if "memfd:" in os.readlink(fd)]
@@ -317,7 +317,7 @@ def change_in_memory(runtime_dir: Path, iteration: int) -> None:
     slab.close()
 
 
-def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> None:
+def test_a_slot_that_changed_in_memory_is_not_restored(tmp_path: Path) -> None:
     def train(name: str, save: Path, **env: str) -> Result:
         arguments = [*MODEL, "--save", str(save), "--load", str(save)]
         patient = {"FLASHCKPT_AGENT__GRACE_S": "240"}
@@ -326,11 +326,11 @@ def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> Non
     assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
     truncated_copy(tmp_path / "A", tmp_path / "C", 4)
     change_in_memory(tmp_path / "run", 4)
-    found = succeeded(train("again", tmp_path / "A"))
+    restarted = succeeded(train("again", tmp_path / "A"))
     expected = succeeded(train("storage", tmp_path / "C"))
-    assert "iteration 4 was not restored from memory: slot" in found.log
-    assert "host memory changed after it was" in found.log
-    assert "TRAINING RESUMES FROM ITERATION 4 in storage: nothing is lost" in found.log
-    assert "iteration 4 was restored from storage" in found.log
-    assert found.losses() == expected.losses()
+    assert "iteration 4 was not restored from memory: slot" in restarted.log
+    assert "host memory changed after it was" in restarted.log
+    assert "TRAINING RESUMES FROM ITERATION 4 in storage: nothing is lost" in restarted.log
+    assert "iteration 4 was restored from storage" in restarted.log
+    assert restarted.losses() == expected.losses()
     assert differing(tensors(tmp_path / "A", 6), tensors(tmp_path / "C", 6)) == []

@@ -1,9 +1,9 @@
-"""Megatron's flags mean with us what they mean in stock: both run side by side, in one process.
+"""Megatron's flags have the same effect with us as in stock: both run in turn in one process.
 
-Losses are compared bit for bit, and how the job ended, what it loaded and which checkpoints are
-left. Of jobs that go on from a checkpoint, what they save in the end must equal, element for
-element, what the job that was never ended has saved. `flag_cells.py` calls Megatron's own
-`pretrain` for each; optimizers that need packages for GPUs are stand-ins with the same state.
+Losses are compared bit for bit, as are the end of the job, the loaded iteration and the remaining
+checkpoints. The final save of a resumed job must equal, element for element, the save of the job
+that was never interrupted. `flag_cells.py` calls Megatron's own `pretrain` for each job. Optimizers
+that need GPU packages are replaced by stand-ins with the same state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.megatron_jobs import assemble, differing, tensors
 
 #: Multi-token prediction with tied embeddings.
 _MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
-#: Jobs with `NAME-2`, which goes on from the middle of NAME.
+#: Each job comes with `NAME-2`, which resumes from the middle of NAME.
 _AWARE = f"{DIST} --use-distributed-optimizer --use-precision-aware-optimizer"
 _OFFLOAD = f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 _NON_PERSISTENT = (
@@ -33,14 +33,14 @@ _NON_PERSISTENT = (
 RESUMED = [
     *resumed("whole", TORCH),
     *resumed("fp32", "--train-iters 4 --ckpt-format torch"),
-    # 2^32 overflows: steps are skipped while the scale is found.
+    # A scale of 2^32 overflows: steps are skipped until the scale is low enough.
     *resumed("fp16", "--fp16 --train-iters 4 --ckpt-format torch --loss-scale-window 2"),
     *resumed("sgd", f"{TORCH} --optimizer sgd"),
     *resumed("sgd-fp32", "--train-iters 4 --ckpt-format torch --optimizer sgd"),
     *resumed("async", f"{DIST} --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
     *resumed("no-save-rng", f"{DIST} --no-save-rng"),
     *resumed("muon", f"{DIST} --optimizer muon", stand_in="emerging"),
-    # On two ranks it gathers tensors of unequal sizes, which gloo cannot.
+    # On two ranks dist_muon gathers tensors of unequal sizes, which gloo cannot.
     *resumed("dist-muon", f"{DIST} --optimizer dist_muon", stand_in="emerging"),
     *resumed("lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", stand_in="emerging"),
     *resumed("aware", _AWARE, stand_in="fused_adam"),
@@ -58,7 +58,7 @@ RESUMED_BY_2 = [
     # Megatron's own sharded state dict cannot list this model.
     *resumed("mtp", f"{_MTP} --pipeline-model-parallel-size 2"),
 ]
-#: Loads under other stages what `mtp` has saved, and saves it as it is.
+#: Jobs that load the save of `mtp` under other stages, and save it unchanged.
 _AS_IT_IS = "--save {save} --save-interval 3"
 OTHER_STAGES = [
     Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
@@ -68,9 +68,9 @@ OTHER_STAGES = [
         doors=("ours",),
     ),
 ]
-#: Stock itself goes on otherwise than the job that was never ended; ours must not.
+#: After a resume, stock trains differently from the uninterrupted job; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
-#: Alike at both doors in all that is compared.
+#: Jobs that must agree at both entry points in everything that is compared.
 ALIKE = [
     Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
     Job("finetune", f"{TORCH} --load {{whole}} --finetune"),
@@ -115,7 +115,7 @@ ALIKE = [
         "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
     ),
 ]
-#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures none.
+#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
     "doors": ("ours",),
     "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
@@ -136,7 +136,7 @@ OTHER = [
         doors=("ours",),
         options={"stand_in": "fused_adam"},
     ),
-    # What Megatron itself does with this name is done by the time that it is set.
+    # Megatron has evaluated this argument before the cell sets it.
     Job(
         "fsdp",
         f"{TORCH} {EVERY_2}",
@@ -175,26 +175,28 @@ def assert_nothing_lost(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)
-def test_a_job_goes_on_bit_for_bit(runs: Runs, job: Job) -> None:
+def test_a_resumed_job_trains_bit_for_bit_like_the_uninterrupted_one(runs: Runs, job: Job) -> None:
     if job.name != "no-save-rng":
         assert_nothing_lost(runs, job.name)
     assert_alike(runs, job.name)
     later = f"{job.name}-2"
     if job.name in STOCK_LOSES:
-        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "mended? compare then"
+        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "stock agrees: compare it"
     else:
         assert_alike(runs, later)
 
 
 @pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
-def test_two_ranks_go_on_bit_for_bit(runs_by_2: Runs, job: Job) -> None:
+def test_two_resumed_ranks_train_bit_for_bit_like_uninterrupted_ones(
+    runs_by_2: Runs, job: Job
+) -> None:
     assert_nothing_lost(runs_by_2, job.name)
     assert_alike(runs_by_2, job.name)
     assert_alike(runs_by_2, f"{job.name}-2")
 
 
-def test_what_no_forward_uses_is_saved_and_other_stages_do_without(runs_by_2: Runs) -> None:
-    """The last of several stages has an output layer of its own, though embeddings are tied."""
+def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Runs) -> None:
+    """The last of several stages has an output layer of its own, although embeddings are tied."""
     saved, one, two = (
         assemble(runs_by_2[name]["ours"].save, 4)
         for name in ("mtp", "mtp-one-stage", "mtp-two-stages")
@@ -216,8 +218,8 @@ def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
     assert_alike(runs, job.name)
 
 
-def test_flags_had_something_to_change(runs: Runs) -> None:
-    """Each of these jobs differs from the one without the flag, or nothing was compared."""
+def test_each_flag_changes_the_losses_or_the_end_of_its_job(runs: Runs) -> None:
+    """Each of these jobs differs from the job without the flag, so the comparisons can fail."""
     whole = runs["whole-2"]["ours"]
     for name in ("no-load-optim", "no-load-rng", "finetune", "no-save-rng-2"):
         assert runs[name]["ours"].losses != whole.losses, name
@@ -235,7 +237,7 @@ def test_flags_had_something_to_change(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["graphs", "graphs-2", "from-graphs", "to-graphs"])
-def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
+def test_random_numbers_continue_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
     graphs = runs[name]["ours"]
     assert graphs.ended == "end", graphs.output[-3000:]
     whole = runs["whole" if name == "graphs" else "whole-2"]["ours"]
@@ -243,23 +245,23 @@ def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str
     assert runs["no-load-rng"]["ours"].losses != whole.losses
 
 
-def test_what_was_saved_without_an_optimizer_is_refused_with_the_flag_that_is_missing(
+def test_a_load_without_saved_optimizer_state_names_the_flag_to_add(
     runs: Runs,
 ) -> None:
     asked = runs["no-save-optim-asked"]
     assert asked["stock"].ended == ["KeyError", "'optimizer'"]
-    kind, said = asked["ours"].ended
+    kind, message = asked["ours"].ended
     assert kind == "MissingStateError"
-    assert "has no optimizer state (it was saved with --no-save-optim" in said
-    assert "--no-load-optim or --finetune" in said
+    assert "has no optimizer state (it was saved with --no-save-optim" in message
+    assert "--no-load-optim or --finetune" in message
 
 
-def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs) -> None:
+def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: Runs) -> None:
     for door in DOORS:
         assert runs["non-persistent"][door].ended == ["exit", 0]
     assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
     assert (runs["non-persistent"]["stock"].save / "non_persistent/iter_0000004").is_dir()
-    # The last one was only in memory when the job ended: it went to storage then.
+    # The last save was only in memory when the job ended, and was then written to storage.
     assert runs["non-persistent"]["ours"].left == (["iter_0000003", "iter_0000004"], "4")
     later = runs["non-persistent-2"]
     assert later["ours"].losses == later["stock"].losses
@@ -267,15 +269,15 @@ def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch-dist"])
-def test_checkpoints_of_megatron_are_read_by_megatron(runs: Runs, name: str) -> None:
+def test_megatron_reads_its_own_checkpoints(runs: Runs, name: str) -> None:
     expected = {"torch": "whole-2", "torch-dist": "async-2"}[name]
     assert runs[f"from-{name}"]["ours"].losses == runs[expected]["stock"].losses
 
 
-def test_states_that_come_with_scales_are_refused(runs: Runs) -> None:
-    kind, said = runs["aware-fp16"]["ours"].ended
+def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
+    kind, message = runs["aware-fp16"]["ours"].ended
     assert kind == "UnsupportedError"
-    assert "--exp-avg-dtype torch.float16" in said
+    assert "--exp-avg-dtype torch.float16" in message
 
 
 def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
@@ -286,8 +288,8 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
     assert left.output.count("Megatron's own functions save and load this job") == 1
 
 
-def test_upcycled_experts_are_the_dense_layer(runs: Runs) -> None:
-    saved = {name[1]: it for name, it in tensors(runs["upcycle"]["ours"].save, 2).items()}
+def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
+    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 2).items()}
     assert any("experts" in name for name in saved)
     assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()
 

@@ -1,8 +1,8 @@
-"""Whatever the self-check lets through can be loaded: models of unusual shapes and types.
+"""Every model that passes the self-check can be loaded: models of unusual shapes and types.
 
-Real Megatron wraps and steps each of them. They are saved by one rank, two replicas and two stages.
-Processes that start anew load them under each of these layouts, and the saving ones from memory;
-all is compared bit for bit. What is refused must be so before the first step.
+Real Megatron wraps and steps each model. One rank, two replicas and two stages save it. New
+processes load it under each of these layouts, and the saving processes load it from memory; all
+state is compared bit for bit. Models that we cannot save must be refused before the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS: list[Model] = [*KNOWN, *map(drawn, range(16))]
 ALL = [*MODELS, *(made for made, _ in REFUSED)]
 
 Wrong = dict[tuple[str, str, str], list[str]]
-"""By case, layout and what happened, what was wrong; of a refusal what it said."""
+"""Differences by case, layout and event; for a refusal the refusal's text."""
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +59,24 @@ def ran(where: Path) -> Wrong:
                 },
             )
             for event in succeeded(done).events:
-                found = wrong.setdefault((event["case"], layout, event["event"]), [])
-                found += [event["error"]] if "error" in event else event["wrong"]
+                errors = wrong.setdefault((event["case"], layout, event["event"]), [])
+                errors += [event["error"]] if "error" in event else event["wrong"]
     return wrong
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
-def test_what_the_self_check_lets_through_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
+def test_an_accepted_model_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
     events = ["saved", "from memory", *(f"from {saved_by}" for saved_by in LAYOUTS)]
     for layout in LAYOUTS:
-        found = {event: ran.get((made["name"], layout, event)) for event in events}
+        differences = {event: ran.get((made["name"], layout, event)) for event in events}
         assert (made["name"], layout, "refused") not in ran
-        assert found == {event: [] for event in events}, layout
+        assert differences == {event: [] for event in events}, layout
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
-def test_what_the_self_check_lets_through_is_verified(ran: Wrong, where: Path, made: Model) -> None:
+def test_the_checkpoint_of_an_accepted_model_is_verified(
+    ran: Wrong, where: Path, made: Model
+) -> None:
     iteration = 1 + MODELS.index(made)
     for layout in LAYOUTS:
         storage = PosixStorage(where / layout / "save")
@@ -83,7 +85,7 @@ def test_what_the_self_check_lets_through_is_verified(ran: Wrong, where: Path, m
 
 
 @pytest.mark.parametrize(("made", "said"), REFUSED, ids=[made["name"] for made, _ in REFUSED])
-def test_what_could_not_be_loaded_is_refused_before_the_first_step(
+def test_a_model_that_cannot_be_loaded_is_refused_before_the_first_step(
     ran: Wrong, made: Model, said: str
 ) -> None:
     for layout in LAYOUTS:
@@ -92,6 +94,6 @@ def test_what_could_not_be_loaded_is_refused_before_the_first_step(
 
 
 def test_megatron_does_not_save_layers_of_several_types_as_torch_dist(ran: Wrong) -> None:
-    """So there is nothing that a conversion to that format could be."""
+    """Such models therefore cannot be converted to that format."""
     (error,) = ran[KNOWN[0]["name"], "one", "torch_dist"]
     assert error.startswith("AssertionError((torch.")

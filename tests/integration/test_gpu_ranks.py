@@ -1,9 +1,9 @@
 """Real training whose checkpoints are copied from simulated GPUs, one per local rank.
 
-Three jobs of two ranks save after iterations 2, 4 and 6. The first is a CPU job like any other. In
-the second, copies run on the side stream of each rank's device while the next iteration computes;
-one rank is killed in iteration 6, and both restart from the memory of iteration 4. The third
-starts from the second's directory as it was then.
+Three jobs of two ranks save after iterations 2, 4 and 6. The first is an ordinary CPU job. In the
+second, copies run on the side stream of each rank's device while the next iteration computes; one
+rank is killed in iteration 6, and both ranks restart from the memory of iteration 4. The third job
+starts from a copy of the second job's directory as it was at iteration 4.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 @pytest.mark.parametrize("iteration", SAVED)
-def test_a_checkpoint_from_gpus_is_that_of_the_cpu_job_bit_for_bit(
-    jobs: Jobs, iteration: int
-) -> None:
+def test_a_gpu_checkpoint_equals_the_cpu_jobs_bit_for_bit(jobs: Jobs, iteration: int) -> None:
     assert verify(jobs.stored("restarted", iteration)) == []
     expected = tensors(jobs.tmp_path / "cpu", iteration)
     assert differing(expected, tensors(jobs.tmp_path / "restarted", iteration)) == []
@@ -86,7 +84,7 @@ def test_a_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
 
 
 def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
-    """Without such copies no test of this module would show whether the step waits for them."""
+    """If no copy were under way, this module would not test that the step waits for copies."""
     under_way = {
         (event["rank"], event["attempt"], event["iteration"])
         for event in jobs.restarted.named("change")
@@ -95,18 +93,20 @@ def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
     assert under_way == {(rank, 0, iteration) for rank in (0, 1) for iteration in (3, 5)}
 
 
-def test_every_thread_of_ours_calls_cuda_on_the_device_of_its_local_rank(jobs: Jobs) -> None:
+def test_our_threads_call_cuda_on_the_device_of_their_local_rank(jobs: Jobs) -> None:
     events = jobs.restarted.named("gpu", attempt=1) + jobs.resumed.named("gpu")
-    assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # where no rank was killed
+    assert sorted(event["rank"] for event in events) == [0, 0, 1, 1]  # from jobs without a kill
     for event in events:
         devices = event["devices"].items()
-        ours = {thread: found for thread, found in devices if thread.startswith("flashckpt-")}
+        ours = {
+            thread: called_on for thread, called_on in devices if thread.startswith("flashckpt-")
+        }
         names = ("flashckpt-prepare", "flashckpt-pin", "flashckpt-stage")
         assert ours == {name: [event["rank"]] for name in names}
         assert event["locked"] == [["flashckpt-pin", event["rank"]]]
 
 
-def test_all_copies_were_made_by_the_copy_thread(jobs: Jobs) -> None:
+def test_the_copy_thread_makes_all_copies(jobs: Jobs) -> None:
     for event in jobs.resumed.named("gpu"):
         makers = {thread for thread, count in event["copies"].items() if count}
         assert makers == {"flashckpt-stage"}

@@ -1,9 +1,9 @@
-"""The launch scripts that people copy: what they start, and that it survives a killed rank.
+"""The launch scripts that users copy: the commands that they start, and a restart after a kill.
 
-The very scripts, with smaller sizes from the environment. For want of a GPU the environment also
-puts the stand-in on PYTHONPATH, and ARGS switch off what needs one. There is no Slurm here: `srun`
-and `scontrol` are doubles (tests/support/slurm_double), which run the multi-node script twice on
-this machine, so that two nodes with an agent each are tested along with it.
+The tests run the unedited scripts with smaller sizes from the environment. Without a GPU, the
+environment also puts the stand-in on PYTHONPATH, and ARGS disables features that need a GPU.
+Doubles of `srun` and `scontrol` (tests/support/slurm_double) replace Slurm: they run the multi-node
+script twice on this machine, as two nodes with an agent each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.megatron_jobs import CPU_MEGATRON, REPO, TINY, end, free_port
 from tests.support.trainer import eventually
 
 SCRIPTS = REPO / "scripts"
-#: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
+#: Megatron's flags for a machine without GPU, Transformer Engine or Apex.
 ON_CPU = TINY[TINY.index("--num-workers") : TINY.index("--log-interval")]
 SCRIPT_NAMES = sorted(path.name for path in SCRIPTS.glob("pretrain_gpt_*.s*"))
 ALL_SCRIPTS = [
@@ -38,7 +38,7 @@ SLURM = {
     "SLURM_JOB_NODELIST": "localhost,localhost",
     "SLURM_SUBMIT_DIR": str(REPO),
 }
-#: Iteration 4 is saved twice: in its first save rank 1 is killed.
+#: Iteration 4 is saved twice: rank 1 is killed during the first save of it.
 SIZES = {
     "NUM_LAYERS": "2",
     "HIDDEN_SIZE": "64",
@@ -54,7 +54,7 @@ SIZES = {
 
 
 def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[str, str]:
-    """Return an environment as a user's would be: torchrun on PATH, nothing else set."""
+    """Return an environment as a user has it: torchrun on PATH, no setting of ours."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -71,7 +71,7 @@ def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[
 
 
 def trains(tmp_path: Path, script: str, **variables: str) -> tuple[str, dict[str, list[list[str]]]]:
-    """Run a script to its end, with CPU ranks; return what it printed and each rank's losses."""
+    """Run a script to its end, with CPU ranks; return its output and each rank's losses."""
     variables = {
         **SIZES,
         "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
@@ -111,21 +111,21 @@ def assert_restarted_from_memory(
 ) -> None:
     assert "iteration 2 was restored from memory" in printed
     assert sorted(losses) == [".0", ".1"]
-    for found in losses.values():
-        iterations = [int(iteration) for iteration, _ in found]
+    for of_rank in losses.values():
+        iterations = [int(iteration) for iteration, _ in of_rank]
         start = iterations.index(3, iterations.index(4))
-        before = [loss for loss in found[:start] if int(loss[0]) in (3, 4)]
-        again = [loss for loss in found[start:] if int(loss[0]) in (3, 4)]
+        before = [loss for loss in of_rank[:start] if int(loss[0]) in (3, 4)]
+        again = [loss for loss in of_rank[start:] if int(loss[0]) in (3, 4)]
         assert before == again != []
         assert iterations[-1] == 5
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
     run = tmp_path / "run"
     eventually(
-        "the end of the agents", lambda: not [it for it in run.rglob("*") if not it.is_dir()]
+        "the end of the agents", lambda: not [path for path in run.rglob("*") if not path.is_dir()]
     )
 
 
-def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -> None:
+def test_a_killed_rank_on_one_node_restarts_from_memory(tmp_path: Path) -> None:
     job = trains(
         tmp_path,
         "pretrain_gpt_single_node.sh",
@@ -136,7 +136,7 @@ def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -
     assert_restarted_from_memory(tmp_path, *job)
 
 
-def test_a_killed_rank_costs_a_restart_from_memory_on_two_nodes_of_slurms_double(
+def test_a_killed_rank_on_two_nodes_restarts_from_memory(
     tmp_path: Path,
 ) -> None:
     job = trains(
@@ -151,15 +151,15 @@ def test_a_killed_rank_costs_a_restart_from_memory_on_two_nodes_of_slurms_double
 
 
 @pytest.fixture
-def said(tmp_path: Path) -> dict[str, str]:
-    """An environment in which torchrun only says how it was called, an argument per line."""
-    said = tmp_path / "bin/torchrun"
-    said.parent.mkdir()
-    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    said.chmod(0o755)
+def recording(tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which torchrun only prints its arguments, one per line."""
+    torchrun = tmp_path / "bin/torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
     return environment(
         tmp_path,
-        said.parent,
+        torchrun.parent,
         REPO / "tests/support/slurm_double",
         MEGATRON_LM="/megatron",
         MASTER_ADDR="node-0",
@@ -174,10 +174,10 @@ def ran(script: str, variables: dict[str, str], *arguments: str) -> subprocess.C
     )
 
 
-def test_without_settings_it_is_the_experiment_of_dlrovers_blog(
-    said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
+    recording: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ran("pretrain_gpt_multi_node.sh", said).stdout.splitlines()
+    lines = ran("pretrain_gpt_multi_node.sh", recording).stdout.splitlines()
     start = lines.index("-m")
     torchrun, (_, launcher, script, *arguments) = lines[:start], lines[start:]
     assert torchrun[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
@@ -188,30 +188,30 @@ def test_without_settings_it_is_the_experiment_of_dlrovers_blog(
     assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (48, 1600, 16)
     assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (1024, 4, 8)
     assert (args.save_interval, args.use_distributed_optimizer) == (50, True)
-    assert args.save == args.load == said["CHECKPOINT_PATH"]
+    assert args.save == args.load == recording["CHECKPOINT_PATH"]
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
 def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
-    said: dict[str, str], script: str
+    recording: dict[str, str], script: str
 ) -> None:
-    done = ran(script, {**said, "NUM_LAYERS": "7"}, "--lr", "1e-3", "--seed", "5 6")
+    done = ran(script, {**recording, "NUM_LAYERS": "7"}, "--lr", "1e-3", "--seed", "5 6")
     lines = done.stdout.splitlines()
     assert lines[-4:] == ["--lr", "1e-3", "--seed", "5 6"], done.stderr
     assert lines[lines.index("--num-layers") + 1] == "7"
 
 
 @pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
-def test_what_has_to_be_set_is_asked_for(said: dict[str, str], missing: str) -> None:
-    done = ran("pretrain_gpt_multi_node.sh", {**said, missing: ""})
+def test_a_script_names_a_missing_variable(recording: dict[str, str], missing: str) -> None:
+    done = ran("pretrain_gpt_multi_node.sh", {**recording, missing: ""})
     assert done.returncode != 0
     assert re.search(rf"{missing}: set {missing} to ", done.stderr)
     assert done.stdout == ""
 
 
-def test_real_data_comes_with_the_tokenizer_of_gpt2(said: dict[str, str]) -> None:
+def test_real_data_selects_the_tokenizer_of_gpt2(recording: dict[str, str]) -> None:
     files = {"DATA_PATH": "/data/text", "VOCAB_FILE": "/v.json", "MERGE_FILE": "/m.txt"}
-    lines = ran("pretrain_gpt_single_node.sh", {**said, **files}).stdout.splitlines()
+    lines = ran("pretrain_gpt_single_node.sh", {**recording, **files}).stdout.splitlines()
     assert "--mock-data" not in lines
     for flag, value in zip(
         ("--data-path", "--vocab-file", "--merge-file"), files.values(), strict=True
@@ -224,7 +224,7 @@ def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if not (shellcheck := shutil.which("shellcheck", path=beside)):
-        pytest.skip("bash has nothing to say; shellcheck is not installed")
+        pytest.skip("bash reports no error, and shellcheck is not installed")
     done = subprocess.run(
         [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""200 saves of a real Megatron rank: it and the agent use as much as before them."""
+"""Memory of a real Megatron rank and its agent: 200 saves leave both as large as before."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from tests.support.megatron_jobs import run_job, succeeded
 
-#: By the first what is kept for good is there; after the second the trainer leaks on purpose.
+#: By iteration WARM, permanent memory is allocated; from SAVES on, the trainer leaks on purpose.
 WARM, SAVES, LEAKY = 150, 350, 400
-#: Bytes per save that count as a leak, and the leak that is made to see one.
+#: Bytes per save above which growth is a leak; bytes per save that the trainer leaks on purpose.
 TOLERATED, MADE = 4096, 16384
 Used = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
-    """What trainer and agent used, by iteration; from `SAVES` on, the trainer leaks on purpose."""
+    """Return the resources of trainer and agent by iteration; `SAVES` on has a deliberate leak."""
     where = tmp_path_factory.mktemp("leaks")
     arguments = [
         *("--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--log-interval", "100"),
@@ -26,7 +26,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
         *("--train-iters", str(LEAKY), "--save", str(where / "save")),
     ]
     env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}", "PYTHONMALLOC": "malloc"}
-    # The agent holds all of the history while it adds a line: it must not grow while we measure.
+    # The agent holds the whole history while it adds a line: the history must have its full length.
     env["FLASHCKPT_HISTORY"] = str(WARM // 2)
     env["AGENT_METER"] = str(where / "meter")
     env["FLASHCKPT_AGENT__ENVIRONMENT"] = "[AGENT_METER]"
@@ -35,22 +35,25 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
     events = sorted(job.named("resources"), key=lambda event: event["iteration"])
     assert [event["iteration"] for event in events] == list(range(1, LEAKY + 1))
     return {
-        who: {what: np.array([event[who][what] for event in events]) for what in events[0][who]}
+        who: {
+            resource: np.array([event[who][resource] for event in events])
+            for resource in events[0][who]
+        }
         for who in ("trainer", "agent")
     }
 
 
 def slope(values: np.ndarray) -> float:
-    """Return the growth per save that goes on: as most pairs have it in most quarters of the run.
+    """Return the steady growth per save: the median over most pairs in most quarters of the run.
 
-    A leak is in each quarter. A table that is replaced by one of twice the size, as Python's of
-    interned strings at some point is (0.6 MB), is in one of them.
+    A leak grows in every quarter. A table that doubles its size once, as Python's table of interned
+    strings does (0.6 MB), grows in one quarter only.
     """
     return float(np.median([_growth(quarter) for quarter in np.array_split(values, 4)]))
 
 
 def _growth(values: np.ndarray) -> float:
-    """Return the slope by Theil and Sen."""
+    """Return the Theil-Sen slope."""
     first, second = np.triu_indices(len(values), len(values) // 4)
     return float(np.median((values[second] - values[first]) / (second - first)))
 
@@ -59,18 +62,18 @@ def _growth(values: np.ndarray) -> float:
 def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
     used: dict[str, Used], who: str
 ) -> None:
-    flat = {what: values[WARM:SAVES] for what, values in used[who].items()}
+    flat = {resource: values[WARM:SAVES] for resource, values in used[who].items()}
     growth = slope(flat["nbytes"])
     print(f"{who}: {growth:.0f} bytes per save, {flat['nbytes'][-1] / 2**20:.0f} MiB of its own")
     assert growth < TOLERATED
-    # The quarters do not see what comes at once; one such table may.
+    # The median of the quarters ignores a single jump; 1 MiB allows one such table.
     whole = float(np.median(flat["nbytes"][-20:]) - np.median(flat["nbytes"][:20]))
     print(f"{who}: {whole:.0f} bytes more in all")
     assert whole < 2**20 + (SAVES - WARM) * TOLERATED
-    for what in ("files", "memfds", "threads"):
-        print(f"{who}: {flat[what][-1]} {what}, {slope(flat[what])} more per save")
-        assert slope(flat[what]) < 0.01, what
+    for resource in ("files", "memfds", "threads"):
+        print(f"{who}: {flat[resource][-1]} {resource}, {slope(flat[resource])} more per save")
+        assert slope(flat[resource]) < 0.01, resource
 
 
-def test_a_leak_would_be_seen(used: dict[str, Used]) -> None:
+def test_a_deliberate_leak_is_detected(used: dict[str, Used]) -> None:
     assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > TOLERATED

@@ -1,6 +1,6 @@
-"""What people scrape: log lines, timers, progress.txt, hooks and curves are those of stock.
+"""Output that users scrape: log lines, timers, progress.txt, hooks and curves equal stock's.
 
-The same jobs with Megatron's own functions and with ours; all that differs is listed here.
+The same jobs run with Megatron's own functions and with ours; this module lists every difference.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ JOBS = [
     Job("async", f"{ASYNC} {EVERY_2}"),
 ]
 
-#: Lines of stock about its own format.
+#: Lines of stock about its own checkpoint format.
 ONLY_STOCK = {
     "Storing distributed optimizer sharded state of type dp_reshardable",
     "sharded_state_dict metadata loaded from the checkpoint: ...",
     "[time] saving checkpoint at iteration N to SAVE in torch_dist format",
-    # Said when a save is waited for, and ours may be committed by then.
+    # Stock prints this line when it waits for a save; ours may be committed by then.
     "Unfinalized async checkpoint saves. Finalizing them synchronously now.",
 }
-#: Megatron's words about a save that comes while another is under way, which hangs on how long that
-#: takes; with `--async-save` only.
+#: Megatron's line about a save that starts while another one is under way. It depends on timing and
+#: occurs with `--async-save` only.
 OVERLAPPING = (
     "WARNING: Starting a checkpoint save before previous has finished. Consider increasing the "
     "checkpoint interval."
 )
-#: What we say beside; all of it but the first names us.
+#: Lines that we add; all but the first begin with our name.
 ONLY_OURS = {
     "[time] saving checkpoint at iteration N to SAVE in flashckpt format",
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms as the training loop sees it",
-    # The save at the end of training, which Megatron makes outside of its loop.
+    # Megatron makes the save at the end of training outside its loop.
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms in save_checkpoint",
     "flashckpt: iteration N durable after N s",
     "flashckpt: iteration N was restored from storage: ...",
@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def plain(text: str, run: Ran) -> str:
-    """Return `text` without what differs from run to run: times, numbers and places."""
+    """Return `text` without parts that differ from run to run: times, numbers and paths."""
     root = str(run.save.parent)
     text = re.sub(rf"{re.escape(root)}/[\w-]+", "SAVE", text)
     text = re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+\]", "[time]", text)
@@ -65,27 +65,27 @@ def plain(text: str, run: Ran) -> str:
 
 
 def lines(run: Ran) -> set[str]:
-    said = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
-    return {plain(line, run) for line in said if re.search("checkpoint|flashckpt", line)}
+    logged = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
+    return {plain(line, run) for line in logged if re.search("checkpoint|flashckpt", line)}
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_lines_are_those_of_stock(runs: Runs, name: str) -> None:
+def test_log_lines_equal_those_of_stock(runs: Runs, name: str) -> None:
     stock, ours = (lines(runs[name][door]) for door in DOORS)
     overlapping = {OVERLAPPING} if name == "async" else set()
     assert stock - ours <= ONLY_STOCK | overlapping
     assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS | overlapping
 
 
-def test_the_usual_lines_are_there(runs: Runs) -> None:
-    """Word for word: what the comparison above could not see if both lacked it."""
-    said = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
+def test_the_log_has_the_usual_lines(runs: Runs) -> None:
+    """Check lines word for word, as the comparison above misses a line that both jobs lack."""
+    logged = lines(runs["whole"]["ours"]) | lines(runs["resumed"]["ours"])
     assert {
         "[time] successfully saved checkpoint from iteration N to SAVE [ t N/N, p N/N ]",
         "loading distributed checkpoint from SAVE at iteration N",
         "checkpoint version N",
         "successfully loaded checkpoint from SAVE [ t N/N, p N/N ] at iteration N",
-    } <= said
+    } <= logged
     assert "[time] scheduled an async checkpoint save at iteration N to SAVE" in lines(
         runs["async"]["ours"]
     )
@@ -100,7 +100,7 @@ def ours_of(runs: Runs, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_timers_have_their_names(runs: Runs, name: str) -> None:
+def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
     def timers(run: Ran) -> Counter[str]:
         return Counter(re.findall(r"^ +([\w/-]+) \.+:", run.logged, re.MULTILINE))
 
@@ -125,7 +125,7 @@ def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
-def test_hooks_are_called_as_often_and_with_the_same(runs: Runs, name: str) -> None:
+def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
     def hooks(run: Ran) -> Counter[str]:
         return Counter(plain(str(call), run) for call in run.hooks)
 
@@ -136,7 +136,7 @@ def test_hooks_are_called_as_often_and_with_the_same(runs: Runs, name: str) -> N
     assert iterations == sorted(iterations), "the newest artifact must come last"
 
 
-def test_curves_are_those_of_stock_and_our_own(runs: Runs) -> None:
+def test_curves_are_those_of_stock_plus_ours(runs: Runs) -> None:
     stock, ours = (set(runs["whole"][door].scalars) for door in DOORS)
     assert "lm loss" in stock
     assert stock <= ours

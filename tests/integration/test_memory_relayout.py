@@ -1,8 +1,8 @@
-"""A job that crashed goes on under another parallel layout, from what its ranks hold in memory.
+"""A job that crashed resumes under another parallel layout from the memory of its ranks.
 
-A (TP2 x DP2) dies in iteration 5 and is not restarted by torchrun. M (PP2 x DP2) is started by hand
-on the same directory: memory holds iteration 3. S is the same job, but has only the files of
-iteration 3.
+A (TP2 x DP2) dies in iteration 5, and torchrun does not restart it. M (PP2 x DP2) is started by
+hand on the same directory: memory holds iteration 3. S is the same job as M, but finds only the
+files of iteration 3.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     crashed = run_job(tmp_path, "a", [*TP2, *schedule(save)], env={"KILL": "1:5", **PATIENT})
     assert crashed.returncode != 0
     truncated_copy(save, tmp_path / "S", 3)
-    found = {
+    results = {
         "memory": run_job(tmp_path, "m", [*PP2, *schedule(save)]),
         "storage": run_job(tmp_path, "s", [*PP2, *schedule(tmp_path / "S")]),
     }
-    for result in found.values():
+    for result in results.values():
         succeeded(result)
     await_no_agent(tmp_path)
     assert differing(tensors(save, 6), tensors(tmp_path / "S", 6)) == []
-    return found
+    return results
 
 
-def test_it_goes_on_from_memory(jobs: dict[str, Result]) -> None:
+def test_a_crashed_job_resumes_from_memory_under_another_layout(jobs: dict[str, Result]) -> None:
     assert "iteration 3 was restored from memory" in jobs["memory"].log
     assert "iteration 3 was restored from storage" in jobs["storage"].log
 
 
-def test_it_trains_as_from_storage(jobs: dict[str, Result]) -> None:
+def test_a_resume_from_memory_trains_like_one_from_storage(jobs: dict[str, Result]) -> None:
     losses = jobs["memory"].losses()
     assert sorted(losses) == [4, 5, 6]
     assert losses == jobs["storage"].losses()

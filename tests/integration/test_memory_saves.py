@@ -1,8 +1,8 @@
-"""Saves to host memory between those to storage, on real Megatron: what a crash is resumed from.
+"""Saves to host memory between saves to storage, on real Megatron: a crash resumes from the newest.
 
-Memory every 2 iterations, storage every 4. A trains 8 iterations without an accident (asked for by
-Megatron's own flag); B loses a rank in iteration 3, when storage holds nothing yet, and again in
-iteration 7; C loses a rank and the agent in iteration 7.
+Saves go to memory every 2 iterations, to storage every 4. A trains 8 iterations without a crash
+(saves to memory requested by Megatron's own flag). B loses a rank in iteration 3, before the first
+save to storage, and again in iteration 7. C loses a rank and the agent in iteration 7.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def job(tmp_path: Path, name: str, *more: str, restarts: int = 0, **env: str) ->
 
 
 class Jobs:
-    """Each run once."""
+    """The three jobs, each run once."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -55,14 +55,16 @@ class Jobs:
         self.c = job(tmp_path, "C", restarts=1, KILL="1:7", SIGNALS="KILL:agent:7", **every)
 
     def assert_resumed(self, name: str, resumed: Result, starts: dict[int, int]) -> None:
-        """Args: `starts`: the first iteration of each incarnation after the first."""
+        """Check losses and tensors; `starts`: the first iteration of each later incarnation."""
         expected = self.a.losses()
         for attempt, start in starts.items():
-            found = resumed.losses(attempt)
-            assert min(found) == start
-            last = 7 if attempt + 1 in starts else 9  # it died in iteration 7
-            for each in range(start, last):
-                assert found[each] == expected[each], f"losses of iteration {each} differ"
+            losses = resumed.losses(attempt)
+            assert min(losses) == start
+            last = 7 if attempt + 1 in starts else 9  # the incarnation died in iteration 7
+            for iteration in range(start, last):
+                assert losses[iteration] == expected[iteration], (
+                    f"losses of iteration {iteration} differ"
+                )
         assert differing(tensors(self.tmp_path / "A", 8), tensors(self.tmp_path / name, 8)) == []
 
 
@@ -71,23 +73,23 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("memory"))
 
 
-def test_a_lost_rank_resumes_from_what_is_in_memory_only_bit_for_bit(jobs: Jobs) -> None:
+def test_a_lost_rank_resumes_bit_for_bit_from_a_memory_save(jobs: Jobs) -> None:
     restored = re.findall(r"iteration (\d+) was restored from (\w+)", jobs.b.log)
     assert restored == [("2", "memory"), ("6", "memory")]
     jobs.assert_resumed("B", jobs.b, {1: 3, 2: 7})
 
 
-def test_with_the_agent_gone_too_the_job_resumes_from_storage(jobs: Jobs) -> None:
+def test_a_job_that_also_loses_its_agent_resumes_from_storage(jobs: Jobs) -> None:
     assert "iteration 4 was restored from storage" in jobs.c.log
     jobs.assert_resumed("C", jobs.c, {1: 5})
 
 
-def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs: Jobs) -> None:
+def test_memory_saves_are_logged_as_kept_and_leave_storage_unchanged(jobs: Jobs) -> None:
     await_no_agent(jobs.tmp_path)
     for name, result in (("A", jobs.a), ("B", jobs.b)):
         kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
         due = {2, 6}  # a durable save is due at 4 and 8
-        # B dies in the iterations in which it would say so.
+        # B dies in the iterations in which the agent would report these saves.
         assert set(map(int, kept)) == due if name == "A" else set(map(int, kept)) <= due
         saved = re.findall(r"successfully saved checkpoint from iteration +(\d+)", result.log)
         assert list(map(int, saved)) == [4, 8]
@@ -112,10 +114,10 @@ def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
     assert [save for save in saves if save["calls"]] == []
 
 
-def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage(
+def test_a_memory_save_right_before_the_exit_is_written_to_storage(
     tmp_path: Path,
 ) -> None:
-    """Megatron takes it for a save like any other, and makes none when it exits."""
+    """Megatron counts a save to memory as a save and therefore makes none when it exits."""
     save = tmp_path / "save"
     arguments = [*MODEL, "--save", str(save), "--exit-interval", "6"]
     arguments += ["--non-persistent-save-interval", "2"]

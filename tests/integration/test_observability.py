@@ -1,4 +1,4 @@
-"""What a real job lets people see of its saves: curves, traces, the history."""
+"""Reports of a real job on its saves: curves, traces, the history."""
 
 from __future__ import annotations
 
@@ -32,32 +32,36 @@ def job(where: Path) -> Result:
     ]
     env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
     done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
-    await_no_agent(where)  # which completes its trace
+    await_no_agent(where)  # the agent completes its trace before it ends
     return done
 
 
-def test_what_saves_took_is_in_tensorboard_at_their_iterations(job: Result, where: Path) -> None:
-    events = [it for it in job.named("tensorboard") if it["name"].startswith("checkpoint/")]
+def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, where: Path) -> None:
+    events = [
+        scalar for scalar in job.named("tensorboard") if scalar["name"].startswith("checkpoint/")
+    ]
     assert {event["rank"] for event in events} == {1}, "Megatron's writer is on the last rank"
-    found = {(it["step"], it["name"]): it["value"] for it in events}
+    scalars = {(scalar["step"], scalar["name"]): scalar["value"] for scalar in events}
     for iteration in (2, 4, 5):
-        assert {name for step, name in found if step == iteration} == SCALARS
+        assert {name for step, name in scalars if step == iteration} == SCALARS
         storage = PosixStorage(where / "save")
         stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
         nbytes = sum(shard.nbytes for shard in stored.manifest.shards)
-        assert found[iteration, "checkpoint/bytes"] == nbytes
-        blocked_s = found[iteration, "checkpoint/blocked_ms"] / 1000
+        assert scalars[iteration, "checkpoint/bytes"] == nbytes
+        blocked_s = scalars[iteration, "checkpoint/blocked_ms"] / 1000
         assert blocked_s > 0
-        assert found[iteration, "checkpoint/staged_s"] < found[iteration, "checkpoint/durable_s"]
-        assert found[iteration, "checkpoint/failures_in_a_row"] == 0
-    assert {name for step, name in found if step == 3} == {"checkpoint/memory/blocked_ms"}
+        assert (
+            scalars[iteration, "checkpoint/staged_s"] < scalars[iteration, "checkpoint/durable_s"]
+        )
+        assert scalars[iteration, "checkpoint/failures_in_a_row"] == 0
+    assert {name for step, name in scalars if step == 3} == {"checkpoint/memory/blocked_ms"}
 
 
-def test_weights_and_biases_gets_them_at_steps_that_it_takes(job: Result) -> None:
-    events = [it for it in job.named("wandb") if it["name"].startswith("checkpoint/")]
-    names = {it["name"] for it in events}
+def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> None:
+    events = [event for event in job.named("wandb") if event["name"].startswith("checkpoint/")]
+    names = {event["name"] for event in events}
     assert names >= {"checkpoint/blocked_ms", "checkpoint/memory/blocked_ms"}
-    steps = [it["step"] for it in job.named("wandb") if it["step"] is not None]
+    steps = [event["step"] for event in job.named("wandb") if event["step"] is not None]
     assert steps == sorted(steps)
 
 
@@ -65,35 +69,35 @@ def saves_of(where: Path) -> list[history.PastSave]:
     return history.read(PosixStorage(where / "save"))
 
 
-def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
-    job: Result, where: Path
-) -> None:
+def test_a_trace_has_all_phases_of_both_ranks_in_order(job: Result, where: Path) -> None:
     traces = sorted((where / "save/traces").glob("*.json"))
     assert [path.name.partition("-")[0][-1] for path in traces] == ["2", "3", "4", "5"]
     events = json.loads(traces[2].read_text())["traceEvents"]
     for rank in (0, 1):
-        mine = {it["name"]: it for it in events if it["pid"] == rank and it["ph"] != "M"}
+        spans = {
+            event["name"]: event for event in events if event["pid"] == rank and event["ph"] != "M"
+        }
         order = ["save", "enumerate", "plan", "acquire slot", "early copies", "late copies"]
         order += ["doorbell", "digest", "write", "fdatasync", "result reported"]
-        assert set(order) | {"persist"} <= mine.keys()
-        starts = [mine[name]["ts"] for name in order]
+        assert set(order) | {"persist"} <= spans.keys()
+        starts = [spans[name]["ts"] for name in order]
         assert starts == sorted(starts)
     assert job.returncode == 0
 
 
-def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
-    job: Result, where: Path
-) -> None:
-    """Megatron's timers synchronize GPU and ranks before and behind `save_checkpoint`."""
+def test_blocked_covers_the_training_loops_whole_wait_for_a_save(job: Result, where: Path) -> None:
+    """Megatron's timers synchronize GPU and ranks before and after `save_checkpoint`."""
     blocked_s = {save.iteration: save.cost.blocked_s for save in saves_of(where)}
     for path in sorted((where / "save/traces").glob("*.json")):
         iteration = int(path.name.partition("-")[0][-1])
-        if iteration == 5:  # Megatron saves the last one when its loop has ended
+        if iteration == 5:  # Megatron makes the last save after its loop has ended
             continue
-        events = [it for it in json.loads(path.read_text())["traceEvents"] if it["ph"] != "M"]
+        events = [
+            event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] != "M"
+        ]
         for rank in (0, 1):
-            mine = {it["name"]: it for it in events if it["pid"] == rank}
-            loop, save = mine["save as the training loop sees it"], mine["save"]
+            spans = {event["name"]: event for event in events if event["pid"] == rank}
+            loop, save = spans["save as the training loop sees it"], spans["save"]
             assert loop["ts"] <= save["ts"]
             assert loop["ts"] + loop["dur"] >= save["ts"] + save["dur"]
             if iteration in blocked_s:
@@ -101,9 +105,9 @@ def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
     assert job.returncode == 0
 
 
-def test_the_history_tells_of_every_save_to_storage(job: Result, where: Path) -> None:
+def test_the_history_lists_every_save_to_storage(job: Result, where: Path) -> None:
     saves = saves_of(where)
-    assert [(it.iteration, it.error, it.world_size) for it in saves] == [
+    assert [(past.iteration, past.error, past.world_size) for past in saves] == [
         (2, None, 2),
         (4, None, 2),
         (5, None, 2),

@@ -20,7 +20,7 @@ from tests.support.megatron_jobs import (
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
 ONE = {"FLASHCKPT_SLOTS": "1"}
-#: By job: what kills a rank of it, the restarted attempt, and where that resumes from.
+#: Job -> environment that kills a rank, and the source from which the restarted attempt resumes.
 RESTARTS = {
     "killed-between-saves": ({"KILL": "1:5"}, "memory"),
     "killed-in-the-copy": ({VARIABLE: "rank1:save.staging:2:KILL"}, "storage"),
@@ -40,11 +40,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return where, run(where, "whole")
 
 
-def assert_goes_on_as(whole: tuple[Path, Result], name: str, result: Result, attempt: int) -> None:
+def assert_continues_as(
+    whole: tuple[Path, Result], name: str, result: Result, attempt: int
+) -> None:
     where, uninterrupted = whole
-    expected, found = uninterrupted.losses(), result.losses(attempt)
-    assert sorted(found) == [4, 5, 6]
-    assert {iteration: expected[iteration] for iteration in found} == found
+    expected, losses = uninterrupted.losses(), result.losses(attempt)
+    assert sorted(losses) == [4, 5, 6]
+    assert {iteration: expected[iteration] for iteration in losses} == losses
     assert differing(tensors(where / "whole", 6), tensors(where / name, 6)) == []
     await_no_agent(where)
 
@@ -54,7 +56,7 @@ def test_a_restart_is_bit_exact(whole: tuple[Path, Result], name: str) -> None:
     env, source = RESTARTS[name]
     result = run(whole[0], name, max_restarts=1, env=env)
     assert f"iteration 3 was restored from {source}" in result.log
-    assert_goes_on_as(whole, name, result, 1)
+    assert_continues_as(whole, name, result, 1)
 
 
 def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
@@ -62,10 +64,10 @@ def test_a_resumed_job_is_bit_exact(whole: tuple[Path, Result]) -> None:
     truncated_copy(where / "whole", where / "resumed", 3)
     result = run(where, "resumed")
     assert "iteration 3 was restored from storage" in result.log
-    assert_goes_on_as(whole, "resumed", result, 0)
+    assert_continues_as(whole, "resumed", result, 0)
 
 
-def test_rank_0_says_once_what_one_slot_gives_up(whole: tuple[Path, Result]) -> None:
+def test_rank_0_logs_once_the_drawback_of_one_slot(whole: tuple[Path, Result]) -> None:
     line = (
         "flashckpt: slots: 1: a save begins when the previous one is committed or has failed; a "
         "crash during its copies into host memory resumes from storage"

@@ -1,7 +1,7 @@
-"""Patches change imports and nothing else, and the one for another release is refused by name.
+"""Patches change imports only, and a patch for another release is refused with the right one named.
 
-Imports that were edited are swapped where they stand, or refused line by line. Real trees: the
-installed wheel, and, where `MEGATRON_LM` names a clone of Megatron-LM, all tags.
+Edited imports are swapped in place, or refused with their line numbers. The tests use real trees:
+the installed wheel, and all tags if `MEGATRON_LM` names a clone of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.support.megatron_jobs import REPO
 
 SCRIPT = REPO / "scripts/patches"
 
-#: What the patch for the installed release changes.
+#: Files that the patch for the installed release changes.
 PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What the patch needs of the installed release."""
+    """Copy the files of the installed release that the patch changes, and the version file."""
     installed = Path(megatron.core.__file__).parents[2]
     for path in (*PATCHED, "megatron/core/package_info.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", patch.TAGS)
-def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
+def test_a_patch_changes_imports_to_ours_and_nothing_else(name: str) -> None:
     lines = (patch.PATCHES / f"{name}.patch").read_text().splitlines()
     changes = [line for line in lines if re.match(r"[-+](?![-+])", line)]
     removed = [line[1:] for line in changes if line[0] == "-"]
@@ -55,7 +55,7 @@ def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
     assert len(added) in (3, 4)
 
 
-def test_every_patch_is_named_after_a_tag_and_no_tag_lacks_one() -> None:
+def test_every_tag_has_one_patch_named_after_it() -> None:
     assert {path.stem for path in patch.PATCHES.glob("*.patch")} == set(patch.TAGS)
 
 
@@ -78,7 +78,7 @@ def test_another_releases_patch_is_refused_and_the_right_one_named(tree: Path) -
     assert (tree / "megatron/training/training.py").read_text() == stock
 
 
-def test_a_second_time_there_is_nothing_to_do(tree: Path) -> None:
+def test_applying_a_patch_twice_changes_nothing_more(tree: Path) -> None:
     assert run("apply", tree).returncode == 0
     before = (tree / "megatron/training/training.py").read_text()
     done = run("apply", tree)
@@ -100,7 +100,7 @@ FINALIZE = "from .async_utils import maybe_finalize_async_save\n"
 
 
 def edit(tree: Path, old: str, new: str) -> str:
-    """Replace a part of training.py; return what it holds then."""
+    """Replace a part of training.py; return the new text."""
     training = tree / PATCHED[0]
     text = training.read_bytes().decode()
     assert text.count(old) == 1
@@ -112,7 +112,7 @@ def edit(tree: Path, old: str, new: str) -> str:
 def test_a_tree_inside_another_repository_is_really_patched(
     tree: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """There `git apply` passes over all files, and ends with status 0."""
+    """Inside another repository, `git apply` skips all files and still exits with status 0."""
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
     (tree / "temporary").mkdir()
     (tree / "vendored").mkdir()
@@ -157,39 +157,37 @@ FINALIZE_OURS = FINALIZE.replace(".async", "megatron_flashckpt.async")
     ],
     ids=["comment", "alias", "indented", "absolute", "half swapped", "named in a comment"],
 )
-def test_imports_that_were_edited_are_swapped_where_they_stand(
-    tree: Path, old: str, new: str, after: str
-) -> None:
+def test_edited_imports_are_swapped_in_place(tree: Path, old: str, new: str, after: str) -> None:
     expected = edit(tree, old, new).replace(new, after)
     for stock, ours in ((LOAD, LOAD_OURS), (SAVE, SAVE_OURS), (FINALIZE, FINALIZE_OURS)):
         expected = expected.replace(stock, ours)
-    said = patch.apply(tree, None).splitlines()
+    messages = patch.apply(tree, None).splitlines()
     assert (tree / PATCHED[0]).read_text() == expected
     assert "from megatron_flashckpt.arguments import" in (tree / PATCHED[1]).read_text()
-    if said[0].startswith("swapped the imports of"):
+    if messages[0].startswith("swapped the imports of"):
         lines = expected.splitlines()
-        for line in said[1:-1]:
+        for line in messages[1:-1]:
             path, number, text = line.strip().split(":", 2)
             assert (path, lines[int(number) - 1].strip()) == (PATCHED[0], text.strip())
-        assert said[-1].startswith(f"  {PATCHED[1]}:")
+        assert messages[-1].startswith(f"  {PATCHED[1]}:")
     else:
-        assert said == [f"applied patches/core_v0.17.1.patch to {tree}"]
+        assert messages == [f"applied patches/core_v0.17.1.patch to {tree}"]
 
 
 def test_a_release_without_a_patch_has_its_imports_swapped(tree: Path) -> None:
     training = tree / PATCHED[0]
     training.write_text(training.read_text().replace("get_standard_config_overrides", "renamed"))
     before = training.read_text()
-    said = run("apply", tree).stdout.splitlines()
-    assert said[0] == (
+    messages = run("apply", tree).stdout.splitlines()
+    assert messages[0] == (
         f"swapped the imports of {tree}, whose lines differ from those of every patch:"
     )
     number = before.splitlines().index(LOAD[:-1]) + 1
-    assert said[1] == f"  {PATCHED[0]}:{number}: {LOAD_OURS[:-1]}"
+    assert messages[1] == f"  {PATCHED[0]}:{number}: {LOAD_OURS[:-1]}"
     assert training.read_text() == patch.swapped(before)
 
 
-def test_ends_of_lines_stay_as_they_are(tree: Path) -> None:
+def test_line_endings_are_kept(tree: Path) -> None:
     training = tree / PATCHED[0]
     training.write_bytes(training.read_bytes().replace(b"\n", b"\r\n"))
     before = training.read_bytes()

@@ -1,7 +1,7 @@
-"""Ranks with equal plans compute one between them, on a node and over nodes; saves say so.
+"""Ranks with equal plans compute one plan together, on one node and across nodes.
 
-Whichever rank comes first computes. Each job saves after iterations 2 and 4; the dry run comes
-before the first save (`PREPARED`).
+The first rank to arrive computes the plan, and saves report that. Each job saves after iterations 2
+and 4; the dry run precedes the first save (`PREPARED`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.megatron_jobs import run_job, succeeded
 
 MODEL = ["--num-layers", "4", "--bf16", "--use-distributed-optimizer"]
-#: By job: its layout, its nodes, and the ranks that have one plan in common.
+#: Job -> its layout, its nodes, and the sets of ranks that share one plan.
 JOBS = {
     "tensor group": (["--tensor-model-parallel-size", "4"], 1, {1, 2, 3}),
     "pipeline over nodes": (["--pipeline-model-parallel-size", "4"], 2, {1, 2}),
@@ -36,7 +36,7 @@ def test_ranks_with_equal_plans_compute_one(
     came = {event["rank"]: (event["misses"], event["shared"]) for event in result.named("plans")}
     others = [(0, 1)] * (len(equal) - 1)
     assert sorted(came[rank] for rank in equal) == [*others, (1, 0)], (
-        "one computes, the others find"
+        "one rank computes the plan, the others find it"
     )
     assert all(came[rank] == (1, 0) for rank in came.keys() - equal)
     capsys.readouterr()
@@ -47,7 +47,7 @@ def test_ranks_with_equal_plans_compute_one(
 
 
 def templates(save: Path, iteration: int) -> list[set[int]]:
-    """Return which ranks share each template of a checkpoint."""
+    """Return the set of ranks that share each template of a checkpoint."""
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     ranks: dict[int, set[int]] = {}

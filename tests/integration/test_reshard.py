@@ -1,17 +1,16 @@
-"""What was saved under one parallel layout loads under another, bit for bit, and trains on alike.
+"""A checkpoint of one parallel layout loads under another bit for bit, and training continues.
 
-Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU ranks. Of each:
+Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU ranks. In each cell:
 
 - every global tensor that the destination saves again at once equals the source's;
-- every tensor that a rank of the destination holds, duplicates included and described by Megatron's
-  own accessors, equals its part of the source's;
+- every tensor of a destination rank, duplicates included and described by Megatron's own accessors,
+  equals its part of the source's tensor;
 - steps, schedule, samples and random state follow Megatron's rules for a changed world;
-- training goes on as the source's did. The loss alone cannot see a wrong optimizer state, so the
-  masters' change over the next two iterations is compared. Layouts round differently: how much is
-  measured in the same run, by Megatron's own save and load.
+- training continues as the source's did. The loss alone would not reveal a wrong optimizer state,
+  so the test compares the change of the masters over the next two iterations. Layouts round
+  differently: Megatron's own save and load measure by how much in the same run.
 
-`pytest tests/integration/test_reshard.py -k matrix -n 0` runs all cells and prints README tables.
-README.
+`pytest tests/integration/test_reshard.py -k matrix -n 0` runs all cells and prints their tables.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ from tests.integration.layouts import (
 from tests.support.megatron_jobs import REPO, TINY, Result, assemble, run_job, succeeded
 
 Wholes = dict[tuple[str, str], torch.Tensor]
-#: How many times stock's own noise a right load may be away from the source. Wrong ones are farther
-#: (`test_a_spoiled_state_is_seen`).
+#: Bound on a right load's distance from the source, in multiples of stock's own noise. Wrong loads
+#: are farther away (`test_a_corrupted_state_exceeds_the_bound`).
 MARGIN = 5.0
 MATRIX = [pair for family in FAMILIES for pair in pairs(family)]
 MEASURED = [pair for family in STOCK for pair in stock_pairs(family)]
 
 
 class Ran:
-    """The jobs, each run when a cell of it is first asked for, and what they left."""
+    """The jobs, each run when the first of its cells is requested, and their results."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -87,18 +86,18 @@ class Ran:
         )
 
     def steps(self, cell: Layout | Pair, step: str) -> list[dict]:
-        """Return what every rank traced of one kind of step, in the order of ranks."""
+        """Return the trace of one kind of step on every rank, in rank order."""
         layout = cell.destination if isinstance(cell, Pair) else cell
         (job,) = [name for name, job in JOBS.items() if layout.family in job.families]
         events = self.job(job).named(cell.name)
         for event in events:
             assert event["step"] != "failed", f"rank {event['rank']}: {event['error']}"
-        found = [event for event in events if event["step"] == step]
-        ranks = {event["rank"] for event in found}
+        events_of_step = [event for event in events if event["step"] == step]
+        ranks = {event["rank"] for event in events_of_step}
         if ranks != set(range(layout.world)):
-            succeeded(self.job(job))  # says what the job said
+            succeeded(self.job(job))  # shows the log of a failed job
             raise AssertionError(f"{cell.name}: '{step}' of ranks {sorted(ranks)} only")
-        return found
+        return events_of_step
 
     def saved(self, cell: Layout | Pair, iteration: int) -> Wholes:
         """Return the global tensors that a cell saved."""
@@ -110,7 +109,7 @@ class Ran:
         return self.saved(layout, iteration)
 
     def _digest(self, source: Layout, kind: str, key: str, *part: Any) -> str:
-        """Return the digest of a part of a global tensor of the source."""
+        """Return the digest of a part of the source's global tensor."""
         shape, offset, box_shape, start, end = part
         whole = resized(self.source(source, BEFORE)[kind, key], shape)
         box = tuple(slice(o, o + s) for o, s in zip(offset, box_shape, strict=True))
@@ -118,17 +117,17 @@ class Ran:
         return xxhash.xxh3_64_hexdigest(content.view(torch.uint8).numpy())
 
     def losses(self, cell: Layout | Pair) -> dict[int, float]:
-        """Return the loss of the global batch by iteration, as every last stage has it."""
+        """Return the loss of the global batch by iteration; every last stage has the same."""
         events = self.steps(cell, "train")
-        found = {e["iteration"]: e["loss"] for e in events if e["loss"] is not None}
-        assert all(e["loss"] in (None, found[e["iteration"]]) for e in events)
-        return found
+        losses_by_iteration = {e["iteration"]: e["loss"] for e in events if e["loss"] is not None}
+        assert all(e["loss"] in (None, losses_by_iteration[e["iteration"]]) for e in events)
+        return losses_by_iteration
 
     def _figures(self, pair: Pair) -> tuple[float, float]:
-        """Return how far the next iterations are from the source's.
+        """Return the distance of the next iterations from the source's.
 
-        First the relative L2 difference of the masters' change, then the largest difference of
-        losses.
+        The first figure is the relative L2 difference of the masters' change, the second the
+        largest difference of losses.
         """
         before, after = self.source(pair.source, BEFORE), self.source(pair.source, AFTER)
         other = self.saved(pair, AFTER)
@@ -138,20 +137,20 @@ class Ran:
             if name[0] == stepped:
                 apart += float((other[name] - after[name]).double().square().sum())
                 change += float((after[name] - before[name]).double().square().sum())
-        ours, theirs = self.losses(pair), self.losses(pair.source)
-        loss = max(abs(ours[i] - theirs[i]) for i in range(BEFORE + 1, AFTER + 1))
+        ours, expected = self.losses(pair), self.losses(pair.source)
+        loss = max(abs(ours[i] - expected[i]) for i in range(BEFORE + 1, AFTER + 1))
         return math.sqrt(apart / change), loss
 
     def noise(self, family: str) -> tuple[float, float]:
-        """Return the largest figures of stock's own loads into another layout."""
+        """Return the largest figures of stock's own loads under another layout."""
         measured = [
             self.figures(pair) for pair in stock_pairs(family if family in STOCK else "dense")
         ]
-        # Losses around 6 are told apart by steps of 5e-7.
+        # Losses around 6 have a resolution of 5e-7.
         return max(figure for figure, _ in measured), max(1e-6, *(loss for _, loss in measured))
 
     def _problems(self, pair: Pair) -> list[str]:
-        """Return what is wrong with a cell of the matrix."""
+        """Return the faults of a cell of the matrix."""
         try:
             return [
                 *unequal(self, pair),
@@ -164,7 +163,7 @@ class Ran:
 
 
 def resized(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `whole` with its rows cut, or filled up with zeros, as vocabularies are."""
+    """Return `whole` with rows cut off or zero rows appended, as vocabularies are resized."""
     if len(whole) == shape[0]:
         return whole
     missing = max(0, shape[0] - len(whole))
@@ -172,22 +171,22 @@ def resized(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def unequal(ran: Ran, pair: Pair) -> list[str]:
-    """Check every global tensor after the round source, destination, save."""
-    expected, found = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
-    if expected.keys() != found.keys():
-        return [f"other tensors: {sorted(expected.keys() ^ found.keys())}"]
-    changed = {name for name in found if found[name].shape != expected[name].shape}
+    """Return global tensors that differ after the source's save, the load and the second save."""
+    expected, saved = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
+    if expected.keys() != saved.keys():
+        return [f"other tensors: {sorted(expected.keys() ^ saved.keys())}"]
+    changed = {name for name in saved if saved[name].shape != expected[name].shape}
     if bool(changed) != pair.resizes_vocabulary:
         return [f"of other shapes: {sorted(changed)}"]
     return [
         f"{kind}/{key} is not equal"
-        for (kind, key), whole in found.items()
+        for (kind, key), whole in saved.items()
         if not torch.equal(whole, resized(expected[kind, key], tuple(whole.shape)))
     ]
 
 
 def wrongly_held(ran: Ran, pair: Pair) -> list[str]:
-    """Check what every rank held after the load, duplicates included."""
+    """Return tensors that a rank holds wrongly after the load, duplicates included."""
     wrong = []
     for event in ran.steps(pair, "hold"):
         kinds = {"weight", "exp_avg", "exp_avg_sq"}
@@ -202,9 +201,10 @@ def wrongly_held(ran: Ran, pair: Pair) -> list[str]:
 
 
 def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
-    """Check all that is not a tensor against Megatron's rules for a changed world."""
+    """Return state other than tensors that breaks Megatron's rules for a changed world."""
     saved = [event for event in ran.steps(pair.source, "save") if event["iteration"] == BEFORE]
-    # Ranks at the same place in the model have the same; the first one's is for places not there.
+    # Ranks at the same coordinates have equal random state. A rank at coordinates that the source
+    # lacks gets the state of the first source rank with the same first two coordinates.
     random_states = {}
     for event in saved:
         for place in (tuple(event["place"]), tuple(event["place"][:2])):
@@ -220,7 +220,7 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
             "consumed": BEFORE * GLOBAL_BATCH,
             "steps": [BEFORE],
             "scheduler": saved[0]["scheduler"],
-            # Random state belongs to a place in the model: elsewhere it is left alone.
+            # Random state belongs to coordinates in the model; under other TP or PP it is kept.
             "rng": random_states[place] if kept else event["before"]["rng"],
         }
         wrong += [
@@ -228,7 +228,7 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
             for name, value in expected.items()
             if event[name] != value
         ]
-    # A step that parameters share would be counted by each of them.
+    # If parameters shared a step counter, each of them would increment it.
     last = [event for event in ran.steps(pair, "save") if event["iteration"] == AFTER]
     wrong += [
         f"{AFTER} steps were counted as {event['steps']}"
@@ -243,19 +243,19 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
 
 
 def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
-    """Return the settings of every parameter of a source, which all of its ranks agree on."""
-    found: dict[str, Any] = {}
+    """Return the settings of every parameter of a source; all of its ranks must agree."""
+    by_key: dict[str, Any] = {}
     for event in ran.steps(layout, "save"):
         if event["iteration"] == iteration:
             for key, (values,) in event["settings"].items():
-                assert found.setdefault(key, values) == values
-    return found
+                assert by_key.setdefault(key, values) == values
+    return by_key
 
 
 def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]:
-    """Check that every parameter has the settings that it had in the source at `iteration`.
+    """Return parameters whose settings differ from the source's at `iteration`.
 
-    A group without parameters on its rank has settings that some group had.
+    A group without parameters on its rank has the settings of any group of the source.
     """
     expected = settings_by_key(ran, pair.source, iteration)
     wrong, seen = [], set()
@@ -276,16 +276,16 @@ def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]
 
 
 def astray(ran: Ran, pair: Pair) -> list[str]:
-    """Check that training goes on as the source's did, within stock's noise."""
+    """Return figures of continued training that exceed stock's noise."""
     if pair.resizes_vocabulary:
-        # Padding takes part in the softmax: with other padding the loss is another.
+        # Padding takes part in the softmax, so other padding gives another loss.
         return []
     figures = ran.figures(pair)
     if pair.source == pair.destination:
         return [] if figures == (0, 0) else [f"the same layout goes on differently: {figures}"]
     return [
-        f"{what} differs by {figure:.3g}, stock's by up to {noise:.3g}"
-        for what, figure, noise in zip(
+        f"{name} differs by {figure:.3g}, stock's by up to {noise:.3g}"
+        for name, figure, noise in zip(
             ("the masters' change", "the loss"),
             figures,
             ran.noise(pair.source.family),
@@ -318,18 +318,20 @@ def test_noise_is_measured_on_a_state_that_stock_restored_exactly(ran: Ran, pair
 @pytest.mark.parametrize(
     "pair", [pair for family in STOCK for pair in spoiled_pairs(family)], ids=names
 )
-def test_a_spoiled_state_is_seen(ran: Ran, pair: Pair) -> None:
-    """Negative control: what a silently wrong load would give is beyond the bound."""
+def test_a_corrupted_state_exceeds_the_bound(ran: Ran, pair: Pair) -> None:
+    """Negative control: a silently wrong load would exceed the bound."""
     figure, _ = ran.figures(pair)
     noise, _ = ran.noise(pair.source.family)
     assert figure > MARGIN * noise > 0
 
 
 @pytest.mark.parametrize(
-    "layout", [it for family in ("dense", "moe", "fp32") for it in FAMILIES[family]], ids=names
+    "layout",
+    [layout for family in ("dense", "moe", "fp32") for layout in FAMILIES[family]],
+    ids=names,
 )
 def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Layout) -> None:
-    """Exactly over a data parallel group, which shares what it has; no rank above the bound."""
+    """Totals of a data-parallel group are exact; no rank exceeds the upper bound."""
     ran.steps(layout, "save")
     words = [*TINY, *layout.arguments]
     sizes = sizes_of(words, layout.world, None)
@@ -341,12 +343,12 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
     for shard in manifest.shards:
         items = manifest.template(shard.template).items
         state = sum(
-            it.numel * itemsize(it.dtype)
-            for it in items
-            if it.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+            item.numel * itemsize(item.dtype)
+            for item in items
+            if item.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
         )
         assert state <= sizes.largest_nbytes
-        # Header, random states, Megatron's buffers.
+        # The rest is the header, random states and Megatron's buffers.
         assert 0 < shard.nbytes - state < 2**17
         place = (shard.coordinates.tp, shard.coordinates.pp)
         groups[place] = groups.get(place, 0) + state
@@ -356,23 +358,23 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
 
 
 @pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
-def test_groups_whose_rates_have_all_changed_are_told_by_their_parameters(
-    ran: Ran, pair: Pair
-) -> None:
-    """As in Megatron, the checkpoint's rates are those that count."""
+def test_groups_with_changed_rates_are_identified_by_their_parameters(ran: Ran, pair: Pair) -> None:
+    """The checkpoint's rates take effect, as in Megatron."""
     before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
     saved = settings_by_key(ran, pair.source, BEFORE)
-    assert rates_of(before).isdisjoint(rates_of([{key: [it] for key, it in saved.items()}]))
+    assert rates_of(before).isdisjoint(rates_of([{key: [values] for key, values in saved.items()}]))
     assert wrong_settings(ran, pair, "load", BEFORE) == []
 
 
 def rates_of(settings: list[dict[str, Any]]) -> set[float]:
-    return {values["max_lr"] for it in settings for of_key in it.values() for values in of_key}
+    return {
+        values["max_lr"] for of_rank in settings for of_key in of_rank.values() for values in of_key
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: str) -> None:
-    """Or a load that gives two groups the settings of one could go unnoticed."""
+    """With fewer groups, a load that gives two groups equal settings could go unnoticed."""
     rates = ("max_lr", "min_lr", "eps", "wd_mult")
     for layout in FAMILIES[family]:
         settings = settings_by_key(ran, layout, BEFORE).values()
@@ -380,7 +382,7 @@ def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: st
 
 
 def test_destinations_start_from_other_random_states(ran: Ran) -> None:
-    """Or the checks of what is restored, and what left alone, could not fail."""
+    """With equal states, the checks of restored and of kept random state could not fail."""
     for pair in pairs("dense"):
         saved = [event["rng"] for event in ran.steps(pair.source, "save")]
         for event in ran.steps(pair, "load"):
@@ -389,8 +391,8 @@ def test_destinations_start_from_other_random_states(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("pair", interrupted_pairs("dense"), ids=names)
-def test_a_step_is_run_again_only_by_the_same_ranks(ran: Ran, pair: Pair) -> None:
-    """Megatron restores its rerun state if world size, TP, PP and DP are what they were."""
+def test_only_an_unchanged_layout_runs_a_step_again(ran: Ran, pair: Pair) -> None:
+    """Megatron restores its rerun state only if world size, TP, PP and DP are unchanged."""
     same = pair.source.model_parallel == pair.destination.model_parallel
     for event in ran.steps(pair, "load"):
         assert event["before"]["rerun"] == "NOT_RUNNING_YET"
@@ -398,7 +400,7 @@ def test_a_step_is_run_again_only_by_the_same_ranks(ran: Ran, pair: Pair) -> Non
 
 
 def test_the_matrix(ran: Ran, capsys: pytest.CaptureFixture) -> None:
-    """Print every cell, each from a run, as tables that the README shows."""
+    """Print every cell as a Markdown table per family; each cell is the result of a run."""
     text = "\n\n".join(table(ran, family) for family in FAMILIES)
     with capsys.disabled():
         print(f"\n\n{text}\n")
@@ -406,16 +408,20 @@ def test_the_matrix(ran: Ran, capsys: pytest.CaptureFixture) -> None:
 
 
 def table(ran: Ran, family: str) -> str:
-    """Return a family's matrix in Markdown, and how far training was from the source's."""
+    """Return a family's matrix in Markdown, and the distance of training from the source's."""
     layouts = FAMILIES[family]
     cells = {(pair.source, pair.destination): pair for pair in pairs(family)}
     lines = [
         "| "
-        + " | ".join([f"{family}: saved under \\ loaded under", *(it.label for it in layouts)]),
+        + " | ".join(
+            [f"{family}: saved under \\ loaded under", *(layout.label for layout in layouts)]
+        ),
         "|---" * (len(layouts) + 1),
     ]
     for source in layouts:
-        ticks = ["\u2717" if ran.problems(cells[source, it]) else "\u2713" for it in layouts]
+        ticks = [
+            "\u2717" if ran.problems(cells[source, layout]) else "\u2713" for layout in layouts
+        ]
         lines.append("| " + " | ".join([source.label, *ticks]))
     lines = [f"{line} |" if line.startswith("| ") else f"{line}|" for line in lines]
     good = [

@@ -1,9 +1,9 @@
 """Interrupted and resumed training equals uninterrupted training, bit for bit, in every layout.
 
-Per layout three real jobs: A trains 6 iterations and saves at 3 and 6. In B one rank is killed in
-iteration 5 (SIGKILL), and all are restarted, by torchrun itself in `TORCHRUN`: it must go on from
-the memory of iteration 3. C starts from A's directory as it was at iteration 3: it must go on from
-storage. Dropout is on.
+Each layout has three real jobs with dropout. A trains 6 iterations and saves at 3 and 6. In B one
+rank is killed (SIGKILL) in iteration 5, and all ranks restart (torchrun itself restarts those in
+`TORCHRUN`): B must resume from the memory of iteration 3. C starts from A's directory as it was at
+iteration 3 and must resume from storage.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ LAYOUTS = {
 }
 
 
-#: Settings of ours.
+#: Our settings.
 TWO = {"FLASHCKPT_REPLICATED__WEIGHT": "2", "FLASHCKPT_REPLICATED__OPTIMIZER": "2"}
 SETTINGS: dict[str, dict[str, str]] = {"dp4-fp32-two-writers": TWO}
 
-#: Where every rank holds all that it needs, so that a load exchanges no tensor bytes.
+#: Layouts in which every rank holds all state that it needs: a load exchanges no tensor bytes.
 WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
 
-#: Upper bounds of the calls of `torch.distributed` in a load, with the checks and agreements before
-#: training; README has them.
+#: Upper bounds of the number of `torch.distributed` calls in a load, the checks and agreements
+#: before training included; README states them.
 NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 13, 22, 24
-#: What an exchange between replicas adds.
+#: Calls that an exchange between replicas adds.
 WITH_REPLICAS = 3
 
-#: Where torchrun starts the ranks, and restarts them.
+#: Layouts whose ranks torchrun itself starts and restarts.
 TORCHRUN = ("tp2dp2-swiglu-untied", "moe-tp2-ep2")
 
 
@@ -113,9 +113,9 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def load_calls(result: Result, attempt: int = 0) -> int:
-    """Return how many calls of `torch.distributed` every rank made in its load.
+    """Return the number of `torch.distributed` calls that every rank made in its load.
 
-    Without messages from one rank to another: those that exchange tensors have different peers.
+    Point-to-point messages do not count: ranks that exchange tensors have different peers.
     """
     (number,) = {
         sum(
@@ -128,10 +128,10 @@ def load_calls(result: Result, attempt: int = 0) -> int:
 
 
 def assert_same_losses(whole: Result, resumed: Result, attempt: int) -> None:
-    expected, found = whole.losses(), resumed.losses(attempt)
+    expected, resumed_losses = whole.losses(), resumed.losses(attempt)
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
-    assert sorted(found) == [4, 5, 6]
-    for iteration, losses in found.items():
+    assert sorted(resumed_losses) == [4, 5, 6]
+    for iteration, losses in resumed_losses.items():
         assert losses == expected[iteration], f"losses of iteration {iteration} differ"
 
 
@@ -154,7 +154,7 @@ def test_a_restart_from_memory_reads_nothing_from_storage(jobs: Jobs) -> None:
         return [event["read_nbytes"] for event in result.named("load", attempt)]
 
     assert read(jobs.b, attempt=1) == [0] * 4
-    assert all(read(jobs.c, attempt=0)), "from storage all ranks read"
+    assert all(read(jobs.c, attempt=0)), "in a resume from storage, all ranks read"
 
 
 def test_no_save_communicates(jobs: Jobs) -> None:
@@ -164,7 +164,7 @@ def test_no_save_communicates(jobs: Jobs) -> None:
 
 
 def test_a_load_makes_few_calls_under_every_layout(jobs: Jobs) -> None:
-    """However many templates the ranks have: 2 to 4 in these layouts."""
+    """The bound is independent of the number of templates: 2 to 4 in these layouts."""
     nodes = 1 if jobs.name in SETTINGS else 0
     exchange = nodes if jobs.name in WITHOUT_REPLICAS else nodes + WITH_REPLICAS
     assert load_calls(jobs.a, attempt=0) <= NOTHING_TO_LOAD + nodes
@@ -172,23 +172,23 @@ def test_a_load_makes_few_calls_under_every_layout(jobs: Jobs) -> None:
     assert load_calls(jobs.b, attempt=1) <= FROM_MEMORY + exchange
 
 
-def test_a_rank_makes_one_slab_and_not_in_a_save(jobs: Jobs) -> None:
-    """Also where the first step moves what is stored from one replica to another."""
+def test_a_rank_makes_one_slab_outside_any_save(jobs: Jobs) -> None:
+    """One slab also suffices if the first step moves stored state from one replica to another."""
     for result in (jobs.a, jobs.b, jobs.c):
         made = result.named("slab")
         assert sorted(event["rank"] for event in made) == [0, 1, 2, 3]
         assert {event["thread"] for event in made} == {"flashckpt-prepare"}
 
 
-def test_what_is_expected_before_the_first_step_is_what_is_saved(jobs: Jobs) -> None:
+def test_the_size_expected_before_the_first_step_equals_the_saved_one(jobs: Jobs) -> None:
     saved = dict.fromkeys(range(4), SIDE_NBYTES)
     for (rank, name), tensor in tensors(jobs.tmp_path / "A", 6).items():
         if not name.startswith("rank_state/"):
             saved[rank] += tensor.nbytes
-    for result in (jobs.a, jobs.c):  # C goes on from storage
+    for result in (jobs.a, jobs.c):  # C resumes from storage
         expected = {event["rank"]: event["data_nbytes"] for event in result.named("slab")}
         if jobs.has_tensor_ranks:
-            # The first of them writes what all of them hold; the others have room for it, too.
+            # The first replica writes shared state; the others reserve room for it, too.
             assert [expected[rank] for rank in (0, 2)] == [saved[rank] for rank in (0, 2)]
             for rank in (1, 3):
                 assert saved[rank] < expected[rank] < 1.2 * saved[rank]
@@ -196,10 +196,10 @@ def test_what_is_expected_before_the_first_step_is_what_is_saved(jobs: Jobs) -> 
             assert expected == saved
 
 
-def test_copies_that_megatron_keeps_equal_are_found_equal(
+def test_copies_that_megatron_keeps_equal_compare_equal(
     jobs: Jobs, request: pytest.FixtureRequest
 ) -> None:
-    """Norms, biases and routers of tensor ranks, and the embedding of the last pipeline stage."""
+    """The copies are norms, biases and routers of tensor ranks, and the last stage's embedding."""
     storage = PosixStorage(jobs.tmp_path / "A")
     facts = StoredCheckpoint(storage, 3, read_manifest(storage, 3)).manifest
     is_tied = "pp2dp2-tied" in request.node.name
@@ -208,9 +208,9 @@ def test_copies_that_megatron_keeps_equal_are_found_equal(
 
 
 def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
-    """Over all ranks one miss per template, before the first save; a restarted rank has none.
+    """All ranks together have one miss per template, before the first save; restarts have none.
 
-    In most of these layouts every rank has a template of its own: `test_plans.py` has others.
+    In most of these layouts every rank has its own template; `test_plans.py` has other layouts.
     """
     storage = PosixStorage(jobs.tmp_path / "A")
     templates = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest.templates

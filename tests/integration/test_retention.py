@@ -13,8 +13,8 @@ from tests.support.megatron_jobs import run_job, succeeded
 from tests.support.trainer import eventually
 
 
-def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path: Path) -> None:
-    """The loss is known to the last pipeline stage alone, and rank 0 is not on it."""
+def test_retention_keeps_the_best_validation_loss_and_the_newest_checkpoint(tmp_path: Path) -> None:
+    """Only the last pipeline stage knows the loss, and rank 0 is on another stage."""
     save = tmp_path / "save"
     result = succeeded(
         run_job(
@@ -29,16 +29,18 @@ def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path:
             env={"FLASHCKPT_RETENTION__BEST": "{metric: lm loss validation, keep: 2}"},
         )
     )
-    said = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", result.log)
-    losses = {int(iteration): float(loss) for iteration, loss in said}
+    logged = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", result.log)
+    losses = {int(iteration): float(loss) for iteration, loss in logged}
     assert sorted(losses) == [2, 4, 6, 8]
     best = sorted(losses, key=lambda iteration: losses[iteration])[:2]
 
     def kept() -> list[int]:
-        found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
-        return sorted(facts.iteration for facts in found)
+        checkpoints = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+        return sorted(facts.iteration for facts in checkpoints)
 
     eventually("retention", lambda: kept() == sorted({*best, 8}))
-    found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
-    for it in found:
-        assert it.metrics == {"lm loss validation": pytest.approx(losses[it.iteration], rel=1e-5)}
+    checkpoints = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+    for checkpoint in checkpoints:
+        assert checkpoint.metrics == {
+            "lm loss validation": pytest.approx(losses[checkpoint.iteration], rel=1e-5)
+        }

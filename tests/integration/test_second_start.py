@@ -1,8 +1,8 @@
-"""A job is started again while the ranks of its former start live and train on.
+"""A job is started again while the ranks of its first start live and train on.
 
-Their torchrun is killed with SIGKILL in iteration 2, which its ranks survive. They are held in
-iteration 3 until the second start, which resumes from their iteration 2, has committed iteration 5;
-then they save iterations 3 to 5, while the second start is held in iteration 6.
+Torchrun of the first start is killed with SIGKILL in iteration 2; its ranks survive. They are held
+in iteration 3 until the second start, which resumes from their iteration 2, has committed iteration
+5. Then they save iterations 3 to 5, while the second start is held in iteration 6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Be the parent of processes whose own parent ends, so that their exit status can be read."""
+    """Become the parent of orphaned processes, so that their exit status can be read."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
@@ -43,10 +43,10 @@ class Starts:
     save: Path
     first: Result
     statuses: list[int]
-    """Exit statuses of the ranks of the first start, in rank order."""
+    """Exit statuses of the first start's ranks, in rank order."""
     second: Result
     pids: list[int]
-    """Of the ranks of the first start."""
+    """Process ids of the first start's ranks."""
 
 
 def traced(trace: Path) -> list[dict]:
@@ -81,7 +81,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
         }
         try:
             eventually("iteration 2", lambda: tracker.exists() and tracker.read_text() == "2", 60)
-            # The first start reports its plans when it has trained to its end.
+            # The first start reports its plans at the end of its training.
             second = succeeded(job("second", f"6:{where}/trace-first/rank_0.jsonl:plans", 7))
             statuses = []
             for rank in range(RANKS):
@@ -103,20 +103,22 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     return Starts(save, first, statuses, second, [ranks[rank].pid for rank in range(RANKS)])
 
 
-def test_the_first_start_is_told_why_its_saves_fail_and_ends_with_status_1(starts: Starts) -> None:
+def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts) -> None:
     log = starts.first.log
     for iteration in (3, 4, 5):
-        (said,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
-        assert re.search(r"process \d+ of the same rank on this node has replaced .* end it", said)
+        (message,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
+        assert re.search(
+            r"process \d+ of the same rank on this node has replaced .* end it", message
+        )
     (verdict,) = re.findall(r"the last save, iteration 5, is not durable: .*", log)
     assert f"the newest durable checkpoint in {starts.save} is iteration 2" in verdict
     assert "the exit status is 1" in verdict
-    assert starts.statuses == [1, 0], "rank 0 speaks for the job"
+    assert starts.statuses == [1, 0], "only rank 0 reports the failure in its exit status"
 
 
 def test_the_second_start_names_the_processes_of_the_first(starts: Starts) -> None:
-    found = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
-    assert {(int(rank), int(pid)) for rank, pid in found} == set(enumerate(starts.pids))
+    named = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
+    assert {(int(rank), int(pid)) for rank, pid in named} == set(enumerate(starts.pids))
 
 
 def test_the_second_start_resumes_from_memory_bit_for_bit(starts: Starts) -> None:
@@ -139,4 +141,4 @@ def test_every_checkpoint_is_whole_and_of_one_start(
     assert len({saves[iteration][:8] for iteration in (3, 4, 5, 6, 7)}) == 1
     assert saves[2][:8] != saves[3][:8]
     left = [path.name for path in starts.save.glob("iter_*/*") if "common" not in path.name]
-    assert len(left) == 7 * (RANKS + 1), "nothing of a save that failed"
+    assert len(left) == 7 * (RANKS + 1), "files of a failed save are left"

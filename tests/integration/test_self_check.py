@@ -1,7 +1,7 @@
-"""What a newer Megatron may rename, and what we cannot save, is refused before the first step.
+"""Names that a newer Megatron may change, and unsupported state, are refused before the first step.
 
-The case to guard against: a method that was renamed, was looked up with `hasattr`, and from then on
-chained optimizers' shards were in no checkpoint, without a word.
+The tests guard against a silent loss: if a renamed method were looked up with `hasattr`, no
+checkpoint would contain the shards of chained optimizers any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
 
 RANKS = 2
 
-#: case of tests/support/jobs/self_checks.py -> what the refusal must name; None: nothing is refused
+#: case of tests/support/jobs/self_checks.py -> pattern of the refusal; None: the case is accepted
 CASES: dict[str, list[str] | None] = {
     "as it is": None,
     "chained_optimizers": ["ChainedOptimizer has no 'chained_optimizers'"],
@@ -72,22 +72,20 @@ def errors(ran: Result, name: str) -> list[list[str] | None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_differs_is_named_on_every_rank_and_nothing_else_is_refused(
-    ran: Result, name: str
-) -> None:
+def test_every_rank_names_a_difference_and_accepts_everything_else(ran: Result, name: str) -> None:
     expected = CASES[name]
     for error in errors(ran, name):
         if expected is None:
             assert error is None
             continue
-        assert error is not None, "accepted without a word"
+        assert error is not None, "the self-check accepted the case"
         assert error[0] == "UnsupportedError"
         assert REMEDY in error[1]
         for pattern in expected:
             assert re.search(pattern, error[1]), error[1]
 
 
-def test_arguments_of_a_newer_megatron_may_be_at_their_defaults_and_are_else_refused(
+def test_a_newer_megatrons_arguments_are_refused_except_at_their_defaults(
     ran: Result,
 ) -> None:
     assert errors(ran, "arguments at their defaults") == [None] * RANKS
@@ -98,16 +96,16 @@ def test_arguments_of_a_newer_megatron_may_be_at_their_defaults_and_are_else_ref
         assert "called with pipeline_rank=3, expert_rank=0, dp_cp_group='grid', which" in error[1]
 
 
-def test_a_save_that_nothing_came_before_checks_its_own_rank(ran: Result) -> None:
+def test_a_save_without_a_load_or_step_before_checks_its_own_rank(ran: Result) -> None:
     for error in errors(ran, "save without a start"):
         assert error is not None
         assert "ChainedOptimizer has no 'chained_optimizers'" in error[1]
 
 
-def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
+def test_unknown_state_is_refused_right_after_the_step_that_creates_it(
     ran: Result,
 ) -> None:
-    """Although the process has trained before, and saves to the same directory again."""
+    """The refusal comes even if the process has trained and saved to the same directory before."""
     assert errors(ran, "earlier job") == [None] * RANKS
     assert len(ran.named("stepped")) == RANKS
     for error in errors(ran, "first step"):
@@ -115,14 +113,14 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
         assert "FusedAdam keeps 'row_factor' (of shape (2,))" in error[1]
 
 
-def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
-    said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
+def test_rank_0_logs_schedule_sizes_and_self_check_at_the_start(ran: Result) -> None:
+    lines = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    # Enough memory, large files, a start after a save, the first steps of two jobs.
+    # The five lines: enough memory, large files, a start after a save, first steps of two jobs.
     assert errors(ran, "start after a save") == [None] * RANKS
-    assert sum("self-check of" in line for line in said) == len(accepted) + 5
-    checked = next(n for n, line in enumerate(said) if "self-check of" in line)
-    start = "\n".join(said[: checked + 1])
+    assert sum("self-check of" in line for line in lines) == len(accepted) + 5
+    checked = next(n for n, line in enumerate(lines) if "self-check of" in line)
+    start = "\n".join(lines[: checked + 1])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
         r"saves to /.*/save every 2 iterations; kept: all; redundancy: none",
@@ -133,10 +131,10 @@ def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
         assert re.search(pattern, start), start
 
 
-def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
+def test_a_node_without_memory_for_all_slabs_stops_the_job_at_start(
     ran: Result,
 ) -> None:
-    """Each of the slabs would fit alone."""
+    """Each slab alone would fit into memory."""
     for error in errors(ran, "memory for one"):
         assert error is not None
         assert error[0] == "StorageError"
@@ -147,7 +145,7 @@ def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_
     assert ran.log.count(line) == 1
 
 
-def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_first_step(
+def test_a_file_size_limit_below_a_slab_stops_all_ranks_at_start(
     ran: Result,
 ) -> None:
     for error in errors(ran, "small files"):
@@ -159,7 +157,7 @@ def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_fir
 
 
 @pytest.mark.parametrize("door", ["launch", "swap"])
-def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
+def test_unsupported_flags_stop_a_job_without_load_before_its_first_step(
     tmp_path: Path, door: str
 ) -> None:
     job = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
@@ -169,10 +167,10 @@ def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
     result = run_job(tmp_path, door, [*job, *save], ranks=1, door=door)
     assert result.returncode != 0
     assert "--exp-avg-dtype torch.float16: states of this type come with scales" in result.log
-    assert result.events == [], "no loss was computed, and nothing saved"
+    assert result.events == [], "a loss was computed, or a save was made"
 
 
-def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
+def test_the_tally_of_all_ranks_shows_missing_elements() -> None:
     def piece(kind: str, offset: int, start: int, end: int) -> Piece:
         return Piece("w", kind, "F32", (4, 6), (offset, 0), (2, 6), start, end)
 
@@ -180,6 +178,6 @@ def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
     one, other = tally(first, [("weight", "w", (4, 6))]), tally(rest, [])
     assert one["weight/w"].plus(other["weight/w"]) == Tally(24, 24)
     assert one["weight/w"] == Tally(17, 24)
-    assert tally([], [("weight", "w", (4, 6))]) == {"weight/w": Tally(0, 24)}, "lost as a whole"
+    assert tally([], [("weight", "w", (4, 6))]) == {"weight/w": Tally(0, 24)}, "wholly missing"
     masters_may_lack = piece("master", 2, 0, 12)
     assert tally([masters_may_lack], []) == {}

@@ -1,4 +1,4 @@
-"""Who writes what, and what else a load may ask for: several saves and loads in a few jobs."""
+"""Shares of replicas in a save, and options of a load: several saves and loads in a few jobs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Checkpoints of the same plainly optimised model on 4 replicas, on 2 nodes; all are loaded.
+    """Save the same plainly optimised model on 4 replicas of 2 nodes several times; load each save.
 
-    The first load is where ranks learn of their nodes.
+    Ranks learn in the first load which node each rank is on.
     """
     tmp_path = tmp_path_factory.mktemp("shares")
     save = [
@@ -89,8 +89,8 @@ def where(saved: tuple[Path, Result]) -> Path:
 
 
 def written(save: Path) -> list[dict[str, int]]:
-    """Bytes per kind of state, for every rank."""
-    found = []
+    """Return the bytes per kind of state that every rank has written."""
+    per_rank = []
     for file in sorted((save / "iter_0000002").glob("*.safetensors")):
         kinds: dict[str, int] = {}
         with safe_open(file, "pt") as shard:
@@ -98,9 +98,9 @@ def written(save: Path) -> list[dict[str, int]]:
                 kind = name.split("/")[0]
                 tensor = shard.get_tensor(name)
                 kinds[kind] = kinds.get(kind, 0) + tensor.numel() * tensor.element_size()
-        found.append(kinds)
-    assert len(found) == RANKS
-    return found
+        per_rank.append(kinds)
+    assert len(per_rank) == RANKS
+    return per_rank
 
 
 def state_bytes(kinds: dict[str, int]) -> int:
@@ -109,12 +109,12 @@ def state_bytes(kinds: dict[str, int]) -> int:
 
 def test_replicas_write_equal_byte_shares(where: Path) -> None:
     shares = [state_bytes(kinds) for kinds in written(where / "share")]
-    # The cuts fall on elements of at most four bytes, in two streams (optimizer and weights).
+    # Shares end at elements of at most four bytes, in two streams (optimizer and weights).
     assert max(shares) - min(shares) <= 8
     assert min(shares) > 0
 
 
-def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
+def test_the_first_replica_writes_everything_if_configured(where: Path) -> None:
     first, *others = written(where / "first")
     assert state_bytes(first) > 0
     assert [state_bytes(kinds) for kinds in others] == [0, 0, 0]
@@ -126,7 +126,7 @@ def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
     assert max(masters) < sum(masters)
 
 
-def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Path) -> None:
+def test_the_configured_number_of_replicas_writes_on_different_nodes(where: Path) -> None:
     """Ranks 0 and 1 are on one node, 2 and 3 on the other."""
     shares = [state_bytes(kinds) for kinds in written(where / "two")]
     assert shares[1] == shares[3] == 0
@@ -137,7 +137,7 @@ def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Pat
     assert [rank for rank in range(RANKS) if kinds[rank].get("master")] == [0, 1, 2]
 
 
-def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result]) -> None:
+def test_a_load_is_equal_for_every_choice_of_writers(saved: tuple[Path, Result]) -> None:
     for rank in range(RANKS):
         loads = [
             event
@@ -149,7 +149,7 @@ def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result])
         assert len({event["state"] for event in loads}) == 1
 
 
-def test_the_shares_make_up_the_same_tensors_whoever_writes_them(where: Path) -> None:
+def test_shares_make_up_equal_tensors_for_every_choice_of_writers(where: Path) -> None:
     one, *others = (assemble(where / name, 2) for name in POLICIES)
     assert {kind for kind, _ in one} == {"weight", "master"}
     for other in others:
@@ -178,7 +178,7 @@ def test_the_number_of_replicas_may_change(where: Path) -> None:
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-def test_what_a_load_leaves_out_follows_megatrons_flags(where: Path) -> None:
+def test_a_load_leaves_out_the_state_that_megatrons_flags_exclude(where: Path) -> None:
     load = {"load": str(where / "share")}
     cases = [
         {"name": "finetune", "call": "load", "args": {**load, "finetune": True}},
@@ -187,6 +187,6 @@ def test_what_a_load_leaves_out_follows_megatrons_flags(where: Path) -> None:
         {"name": "step", "call": "load", "args": {**load, "ckpt_step": 2}},
     ]
     result = run_cases(where, "flags", [*PLAIN, "--seed", "78"], cases, ranks=1)
-    found = {event["event"]: event["result"] for event in result.events}
-    assert found == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
+    results = {event["event"]: event["result"] for event in result.events}
+    assert results == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
     assert result.named("finetune")[0]["weights_changed"]

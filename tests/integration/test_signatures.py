@@ -1,8 +1,8 @@
-"""Arguments of every Megatron release are bound by name, and what a release lacks is refused.
+"""Arguments are bound by name for every Megatron release; an unknown argument is refused.
 
-The signatures stand here as facts (parameter names and how many have defaults), because no machine
-here has all releases installed; the binding is the real one. Only 0.17.1 is run as a whole, in the
-other tests of this folder.
+The table below lists the signatures (parameter names and the number of required ones), because this
+machine has only one release installed; the binding code is the real one. Only 0.17.1 runs as a
+whole, in the other tests of this folder.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_the_autoresume_path_saves_without_the_operations(release: str) -> None:
     assert SaveCall.of((7, ["chunk"], None, None), {}).floating_point_operations == 0
 
 
-def test_non_persistent_and_release_saves_are_told_apart(release: str) -> None:
+def test_non_persistent_and_release_saves_are_distinguished(release: str) -> None:
     for name, attribute in (("non_persistent_ckpt", "non_persistent"), ("release", "release")):
         if name in RELEASES[release][0]:
             call = SaveCall.of((7, ["chunk"], None, None, 0), {name: True})
@@ -113,7 +113,7 @@ def test_an_argument_that_the_release_does_not_have_is_refused(release: str) -> 
         LoadCall.of((["chunk"], None, None), {"from_the_future": 1})
 
 
-def test_a_load_is_bound_by_position_and_by_either_name_of_its_first_parameter(
+def test_a_load_is_bound_by_position_and_both_first_parameter_names(
     release: str,
 ) -> None:
     for args, kwargs in (

@@ -1,10 +1,11 @@
-"""One run of 8 iterations, ended four times in different ways, equals one that was never ended.
+"""One run of 8 iterations, ended four times in different ways, equals an uninterrupted run.
 
-1  SIGTERM to torchrun, with --exit-signal-handler, in iteration 3: saves and leaves
-2  SIGTERM to torchrun, without it, in iteration 5: dies at once, with a checkpoint of 4 staged
-3  SIGKILL of torchrun and all ranks in iteration 6, with a checkpoint of 5 staged
-4  SIGUSR1 to all ranks, with --exit-signal SIGUSR1, in iteration 7: saves and leaves
-5  to the end
+The run has five jobs:
+1  SIGTERM to torchrun, with --exit-signal-handler, in iteration 3: saves and exits
+2  SIGTERM to torchrun, without it, in iteration 5: dies at once; iteration 4 is staged
+3  SIGKILL of torchrun and all ranks in iteration 6: iteration 5 is staged
+4  SIGUSR1 to all ranks, with --exit-signal SIGUSR1, in iteration 7: saves and exits
+5  trains to the end
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ RANKS = 2
 
 @dataclasses.dataclass
 class Runs:
-    """What became of the five jobs, and of one that was never ended."""
+    """Results of the five jobs, and of a job that was never interrupted."""
 
     where: Path
     whole: Result
     parts: list[Result]
     trackers: list[int]
-    """What the tracker named when each job, and what its agent had to end, had ended."""
+    """Iteration in the tracker after each job and its agent's pending work had ended."""
     agents: list[int]
-    """How many agents were there then."""
+    """Number of agents at the same moments."""
 
 
 def tracked(save: Path) -> int:
@@ -62,17 +63,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         where, succeeded(job("whole", where / "whole", "", "--save-interval", "8")), [], [], []
     )
     handler = ("--exit-signal-handler", "--save-interval", "100")
-    each = ("--save-interval", "1")
+    every_iteration = ("--save-interval", "1")
     for signals, arguments, expected in [
         ("TERM:torchrun:3", handler, 3),
-        ("TERM:torchrun:5", each, 4),
-        ("KILL:job:6", each, 5),
+        ("TERM:torchrun:5", every_iteration, 4),
+        ("KILL:job:6", every_iteration, 5),
         ("USR1:ranks:7", (*handler, "--exit-signal", "SIGUSR1"), 7),
-        ("", each, 8),
+        ("", every_iteration, 8),
     ]:
         made.parts.append(job(f"part{len(made.parts) + 1}", save, signals, *arguments))
         if signals in ("TERM:torchrun:5", "KILL:job:6"):
-            # The trainers are dead; their agent goes on.
+            # The trainers are dead; their agent is still running.
             eventually(f"the commit of {expected}", lambda at=expected: tracked(save) >= at)
         else:
             await_no_agent(where)
@@ -81,15 +82,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-def test_nothing_that_was_staged_is_lost_however_the_job_is_ended(runs: Runs) -> None:
+def test_no_way_to_end_a_job_loses_a_staged_save(runs: Runs) -> None:
     assert runs.trackers == [3, 4, 5, 7, 8]
 
 
-def test_a_job_goes_on_from_memory_when_its_agent_is_there_and_else_from_storage(
+def test_a_job_resumes_from_memory_if_its_agent_lives_else_from_storage(
     runs: Runs,
 ) -> None:
-    said = [re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts]
-    assert said == [
+    restored = [
+        re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts
+    ]
+    assert restored == [
         [],
         [("3", "storage")],
         [("4", "memory")],
@@ -97,32 +100,32 @@ def test_a_job_goes_on_from_memory_when_its_agent_is_there_and_else_from_storage
         [("7", "storage")],
     ]
     read = [[event["read_nbytes"] for event in job.named("load")] for job in runs.parts]
-    assert [len(each) for each in read] == [RANKS] * 5
-    assert [any(each) for each in read] == [False, True, False, False, True]
+    assert [len(of_job) for of_job in read] == [RANKS] * 5
+    assert [any(of_job) for of_job in read] == [False, True, False, False, True]
 
 
-def test_the_agent_leaves_with_a_job_that_ends_in_order_and_stays_for_one_that_does_not(
+def test_an_agent_ends_with_an_orderly_job_and_survives_a_crashed_one(
     runs: Runs,
 ) -> None:
     assert runs.agents == [0, 1, 1, 0, 0]
 
 
-def test_blocked_staged_and_durable_are_told_apart(runs: Runs) -> None:
+def test_the_log_distinguishes_blocked_staged_and_durable(runs: Runs) -> None:
     log = runs.whole.log
     assert re.search(r"iteration 8 staged, [\d.]+ MiB on rank 0, blocked [\d.]+ ms", log)
     assert re.findall(r"rank (\d): staged iteration 8, \d+ bytes in [\d.]+ s", log) == ["0"]
     assert re.search(r"iteration 8 durable after [\d.]+ s", log)
 
 
-def test_five_jobs_train_as_one(runs: Runs) -> None:
+def test_five_jobs_train_like_one_uninterrupted_job(runs: Runs) -> None:
     expected = runs.whole.losses()
-    found: dict[int, list[tuple[int, str]]] = {}
+    losses_by_iteration: dict[int, list[tuple[int, str]]] = {}
     for job in runs.parts:
         for iteration, losses in job.losses().items():
-            # The last job to train an iteration to its end is the one that counts.
+            # The last job that trained an iteration to its end decides.
             if len(losses) == len(expected[iteration]):
                 assert losses == expected[iteration], f"iteration {iteration}"
-                found[iteration] = losses
-    assert sorted(found) == list(range(1, 9))
+                losses_by_iteration[iteration] = losses
+    assert sorted(losses_by_iteration) == list(range(1, 9))
     whole, parts = tensors(runs.where / "whole", 8), tensors(runs.where / "parts", 8)
     assert differing(whole, parts) == []

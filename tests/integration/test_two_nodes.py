@@ -1,6 +1,6 @@
-"""Nodes with an agent each: one commits for all, memory is exchanged, a lost node comes back.
+"""Nodes with one agent each: one agent commits for all, memory is exchanged, a lost node returns.
 
-All "nodes" are this machine: their agents have sockets of their own.
+All "nodes" are on this machine: their agents have separate sockets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from tests.support.megatron_jobs import Result, differing, run_job, succeeded, tensors
 from tests.support.trainer import agents_under, eventually, is_alive
 
-# A plain optimizer: every replica holds only its share in memory, so half of what a rank needs
-# lies on the other node.
+# Under a plain optimizer every replica holds only its share in memory, so half of the state that a
+# rank needs lies on the other node.
 MODEL = ["--num-layers", "2", "--bf16"]
 
 
@@ -27,7 +27,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(where: Path, name: str, run: str = "", *, ranks: int = 2, **kwargs: object) -> Result:
-    """Train with a save directory of that name; tell several runs with it apart by `run`."""
+    """Train with the save directory `name`; `run` names one of several runs that share it."""
     save = str(where / name)
     arguments = ["--train-iters", "6", "--save", save, "--load", save, "--save-interval", "3"]
     batch = ["--global-batch-size", str(4 * ranks)]
@@ -35,16 +35,16 @@ def job(where: Path, name: str, run: str = "", *, ranks: int = 2, **kwargs: obje
 
 
 def last_losses(result: Result, iteration: int, ranks: int = 2) -> list[list[str]]:
-    """The losses of the last time that each rank trained `iteration`, two micro-batches each.
+    """Return the losses of each rank's last pass through `iteration`, two micro-batches each.
 
-    Not by attempt: torchrun counts a restart only on the node where a rank died.
+    Attempts are not comparable: torchrun counts a restart only on the node where a rank died.
     """
-    found = [
+    of_ranks = [
         [e["value"] for e in result.named("loss") if (e["rank"], e["iteration"]) == (r, iteration)]
         for r in range(ranks)
     ]
-    assert all(len(losses) >= 2 for losses in found)
-    return [losses[-2:] for losses in found]
+    assert all(len(losses) >= 2 for losses in of_ranks)
+    return [losses[-2:] for losses in of_ranks]
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +66,16 @@ def test_a_restart_restores_from_the_memory_of_both_nodes(where: Path, whole: Re
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """How memory is made redundant, and what shows that a checkpoint of all ranks is."""
+    """A redundancy scheme, and the number of reports after which all ranks are redundant."""
 
     redundancy: str
     nodes: int
     sent: int
-    """How many times an agent has to say that another one holds something."""
+    """Number of reports that another agent holds a slot."""
     node: int | None = 1
-    """The node that is lost; None: none is."""
+    """The node that is lost; None: no node is lost."""
     order: tuple[int, ...] | None = None
-    """The node of each rank after the restart, if that is another one than before."""
+    """The node of each rank after the restart; None: unchanged."""
 
 
 LOST = {
@@ -90,7 +90,7 @@ LOST = {
 def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
     tmp_path: Path, whole: Result, where: Path, lost: Lost
 ) -> None:
-    """One dies with its agent and all its memory; what lies in storage is made worthless."""
+    """The node dies with its agent and all its memory; the test spoils the files in storage."""
     nodes = lost.nodes
     reference = where
     if nodes != 2:
@@ -99,7 +99,7 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
         "FLASHCKPT_REDUNDANCY": lost.redundancy,
         "FLASHCKPT_REDUNDANCY_GROUP": str(nodes),
         "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1",
-        "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to come back
+        "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to start the node again
     }
     once = f"{tmp_path}/run/*/*/agent.log:iteration 3 is held by:{lost.sent}"
     dying = {**env, "KILL": "1:5", "KILL_ONCE": once}
@@ -120,8 +120,8 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
     assert "iteration 3 was restored from memory" in replaced.log
     assert "restored from memory: rank 0 copied " in replaced.log
     for iteration in (4, 5, 6):
-        found = last_losses(replaced, iteration, nodes)
-        assert found == last_losses(whole, iteration, nodes)
+        restarted_losses = last_losses(replaced, iteration, nodes)
+        assert restarted_losses == last_losses(whole, iteration, nodes)
     assert differing(tensors(reference / "one", 6), tensors(tmp_path / "lost", 6)) == []
     assert_nothing_is_left(tmp_path, nodes)
 

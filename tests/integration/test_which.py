@@ -1,4 +1,4 @@
-"""Memory or storage: memory is for crashes and never overrules what a person did to the files."""
+"""Memory or storage: memory serves crashes and never overrules what a person did to the files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def train(tmp_path: Path, name: str, env: dict[str, str] | None = None) -> Resul
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A job that was killed in iteration 5, with 2 and 4 committed; its agent keeps both."""
+    """Run a job that is killed in iteration 6 after it committed 2 and 4; the agent keeps both."""
     result = train(tmp_path, "crash", {"KILL": "0:6"})
     assert result.returncode != 0
     assert (tmp_path / "save" / TRACKER).read_text() == "4"
     return tmp_path
 
 
-def test_a_job_started_again_by_hand_goes_on_from_memory(crashed: Path) -> None:
+def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
-    said = re.search(
+    message = re.search(
         r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its slot in host "
         r"memory and received 0\.0 MiB from other ranks in [\d.]+ s \((\d+) MiB/s\)",
         result.log,
     )
-    assert said
+    assert message
     shards = (crashed / "save").glob("iter_0000004/*.safetensors")
     stored = sum(shard.stat().st_size for shard in shards) / 2**20
-    assert 0.9 * stored < float(said[1]) <= stored
-    assert int(said[2]) > 0
+    assert 0.9 * stored < float(message[1]) <= stored
+    assert int(message[2]) > 0
     assert min(result.losses()) == 5
 
 
@@ -54,7 +54,7 @@ def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
     assert (crashed / "save" / TRACKER).read_text() == "6"
 
 
-def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
+def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> None:
     remove_tree(crashed / "save")
     assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
     assert (crashed / "save" / TRACKER).read_text() == "2"
@@ -62,8 +62,8 @@ def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
     assert "iteration 2 was restored from memory" in result.log
 
 
-def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path) -> None:
-    """Somebody has put another job's checkpoint of the same iteration there."""
+def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> None:
+    """Somebody has replaced the checkpoint by another job's checkpoint of the same iteration."""
     other = crashed / "other"
     arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]
     arguments += ["--save", str(other), "--save-interval", "4"]
@@ -73,9 +73,11 @@ def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path)
     shutil.copytree(other / "iter_0000004", crashed / "save/iter_0000004")
     result = succeeded(train(crashed, "again"))
     assert "iteration 4 was restored from storage" in result.log
-    (said,) = re.findall(r"iteration 4 in host memory .*", result.log)
+    (message,) = re.findall(r"iteration 4 in host memory .*", result.log)
     held = json.loads((other / "iter_0000004/manifest.json").read_text())["save_id"]
-    assert f"{crashed}/save/iter_0000004 holds save {held}, which this job has not written" in said
+    assert (
+        f"{crashed}/save/iter_0000004 holds save {held}, which this job has not written" in message
+    )
     assert differing(tensors(crashed / "save", 4), expected) == []
     assert min(result.losses()) == 5
 

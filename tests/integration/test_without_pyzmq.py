@@ -1,6 +1,6 @@
-"""Without pyzmq, an extra, jobs save and load; with `redundancy` they stop before the first step.
+"""Without the optional pyzmq, jobs save and load; with `redundancy`, they stop before step 1.
 
-In these jobs `import zmq` fails: a module of this name comes first on the path of all processes.
+In these jobs `import zmq` fails, because a failing module of that name comes first on the path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.forked.nursery import CPU_MEGATRON, REPO
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
-#: Ranks have this variable, agents do not get it.
+#: A `zmq` module that fails in these ranks; agents have no variable RANK.
 BLOCKER = """\
 import os
 if os.environ.get("RANK") in {ranks}:
@@ -26,7 +26,7 @@ if os.environ.get("RANK") in {ranks}:
 
 
 def run(where: Path, name: str, ranks: str, arguments: list[str], **env: str) -> Result:
-    """Run a job of two ranks, of which those in `ranks` (a Python expression) cannot import zmq."""
+    """Run two ranks; those in `ranks` (a Python expression) cannot import zmq."""
     blocker = where / f"blocker-{name}"
     blocker.mkdir()
     (blocker / "zmq.py").write_text(BLOCKER.format(ranks=ranks))
@@ -42,7 +42,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("without_pyzmq")
 
 
-def test_without_it_a_job_saves_and_another_one_loads(where: Path) -> None:
+def test_jobs_save_and_load_without_pyzmq(where: Path) -> None:
     everybody, save = "(None, '0', '1')", ["--save-interval", "2"]
     first = succeeded(run(where, "saves", everybody, [*save, "--exit-interval", "2"]))
     await_no_agent(where)
@@ -53,16 +53,16 @@ def test_without_it_a_job_saves_and_another_one_loads(where: Path) -> None:
     assert (where / "save/latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-def test_redundancy_without_it_on_one_rank_stops_all_ranks_before_the_first_step(
+def test_redundancy_stops_all_ranks_at_start_if_one_lacks_pyzmq(
     where: Path,
 ) -> None:
     arguments = ["--save-interval", "2"]
     result = run(where, "redundant", "('1',)", arguments, FLASHCKPT_REDUNDANCY="copy")
     assert result.returncode == 1
-    assert not result.losses(), "no iteration began"
-    said = re.findall(r"errors\.ConfigError: .*", result.log)
-    assert len(said) == 2, result.log[-6000:]
-    for line in said:
+    assert not result.losses(), "an iteration began"
+    errors = re.findall(r"errors\.ConfigError: .*", result.log)
+    assert len(errors) == 2, result.log[-6000:]
+    for line in errors:
         assert "'redundancy' needs pyzmq, which this node cannot import (No module named" in line
         assert "pip install 'megatron_flashckpt[redundancy]'" in line
         assert "or set 'redundancy: none'" in line

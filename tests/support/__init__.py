@@ -1,1 +1,1 @@
-"""What tests of several folders share: jobs that ranks run, launchers, trainers, made data."""
+"""Helpers that several test folders share: jobs for ranks, launchers, trainers, generated data."""

@@ -1,6 +1,6 @@
-"""Checkpoints made without Megatron: known tensors, cut as TP 2 x DP 2, persisted and committed.
+"""Checkpoints made without Megatron: known tensors, sharded as TP 2 x DP 2, persisted, committed.
 
-Everything after the training process is the real thing: slot, persist, commit.
+Only the training process is simulated; slot, persist and commit are the real code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TP, DP = 2, 2
 WORLD = TP * DP
 LAYERS = 2
 SAVE_ID = "0123456789ab"
-#: No file of a test is longer, unless it has holes.
+#: Size limit of every file in a test, files with holes excepted.
 _SPARSE_NBYTES = 2**30
 DESCRIPTION = {
     "tensor_model_parallel_size": TP,
@@ -51,7 +51,7 @@ DESCRIPTION = {
 
 
 def content(piece: Piece, seed: int = 0) -> bytes:
-    """Return the bytes of `piece`: a part of a global tensor that only its name and seed decide."""
+    """Return the bytes of `piece`, which depend on its name, its range and the seed alone."""
     name = f"{seed} {piece.kind} {piece.key}"
     source = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
     width = itemsize(piece.dtype)
@@ -62,41 +62,41 @@ def content(piece: Piece, seed: int = 0) -> bytes:
 
 
 def whole_boxes(tp: int) -> list[Piece]:
-    """Return what a rank at `tp` holds of the model before replicas share it out."""
-    found = []
+    """Return the part of the model that a rank at `tp` holds before replicas share it."""
+    boxes = []
     for kind, dtype in (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32")):
         for layer in range(LAYERS):
-            # Odd numbers, so that shares end within rows.
+            # Odd sizes make shares end within rows.
             shape, offset = (1, 3, 5), (layer, 3 * tp, 0)
-            found.append(Piece("layers.w", kind, dtype, (LAYERS, 6, 5), offset, shape, 0, 15))
+            boxes.append(Piece("layers.w", kind, dtype, (LAYERS, 6, 5), offset, shape, 0, 15))
             if tp == 0:
                 norm = Piece("layers.norm", kind, dtype, (LAYERS, 7), (layer, 0), (1, 7), 0, 7)
-                found.append(norm)
-    return found
+                boxes.append(norm)
+    return boxes
 
 
 def pieces_of_rank(rank: int) -> list[Piece]:
-    """Return what `rank` writes; over all ranks every element comes exactly once."""
+    """Return the pieces that `rank` writes; all ranks together write every element exactly once."""
     tp, dp = rank % TP, rank // TP
     boxes = whole_boxes(tp)
     shares = equal_shares([(b.numel, itemsize(b.dtype)) for b in boxes], DP, dp)
-    found = [
+    pieces = [
         msgspec.structs.replace(box, start=start, end=end)
         for box, (start, end) in zip(boxes, shares, strict=True)
         if start < end
     ]
     if rank == 0:
-        found.append(Piece("layers.bias", "buffer", "F32", (3,), (0,), (3,), 0, 3))
-    # As in Megatron's jobs, the sizes of the ranks' own states need not agree.
+        pieces.append(Piece("layers.bias", "buffer", "F32", (3,), (0,), (3,), 0, 3))
+    # The ranks' own states differ in size, as in Megatron's jobs.
     nbytes = 40 + 8 * rank
     shape = (WORLD, nbytes)
-    found.append(Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes))
-    return [found[i] for i in order(found)]
+    pieces.append(Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes))
+    return [pieces[i] for i in order(pieces)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A committed checkpoint and what is known of it."""
+    """A committed checkpoint, and accessors of its files."""
 
     root: Path
     iteration: int
@@ -124,22 +124,22 @@ class Made:
         return StoredCheckpoint(storage, self.iteration, read_manifest(storage, self.iteration))
 
     def change_manifest(self, change: Callable[[dict], object]) -> None:
-        """Write a manifest that is the present one with `change` applied, and sealed anew."""
-        said = msgspec.json.decode(self.manifest.read_bytes())
-        del said["digest"]
-        change(said)
-        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(said)))
+        """Apply `change` to the manifest, seal it again and write it."""
+        fields = msgspec.json.decode(self.manifest.read_bytes())
+        del fields["digest"]
+        change(fields)
+        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(fields)))
 
     def forge(self, rank: int, header: bytes) -> None:
-        """Give a shard another header, and have the manifest vouch for it."""
+        """Replace the header of a shard, and record the new digest in the manifest."""
         file = self.shard(rank)
         length = int.from_bytes(file.read_bytes()[:8], "little")
         forged = header + file.read_bytes()[8 + length :]
         file.write_bytes(forged)
 
-        def vouch(said: dict) -> None:
-            said["shards"][rank]["nbytes"] = len(forged)
-            said["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
+        def vouch(fields: dict) -> None:
+            fields["shards"][rank]["nbytes"] = len(forged)
+            fields["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
 
         self.change_manifest(vouch)
 
@@ -169,7 +169,7 @@ def stage(
     seed: int = 0,
     common: bytes | None = None,
 ) -> PendingSave:
-    """Return a save whose shards and records are durable, as the agent of rank 0 knows it."""
+    """Return a save with durable shards and records, as the agent of rank 0 has it."""
     storage = PosixStorage(root)
     metas = [
         persist(storage, iteration, save_id, rank, len(ranks), held, seed, common)
@@ -190,7 +190,7 @@ def persist(
     seed: int = 0,
     common: bytes | None = None,
 ) -> SlotMeta:
-    """Make one rank's shard and commit record durable, by way of a real slot."""
+    """Make one rank's shard and commit record durable from a real slot."""
     layout = PlanCache().layout(pieces)
     meta = SlotMeta(
         root=storage.place,
@@ -219,7 +219,7 @@ def persist(
 
 
 def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> list[torch.Tensor]:
-    """Return `wanted`, each as flat bytes, filled from storage."""
+    """Return the `wanted` pieces as flat bytes read from storage."""
     tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in wanted]
     plan = read_plan(wanted, stored.sources(), stored.place)
     read_stored(stored, plan, wanted, Targets(wanted, tensors), threads)
@@ -227,21 +227,21 @@ def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> lis
 
 
 def read_all(made: Made, threads: int = 2) -> list[torch.Tensor]:
-    """Read everything that a job would, the common file included."""
+    """Read all data that a job would read, the common file included."""
     stored = made.stored()
     stored.common()
     return read(stored, [piece for held in made.pieces for piece in held], threads)
 
 
 def expected(pieces: Iterable[Piece], seed: int = 0) -> list[torch.Tensor]:
-    """Return what `read` must return."""
+    """Return the result that `read` must have."""
     contents = (np.frombuffer(content(piece, seed), dtype=np.uint8) for piece in pieces)
     return [torch.from_numpy(flat.copy()) for flat in contents]
 
 
 def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
-    """Return names, types, modes, times and bytes of all under `root`."""
-    found: dict[str, tuple[object, ...]] = {}
+    """Return names, types, modes, times and bytes of all files under `root`."""
+    entries: dict[str, tuple[object, ...]] = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
         held: object = None
@@ -249,5 +249,5 @@ def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
             held = os.readlink(path)
         elif stat.S_ISREG(status.st_mode):
             held = path.read_bytes() if status.st_size < _SPARSE_NBYTES else status.st_size
-        found[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
-    return found
+        entries[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
+    return entries

@@ -17,10 +17,10 @@ from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
 
 class Cluster:
-    """Nodes with some ranks each; all of them are FakeTrainers in this process."""
+    """Nodes with some ranks each; all ranks are FakeTrainers in this process."""
 
     def __init__(self, where: Path, root: Path, sizes: Iterable[int], **job: object) -> None:
-        """Args: `sizes`: ranks per node; `job`: what every trainer is made with."""
+        """Args: `sizes`: ranks per node; `job`: arguments of every trainer."""
         self._where = where
         self.root = root
         self._job = job
@@ -34,7 +34,7 @@ class Cluster:
         self.trainers: dict[int, FakeTrainer] = {}
         self.peers: list[p.PeersOpened] = []
         self.plans: list[p.JoinPeers] = []
-        #: Address of each node, and what its agent is started in.
+        #: Address of each node, and the environment of its agent.
         self.hosts = ["127.0.0.1"] * len(self.ranks)
         self.inside: Callable[[int], AbstractContextManager[None]] = lambda node: nullcontext()
 
@@ -53,7 +53,7 @@ class Cluster:
                     )
 
     def succeed(self, node: int) -> None:
-        """Let another agent take the place of one that was killed, as its ranks do."""
+        """Start the next agent in place of a killed one, as the ranks of the node do."""
         opened = self.peers[node]
         request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
         for rank in self.ranks[node]:
@@ -77,8 +77,8 @@ class Cluster:
 
     def introduce(self, scheme: str, group: int, timeout_s: float) -> None:
         nodes = tuple(
-            p.PeerNode(each.host, each.port, each.identity.public, ranks)
-            for each, ranks in zip(self.peers, self.ranks, strict=True)
+            p.PeerNode(peer.host, peer.port, peer.identity.public, ranks)
+            for peer, ranks in zip(self.peers, self.ranks, strict=True)
         )
         self.plans = [p.JoinPeers(scheme, group, timeout_s, me, nodes) for me in range(len(nodes))]
         for plan, ranks in zip(self.plans, self.ranks, strict=True):
@@ -96,7 +96,7 @@ class Cluster:
         return (self.nodes[node].directory(self.root) / LOG).read_text()
 
     def said_held(self, iteration: int) -> dict[int, int]:
-        """Return how often each rank's part of a checkpoint was found to be with a holder."""
+        """Return how often the agents logged, for each rank, that a holder has its part."""
         logs = "".join(self.log(node) for node in range(len(self.nodes)))
         return {
             rank: len(re.findall(rf"rank {rank}: iteration {iteration} is held by", logs))
@@ -106,17 +106,17 @@ class Cluster:
     def await_held(
         self, iteration: int, holders: int, beyond: dict[int, int] | None = None
     ) -> None:
-        """Wait until so many nodes hold their part of every rank (once more than `beyond`)."""
+        """Wait for `holders` reports per rank, in addition to the counts in `beyond`."""
 
         def held() -> bool:
             before = beyond or {}
-            found = self.said_held(iteration)
-            return all(count >= before.get(rank, 0) + holders for rank, count in found.items())
+            reports = self.said_held(iteration)
+            return all(count >= before.get(rank, 0) + holders for rank, count in reports.items())
 
         eventually(f"all parts of iteration {iteration} held", held)
 
     def lose(self, *nodes: int) -> None:
-        """End all processes of some nodes and forget all that they had; put new ones there."""
+        """End all processes of some nodes with all their memory; put new nodes in their place."""
         for trainer in self.trainers.values():
             trainer.hang_up()
         for node in nodes:

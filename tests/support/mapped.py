@@ -1,4 +1,4 @@
-"""What this process has mapped, by the names of slabs."""
+"""Mappings of slabs in this process, by slab name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def times_mapped(name: str) -> int:
-    """Return how many mappings there are of the slab that was made as `name`."""
+    """Return the number of mappings of the slab that was created as `name`."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return sum(f"/memfd:flashckpt-{name} " in line for line in maps)

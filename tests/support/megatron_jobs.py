@@ -39,20 +39,20 @@ TINY = (
     "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
 ).split()
 
-#: Param groups that Megatron 0.17.1 tells apart by these rates only.
+#: Flags that give param groups rates of their own; Megatron 0.17.1 has no other mark of them.
 DECOUPLED = ["--decoupled-lr", "5e-3", "--decoupled-min-lr", "5e-4"]
-#: And of matrices that are neither embedding nor output.
+#: The same for matrices that are neither embedding nor output.
 MUP = ["--use-mup", "--mup-base-hidden-size", "16"]
-#: The environment in which a stock job can load such groups: 0.17.1 gives all that share its four
-#: marks the settings of the last one, or refuses them; 0.19 tells them apart.
+#: Environment in which a stock job can load such groups. 0.17.1 identifies groups by four marks and
+#: gives groups with equal marks the settings of the last one, or refuses them; 0.19 has more marks.
 GROUP_MARKS = {"GROUP_MARKS": "max_lr min_lr eps"}
 
 
 def await_no_agent(where: Path) -> None:
-    """Return when the agents of jobs in `where` have left, with all that is theirs.
+    """Wait until the agents of jobs in `where` have ended and removed their files.
 
-    An agent is told that its job has ended; a moment later, long before the grace time of one that
-    is not, it has left.
+    An agent receives a report that its job has ended and ends a moment later, long before the grace
+    time of an agent without that report.
     """
     run = where / "run"
     eventually("the end of the agent", lambda: not list(run.iterdir()), within_s=20.0)
@@ -60,19 +60,21 @@ def await_no_agent(where: Path) -> None:
 
 @dataclasses.dataclass
 class Result:
-    """What a job printed and traced."""
+    """Output and trace of a job."""
 
     returncode: int
     log: str
     events: list[dict]
 
     def losses(self, attempt: int = 0) -> dict[int, list[tuple[int, str]]]:
-        """Exact micro-batch losses by iteration: `(rank, hexadecimal float)` in order."""
-        found: dict[int, list[tuple[int, str]]] = {}
+        """Return exact micro-batch losses by iteration: `(rank, hexadecimal float)` in order."""
+        by_iteration: dict[int, list[tuple[int, str]]] = {}
         for event in self.events:
             if event["event"] == "loss" and event["attempt"] == attempt:
-                found.setdefault(event["iteration"], []).append((event["rank"], event["value"]))
-        return found
+                by_iteration.setdefault(event["iteration"], []).append(
+                    (event["rank"], event["value"])
+                )
+        return by_iteration
 
     def named(self, name: str, attempt: int | None = None) -> list[dict]:
         return [
@@ -101,11 +103,11 @@ def run_job(
 
     Args:
         ranks: over all nodes.
-        order: the nodes, which are numbered, by their ranks; another one than before swaps nodes.
+        order: numbers of the nodes in rank order; a changed order swaps nodes.
         door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
             imports swapped by our patch), or `stock` (Megatron alone).
-        torchrun: have torchrun start the ranks. Else they are forked from a process that has
-            imported what is installed, so not for another Megatron or tests of what torchrun does.
+        torchrun: have torchrun start the ranks. Otherwise a process that has imported the installed
+            packages forks them, which rules out another Megatron and tests of torchrun itself.
     """
     trace = tmp_path / f"trace-{name}"
     trace.mkdir()
@@ -118,7 +120,7 @@ def run_job(
         "PYTHONPATH": os.pathsep.join(path),
         **COMMON,
         # torch 2.13 gives a restarted attempt the store of the failed one, in which gloo then finds
-        # the addresses of dead ranks. Nothing of ours is involved.
+        # the addresses of dead ranks. This package is not involved.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TRACE_DIR": str(trace),
         "TMPDIR": str(trace),  # torchrun leaves a directory there
@@ -163,7 +165,7 @@ def _torchrun(
     max_restarts: int,
     timeout_s: float,
 ) -> int:
-    """Run a job on nodes with these environments and logs, which lie in the job's directory."""
+    """Run a job on nodes with these environments; `logs` lie in the job's directory."""
     nodes, where, port = len(logs), logs[0].parent, free_port()
     processes = []
     for node, (environment, log) in enumerate(zip(places, logs, strict=True)):
@@ -195,7 +197,7 @@ def _torchrun(
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill what is left of a job: torchrun and its ranks."""
+    """Kill the remaining processes of a job: torchrun and its ranks."""
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -237,23 +239,23 @@ def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
 
 
 def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
-    """Every tensor of a checkpoint by `(rank, name)`, read by the real safetensors library."""
-    found = {}
+    """Return a checkpoint's tensors by `(rank, name)`, read by the real safetensors library."""
+    by_name = {}
     for file in sorted((save / f"iter_{iteration:07d}").glob("*.safetensors")):
         rank = int(file.name.split("-")[0].removeprefix("rank_"))
         for name, tensor in load_file(file).items():
-            found[rank, name] = tensor
-    assert found, f"no shard in {save} at iteration {iteration}"
-    return found
+            by_name[rank, name] = tensor
+    assert by_name, f"no shard in {save} at iteration {iteration}"
+    return by_name
 
 
 def differing(
     one: dict[tuple[int, str], torch.Tensor], other: dict[tuple[int, str], torch.Tensor]
 ) -> list[tuple[int, str]]:
-    """Names whose contents are not equal bit for bit; the two must hold the same names.
+    """Return the names whose contents differ in any bit; both must hold the same names.
 
-    The side state is a serialised object (RNG, param groups, ...), whose bytes depend on which
-    objects happen to be shared: it is compared value by value.
+    The side state is a serialised object (RNG, param groups, ...). Its bytes depend on which
+    objects happen to be shared, so its values are compared one by one.
     """
     assert one.keys() == other.keys()
     unequal = []
@@ -274,7 +276,7 @@ def side_state(tensor: torch.Tensor) -> dict:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two nests of dicts, sequences, tensors and arrays are equal, types included."""
+    """Return True if two nests of dicts, sequences and arrays are equal, types included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -289,14 +291,14 @@ def same(one: object, other: object) -> bool:
 
 
 def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
-    """Put the global tensors together from the pieces, element by element; each exactly once."""
+    """Return the global tensors, assembled from pieces that cover each element exactly once."""
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     shards = tensors(save, iteration)
     wholes: dict[tuple[str, str], torch.Tensor] = {}
     filled: dict[tuple[str, str], torch.Tensor] = {}
     for source in stored.sources():
-        # In file order, which is the layout's.
+        # Pieces come in file order, which is the order of the layout.
         contents = [tensor for (rank, _), tensor in shards.items() if rank == source.rank]
         for piece, content in zip(
             pieces_of(source.template, source.placement), contents, strict=True

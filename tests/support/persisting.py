@@ -1,4 +1,4 @@
-"""Shards that are durable, with their commit records: all but the commit, in the test's process."""
+"""Durable shards with their commit records, made in the test's process; no save is committed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.trainer import pieces_of
 def persisted(
     storage: PosixStorage, save_id: str, rank: int = 0, world_size: int = 1, count: int = 1
 ) -> PendingSave:
-    """Persist iteration 5 of a node with `count` ranks from `rank` on, but for the commit."""
+    """Persist iteration 5 of a node with `count` ranks from `rank` on, without the commit."""
     save = written(storage, save_id, rank, world_size, count)
     put_records(storage, list(save.unpublished.values()))
     save.unpublished.clear()

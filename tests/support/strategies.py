@@ -13,7 +13,7 @@ from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 
 dtypes = st.sampled_from(sorted(ITEMSIZE))
-#: Model code chooses the keys, so anything goes: separators of the format, quotes, other scripts.
+#: Model code chooses the keys, so any text is possible: the format's separators, quotes, scripts.
 keys = st.text(st.sampled_from('ab./#"\\ é層'), min_size=1, max_size=6)
 #: Optimizers choose the names of their states; a slash would end the kind in a tensor's name.
 kinds = st.sampled_from(["weight", "master", "exp_avg", "buffer"])
@@ -21,7 +21,7 @@ kinds = st.sampled_from(["weight", "master", "exp_avg", "buffer"])
 
 @st.composite
 def pieces(draw: st.DrawFn, max_dims: int = 3, max_extent: int = 4) -> Piece:
-    """Any valid piece, also empty ones and ones of a scalar."""
+    """Draw any valid piece, empty pieces and pieces of a scalar included."""
     global_shape, offset, shape = [], [], []
     for _ in range(draw(st.integers(0, max_dims))):
         size = draw(st.integers(0, max_extent))
@@ -45,7 +45,7 @@ def pieces(draw: st.DrawFn, max_dims: int = 3, max_extent: int = 4) -> Piece:
 
 @st.composite
 def tilings(draw: st.DrawFn, global_shape: Shape) -> list[Box]:
-    """Boxes that tile a tensor, cut one by one along any axis; some may be without elements."""
+    """Draw boxes that tile a tensor, split one by one along any axis; some may be empty."""
     boxes: list[Box] = [((0,) * len(global_shape), global_shape)]
     for _ in range(draw(st.integers(0, 6)) if global_shape else 0):
         offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -63,7 +63,7 @@ def in_layout_order(unordered: list[Piece]) -> list[Piece]:
     return [unordered[position] for position in order(unordered)]
 
 
-#: What one rank holds, ready for a layout.
+#: Pieces of one rank, sorted for a layout.
 piece_lists = st.lists(pieces(), max_size=8).map(in_layout_order)
 
 
@@ -72,5 +72,5 @@ def layout_of(ordered: list[Piece]) -> Layout:
 
 
 def moved(piece: Piece, rows: int) -> Piece:
-    """Return `piece` as the stage that is `rows` further on has it: a taller global tensor."""
+    """Return `piece` as a later stage has it: `rows` further down in a taller global tensor."""
     return msgspec.structs.replace(piece, offset=(piece.offset[0] + rows, *piece.offset[1:]))

@@ -1,7 +1,7 @@
 """A trainer without torch: stages numpy bytes and talks to the real agent, as a rank does.
 
-`FakeTrainer` lives in the test's process; `TrainerProcess` runs one in a process of its own, which
-a test can kill at a point that it chose. Run as a program, this file is that process.
+`FakeTrainer` runs in the test's process. `TrainerProcess` runs a trainer in its own process, which
+a test can kill at a chosen point; run as a program, this file is that process.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from megatron_flashckpt.tracing import Span
 
 T = TypeVar("T")
 
-#: Longest wait for anything that should happen at once; a test that needs it has failed.
+#: Longest wait for anything that should happen at once; a test that waits so long has failed.
 PATIENCE_S = 20.0
 _REPOSITORY = Path(__file__).parents[2]
 
 
 def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
-    """Return the first true value of `probe`, which is called until the deadline."""
+    """Call `probe` until it returns a true value or the deadline passes; return the value."""
     deadline = time.monotonic() + within_s
     while True:
-        found = probe()
-        if found:
-            return found
+        value = probe()
+        if value:
+            return value
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory in which an agent may still be tidying up after a commit."""
+    """Remove a directory while an agent may still tidy up in it after a commit."""
 
     def is_gone() -> bool:
         shutil.rmtree(path, ignore_errors=True)
@@ -73,7 +73,7 @@ def new_save_id() -> str:
 
 
 def content(rank: int, iteration: int, nbytes: int) -> bytes:
-    """Return what `rank` holds at `iteration`: no two are alike."""
+    """Return the data of `rank` at `iteration`, which differs from that of all other pairs."""
     return np.random.default_rng([rank, iteration]).bytes(nbytes)
 
 
@@ -139,9 +139,9 @@ class FakeTrainer:
         return take(storage, made, lambda: self.client, policy, wait_s)
 
     def reconnect(self) -> tuple[str, ...]:
-        """Do what a rank does whose agent is gone: find one and hand it the slab.
+        """Connect to a new agent and send it the slab, as a rank does whose agent has ended.
 
-        Returns the saves that it took over.
+        Returns the saves that the agent adopts.
         """
         self.find_agent()
         return self.attach()
@@ -155,7 +155,7 @@ class FakeTrainer:
         return self.client.attach(self.slab)
 
     def take(self) -> tuple[Offer, ...]:
-        """Use the slab that the agent has of this rank from now on; return what is in it."""
+        """Switch to the slab that the agent holds for this rank; return the offers in it."""
         former = self.slab
         self.slab, offers = self.client.take()
         if former is not None:
@@ -169,7 +169,7 @@ class FakeTrainer:
             return bytes(data)
 
     def begin(self, iteration: int, save_id: str, wait_s: float = 0.0) -> Slot | None:
-        """Take a slot and say what it will hold; None if all are busy."""
+        """Acquire a slot and write its header and metadata; None if all slots are busy."""
         layout = self.layout
         meta = msgspec.msgpack.encode(
             SlotMeta(
@@ -215,7 +215,7 @@ class FakeTrainer:
         cost: RankCost | None = None,
         spans: tuple[Span, ...] = (),
     ) -> bytes:
-        """Hand a whole checkpoint over (KEPT: for memory only); return its bytes."""
+        """Stage a whole checkpoint (KEPT: for memory only); return its bytes."""
         slot = self.begin(iteration, save_id, wait_s)
         assert slot is not None, "no slot became free"
         data = content(self.rank, iteration, self.layout.nbytes)
@@ -225,7 +225,7 @@ class FakeTrainer:
         return data
 
     def outcome(self, within_s: float = PATIENCE_S) -> Outcome:
-        """Return the next outcome."""
+        """Return the next result of a save."""
         if not self._untold:
             self._untold += eventually(
                 f"an outcome for rank {self.rank}",
@@ -235,17 +235,17 @@ class FakeTrainer:
         return self._untold.pop(0)
 
     def save(self, iteration: int, save_id: str | None = None) -> Outcome:
-        """Stage and wait for what becomes of it."""
+        """Stage a save and wait for its result."""
         self.stage(iteration, save_id or new_save_id())
         return self.outcome()
 
     def keep(self, iteration: int, save_id: str | None = None) -> Outcome:
-        """Stage for memory only and wait for what becomes of it."""
+        """Stage a save for memory only and wait for its result."""
         self.stage(iteration, save_id or new_save_id(), state=SlotState.KEPT)
         return self.outcome()
 
     def hang_up(self, *, leave: bool = False) -> None:
-        """End this incarnation: like a crash, or (`leave`) as planned."""
+        """End this incarnation: like a crash, or (`leave`) in order."""
         if leave:
             self.client.leave()
         self.client.close()
@@ -269,14 +269,14 @@ class TrainerProcess:
         stop: str,
         inside: tuple[str, ...] = (),
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            iterations: saved one after the other; `stop` concerns the last.
-            save_id: of the last; the others get ids of their own.
-            inside: a command that runs the one behind it, in a namespace perhaps.
-            stop: `staging` (header written, half of the bytes copied), `staged` (doorbell rung), or
-                `committed`.
+            iterations: saved one after the other; `stop` concerns the last one.
+            save_id: id of the last save; earlier saves get ids of their own.
+            inside: a command prefix, for example one that enters a namespace.
+            stop: `staging` (header written, half of the bytes copied), `staged` ("staged" message
+                sent), or `committed`.
         """
         self.process = subprocess.Popen(
             [
@@ -295,7 +295,7 @@ class TrainerProcess:
         )
 
     def stopped(self) -> int:
-        """Wait until it has come to `stop`; return the agent's process id."""
+        """Wait until the process has reached `stop`; return the agent's process id."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         assert ready, "the trainer did not come to its stop"
@@ -304,7 +304,7 @@ class TrainerProcess:
         return int(json.loads(line)["agent_pid"])
 
     def kill(self) -> None:
-        """End it and everything in its process group, as a scheduler or the OOM killer would."""
+        """Kill the process group, as a scheduler or the OOM killer would."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE_S)
@@ -315,13 +315,13 @@ class TrainerProcess:
 
 @contextlib.contextmanager
 def held_back(path: Path) -> Iterator[Callable[[], None]]:
-    """Make whoever opens `path` for writing wait, until the yielded function is called or the end.
+    """Block every open of `path` for writing until the yielded function is called or the end.
 
-    A read lease does it (fcntl(2)): the kernel blocks the open until the lease is given up. So a
-    test decides how long a persist lasts.
+    A read lease does this (fcntl(2)): the kernel blocks the open until the lease is released. A
+    test thus decides how long a persist lasts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    former = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+    former = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by SIGIO
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def let_go() -> None:
@@ -336,7 +336,7 @@ def held_back(path: Path) -> Iterator[Callable[[], None]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether `pid` runs; a dead process that nobody has reaped does not."""
+    """Return whether `pid` runs; a zombie process does not."""
     try:
         return _state(Path(f"/proc/{pid}")) not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -344,7 +344,7 @@ def is_alive(pid: int) -> bool:
 
 
 def suspend(pid: int) -> None:
-    """Stop a process; return when none of its threads runs any more, which takes a moment."""
+    """Stop a process; return when all its threads have stopped, which takes a moment."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     eventually(
@@ -358,7 +358,7 @@ def _state(task: Path) -> str:
 
 def agents_under(runtime_dir: Path) -> list[int]:
     """Return the process ids of all agents whose directory lies in `runtime_dir`."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
@@ -367,8 +367,8 @@ def agents_under(runtime_dir: Path) -> list[int]:
         if b"megatron_flashckpt.agent" in words and any(
             word.startswith(os.fsencode(runtime_dir) + b"/") for word in words
         ):
-            found.append(int(process.name))
-    return [pid for pid in found if is_alive(pid)]
+            pids.append(int(process.name))
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def _main() -> None:
@@ -386,7 +386,7 @@ def _main() -> None:
     )
     *earlier, last = map(int, arguments.iterations.split(","))
     for iteration in earlier:
-        # Alike on all ranks without talking, and different for every iteration.
+        # Equal on all ranks without communication, and different for every iteration.
         trainer.save(iteration, f"{iteration:04x}{arguments.save_id}")
     if arguments.stop == "staging":
         slot = trainer.begin(last, arguments.save_id, PATIENCE_S)

@@ -1,9 +1,9 @@
-"""Jobs on paper: global tensors in numpy, and what each rank of a job stores or wants of them.
+"""Simulated jobs: global tensors in numpy, and the pieces that each rank stores or needs.
 
-`Model` is as Megatron has it: layers stacked along a first axis, experts along a second, matrices
-cut by tensor parallelism, the two halves of SwiGLU in one local tensor. A job is a handful of
-parallel sizes; source and destination are drawn independently. `carry_out` executes a plan and
-counts how often each element arrives.
+`Model` follows Megatron: layers stacked along a first axis, experts along a second, matrices
+sharded by tensor parallelism, the two halves of SwiGLU in one local tensor. A job is a few parallel
+sizes; tests draw source and destination independently. `carry_out` executes a plan and counts how
+often each element is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def random_tensor(global_shape: Shape, dtype: str, seed: int) -> np.ndarray:
 
 
 def content(tensors: Tensors, piece: Piece) -> bytes:
-    """Return the bytes of `piece`, zeros where it reaches beyond the stored tensor."""
+    """Return the bytes of `piece`, zeros where the piece exceeds the stored tensor."""
     stored = tensors[piece.kind, piece.key]
     whole = np.zeros((*piece.global_shape, stored.shape[-1]), np.uint8)
     common = tuple(slice(0, min(pair)) for pair in zip(whole.shape, stored.shape, strict=True))
@@ -68,14 +68,14 @@ def run(piece: Piece, start: int, end: int) -> Piece:
 
 
 def laid_end_to_end(boxes: Iterable[Piece], low: int, high: int) -> list[Piece]:
-    """Return what range `[low, high)` of all elements of `boxes` is: a distributed optimizer's."""
-    found = []
+    """Return range `[low, high)` of all elements of `boxes`, as a distributed optimizer holds."""
+    ranges = []
     for box in boxes:
         start, end = max(low, 0), min(high, box.numel)
         if start < end:
-            found.append(run(box, start, end))
+            ranges.append(run(box, start, end))
         low, high = low - box.numel, high - box.numel
-    return found
+    return ranges
 
 
 # ---------------------------------------------------------------------- carrying out a plan
@@ -84,7 +84,7 @@ def laid_end_to_end(boxes: Iterable[Piece], low: int, high: int) -> list[Piece]:
 def carry_out(
     plan: ReadPlan, wanted: list[Piece], files: Sequence[bytes]
 ) -> tuple[list[bytes], list[np.ndarray]]:
-    """Return the bytes of all `wanted`, zero where nothing arrived, and how often each did."""
+    """Return the bytes of all `wanted`, zero if not written, and the number of writes to each."""
     filled = [np.zeros((piece.numel, itemsize(piece.dtype)), np.uint8) for piece in wanted]
     times = [np.zeros(piece.numel, int) for piece in wanted]
     for rank, reads in plan.reads.items():
@@ -133,9 +133,9 @@ class Sizes:
     ep: int
     dp: int
     grouped: bool
-    """Whether a rank's experts are one tensor."""
+    """True if a rank's experts are one tensor."""
     distributed: bool
-    """Whether data-parallel replicas own ranges (else they hold all, and the first one writes)."""
+    """True if data-parallel replicas own ranges; else all hold everything, and the first writes."""
 
 
 sizes = st.builds(
@@ -158,67 +158,69 @@ def model_tensors(seed: int) -> Tensors:
 
 
 def local_boxes(job: Sizes, tp: int, pp: int, ep: int, *, writes: bool) -> list[Piece]:
-    """Return what a rank holds, in the order of its memory; only what it saves if it `writes`.
+    """Return the boxes of a rank in memory order; only those that the rank saves if it `writes`.
 
-    What tensor or expert ranks hold alike is saved by the first of them, tied embeddings by the
-    first stage.
+    The first tensor or expert rank saves state that all of them replicate, and the first stage
+    saves tied embeddings.
     """
-    found: list[tuple[str, Shape, Shape]] = []
+    tensors: list[tuple[str, Shape, Shape]] = []
     first = not writes or ep == 0
 
     def cut(extent: int) -> tuple[int, int]:
         return extent // job.tp * tp, extent // job.tp
 
     def halves(key: str, lead: Shape, lead_shape: Shape) -> None:
-        # SwiGLU: gate and up of this rank are one local tensor, and two boxes of the global one.
+        # SwiGLU: gate and up of this rank are one local tensor, but two boxes of the global one.
         low, n = cut(FEED)
         for half in (0, FEED):
-            found.append((key, (*lead, half + low, 0), (*lead_shape, n, HIDDEN)))
+            tensors.append((key, (*lead, half + low, 0), (*lead_shape, n, HIDDEN)))
 
     last_stage = pp == job.pp - 1
     if first and (pp == 0 or (last_stage and not writes)):
         low, n = cut(VOCABULARY)
-        found.append(("embedding", (low, 0), (n, HIDDEN)))
+        tensors.append(("embedding", (low, 0), (n, HIDDEN)))
     for layer in range(LAYERS // job.pp * pp, LAYERS // job.pp * (pp + 1)):
         if first:
             low, n = cut(HEADS)
-            found.append(("layers.qkv", (layer, low, 0), (1, n, HIDDEN)))
-            found.append(("layers.proj", (layer, 0, low), (1, HIDDEN, n)))
+            tensors.append(("layers.qkv", (layer, low, 0), (1, n, HIDDEN)))
+            tensors.append(("layers.proj", (layer, 0, low), (1, HIDDEN, n)))
             halves("layers.fc1", (layer,), (1,))
         if not writes or (first and tp == 0):
-            found.append(("layers.norm", (layer, 0), (1, HIDDEN)))
+            tensors.append(("layers.norm", (layer, 0), (1, HIDDEN)))
         count = EXPERTS // job.ep
         for expert in range(ep * count, (ep + 1) * count, count if job.grouped else 1):
             together = count if job.grouped else 1
             low, n = cut(FEED)
             halves("layers.experts.fc1", (layer, expert), (1, together))
-            found.append(("layers.experts.fc2", (layer, expert, 0, low), (1, together, HIDDEN, n)))
+            tensors.append(
+                ("layers.experts.fc2", (layer, expert, 0, low), (1, together, HIDDEN, n))
+            )
     if last_stage and (not writes or (first and tp == 0)):
-        found += [("final", (0,), (HIDDEN,)), ("scale", (), ()), ("nothing", (0, 0), (0, HIDDEN))]
+        tensors += [("final", (0,), (HIDDEN,)), ("scale", (), ()), ("nothing", (0, 0), (0, HIDDEN))]
     return [
         whole(key, kind, dtype, SHAPES[key], offset, shape)
         for kind, dtype in KINDS.items()
-        for key, offset, shape in found
+        for key, offset, shape in tensors
     ]
 
 
 def _share(job: Sizes, boxes: list[Piece], dp: int) -> list[Piece]:
-    """Return what replica `dp` of `boxes` owns: all, or its range of each kind's flat buffer."""
+    """Return the pieces that replica `dp` owns: all, or its range of each kind's flat buffer."""
     if not job.distributed:
         return boxes
-    found = []
+    owned = []
     for kind in KINDS:
         buffer = [box for box in boxes if box.kind == kind]
-        # As Megatron pads it, so that all shares are equal; the last may hold padding only.
+        # Megatron pads buffers to equal shares; the last share may hold padding only.
         share = -(-sum(box.numel for box in buffer) // job.dp)
-        found += laid_end_to_end(buffer, share * dp, share * (dp + 1))
+        owned += laid_end_to_end(buffer, share * dp, share * (dp + 1))
         if dp == 0:
-            found += [box for box in buffer if not box.numel]
-    return found
+            owned += [box for box in buffer if not box.numel]
+    return owned
 
 
 def stored_by(job: Sizes) -> list[list[Piece]]:
-    """Return what every rank of `job` writes: every element exactly once."""
+    """Return the pieces that every rank of `job` writes: every element exactly once."""
     return [
         in_layout_order(_share(job, local_boxes(job, tp, pp, ep, writes=True), dp))
         if job.distributed or dp == 0
@@ -231,7 +233,7 @@ def stored_by(job: Sizes) -> list[list[Piece]]:
 
 
 def wanted_by(job: Sizes, tp: int, pp: int, ep: int, dp: int) -> list[Piece]:
-    """Return what a rank needs: weights whole on all replicas, the rest as its optimizer has it."""
+    """Return the pieces that a rank needs: whole weights, and its optimizer's part of the state."""
     boxes = local_boxes(job, tp, pp, ep, writes=False)
     share = _share(job, boxes, dp)
     return [box for box in boxes if box.kind == "weight"] + [

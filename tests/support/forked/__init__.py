@@ -1,4 +1,4 @@
-"""Processes of Megatron ranks that are forked from one that has imported everything.
+"""Megatron ranks forked from a process that has already imported all packages.
 
-Importing torch and Megatron takes seconds per rank, which is most of what a tiny job costs.
+Importing torch and Megatron takes seconds per rank, which dominates the time of a tiny job.
 """

@@ -1,7 +1,7 @@
-"""A launcher of ranks: as torchrun, but they are forked, not started.
+"""A launcher of ranks that replaces torchrun: it forks ranks instead of starting processes.
 
-What torchrun itself does (its signals, its rendezvous) is tested with torchrun. As there, when a
-rank fails all are ended, and started again if a restart is left; attempts have a store each.
+Tests of torchrun itself (signals, rendezvous) use torchrun. As under torchrun, a failed rank ends
+all ranks, which start again if a restart is left; every attempt has its own store.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 
 from tests.support.forked.nursery import nursery, settle_in
 
-#: How long ranks have after SIGTERM; torchrun gives them 30 s.
+#: Seconds that ranks have after SIGTERM; torchrun gives them 30 s.
 _TERM_S = 10.0
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at, nor gets by chance for a connection of its own.
+    """Return a port without listener that the kernel does not assign to connections by chance.
 
-    What the kernel gives for port 0 it soon gives to somebody else, too.
+    The kernel soon assigns a port that it returned for port 0 to another process.
     """
     lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
@@ -51,7 +51,7 @@ def run_forked(
 
     Args:
         command: a script and its arguments, or `-m`, a module and its arguments.
-        nodes: the environment of each; all of them are this machine.
+        nodes: the environment of each node; all nodes are this machine.
         ranks: over all nodes.
     """
     deadline = time.monotonic() + timeout_s
@@ -83,11 +83,11 @@ def _attempt(
     family: list[BaseProcess] = []
     for rank in range(ranks):
         node, local_rank = divmod(rank, per_node)
-        mine = {"GROUP_RANK": str(node), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        variables = {"GROUP_RANK": str(node), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         process = context.Process(
             target=run_script,
-            args=(command, {**nodes[node], **job, **mine}, str(cwd), str(log)),
-            daemon=False,  # or it could have no children, and Megatron's own writers are such
+            args=(command, {**nodes[node], **job, **variables}, str(cwd), str(log)),
+            daemon=False,  # a daemonic process has no children, and Megatron's writers are children
         )
         process.start()
         family.append(process)
@@ -119,15 +119,15 @@ def _end(family: list[BaseProcess]) -> None:
 def run_script(
     command: list[str], environment: dict[str, str], cwd: str, log: str, *, afresh: bool = True
 ) -> None:
-    """Be `python COMMAND`, to the end: its exit status and its exit hooks. Never returns.
+    """Run `python COMMAND` in this process, exit status and exit hooks included. Never returns.
 
     Args:
-        afresh: as in `settle_in`.
+        afresh: see `settle_in`.
     """
     settle_in(environment, log, afresh=afresh)
     os.chdir(cwd)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    # The nursery's own handling of signals is not a new process's.
+    # Reset the signal handlers of the nursery to those of a new process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status = 0
@@ -147,7 +147,7 @@ def run_script(
         sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
         status = 1
-    # What the interpreter does when a script has ended, in its order.
+    # The steps of the interpreter at the end of a script, in its order.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

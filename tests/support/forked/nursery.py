@@ -1,4 +1,4 @@
-"""What ranks are forked from, and the first thing that a forked rank does."""
+"""The process from which ranks are forked, and the first steps of a forked rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Popen(popen_forkserver.Popen):
-    """A forked process whose exit code several threads may ask for.
+    """A forked process whose exit code several threads may read.
 
-    `Process.start` polls the processes of all threads, and the exit code can be read from the
-    sentinel only once. A second thread that reads at the same time would get 255.
+    `Process.start` polls the processes of all threads, and the sentinel holds the exit code for one
+    read only. A second thread that reads at the same time would get 255.
     """
 
     def __init__(self, process: BaseProcess) -> None:
@@ -52,7 +52,7 @@ class _Context(context.ForkServerContext):
 
 
 def nursery() -> Any:
-    """Return the multiprocessing context whose processes have imported Megatron, and no threads."""
+    """Return the context whose processes have imported Megatron and have no threads."""
     nursery_context = _Context()
     nursery_context.set_forkserver_preload(["tests.support.forked.preload"])
     wanted = {
@@ -70,25 +70,25 @@ def nursery() -> Any:
 
 
 def settle_in(environment: dict[str, str], log: str, *, afresh: bool = True) -> None:
-    """Make this forked process one as a launcher would have started it, in a group of its own.
+    """Give this forked process the state of a launched one, in a process group of its own.
 
-    Imports nothing of megatron_flashckpt, which reads its settings, and the fault that is set,
-    when it is imported.
+    This function imports nothing of megatron_flashckpt, which reads its settings and its failpoint
+    on import.
 
     Args:
-        afresh: hold that nothing of it was imported before, when its settings were others.
+        afresh: check that megatron_flashckpt was not imported earlier, under other settings.
     """
-    # No rank outlives the tests, whatever ends those.
+    # The kernel kills a rank when the tests end.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
     early = [name for name in sys.modules if name.startswith("megatron_flashckpt")]
     assert not (afresh and early), f"imported before the environment was set: {early}"
-    # What the stand-in for CUDA has set stays.
+    # Variables that the stand-in for CUDA has set stay.
     for name in [name for name in os.environ if name.startswith("FLASHCKPT")]:
         del os.environ[name]
     os.environ.update(environment)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(fd, stream.fileno())
-        # As with `python -u`, which torchrun uses: a killed rank has said what it said.
+        # Unbuffered as under `python -u`, which torchrun uses: a killed rank's output is complete.
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]

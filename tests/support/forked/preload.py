@@ -1,6 +1,6 @@
-"""What every rank needs, imported once: ranks are forked from the process that has done so.
+"""Imports that every rank needs, made once in the process from which ranks are forked.
 
-Nothing of megatron_flashckpt, which reads its settings, and the fault that is set, when imported.
+megatron_flashckpt is left out, because it reads its settings and its failpoint on import.
 """
 
 # ruff: noqa: E402, F401

@@ -1,9 +1,9 @@
 """Makes the model of `scripts/pretrain_gpt_tiny.py` one of Megatron's gated delta nets.
 
-Megatron's own module is used, with its own kernel in plain torch (`deterministic_mode`). Of the
-package that it asks for (flash-linear-attention) it then calls one function, which stands here.
+Megatron's own module runs with its own kernel in plain torch (`deterministic_mode`). It needs one
+function of the package flash-linear-attention, which this file replaces.
 
-Its `out_norm.weight` is replicated over tensor ranks, but each sees only its own heads, and nothing
+Tensor ranks replicate `out_norm.weight`, but each rank applies it to its own heads, and nothing
 reduces the gradients: the replicas drift apart from the first step on.
 """
 
@@ -25,10 +25,10 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Have `tiny.model_provider` make gated delta nets."""
+    """Make `tiny.model_provider` build gated delta nets."""
     gated_delta_net.HAVE_FLA = True
     gated_delta_net.l2norm = l2norm
-    # It goes through a chunk step by step: through 8 of them, not 64.
+    # The kernel loops over the positions of a chunk: 8 of them instead of 64.
     kernel = functools.partial(gated_delta_net.torch_chunk_gated_delta_rule, chunk_size=8)
     gated_delta_net.torch_chunk_gated_delta_rule = kernel
     layer_spec, make_config = tiny.get_gpt_layer_local_spec, tiny.core_transformer_config_from_args

@@ -1,18 +1,18 @@
-"""A small training script that ends, and saves, as its environment says.
+"""A small training script that saves and ends as its environment requests.
 
 Run by tests/integration, never imported. Environment:
-    TRACE_DIR   where the rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
+    TRACE_DIR   where the rank appends its trace (JSON lines, `rank_<r>.jsonl`)
     SWAP        put our functions where Megatron's `training.py` has imported its own, without the
                 launcher
     OLD_LOOP    with SWAP: leave `maybe_finalize_async_save` as it is, as in a release without it
-    END         what the script does after `pretrain`: `fork` (a child that calls `sys.exit`, which
-                is waited for) and then, or only, `exit N`, `raise N` (SystemExit) or `fail` (an
-                exception)
-    STORE_GONE  when the training loop has ended, the job's rendezvous store answers nobody any more
+    END         actions of the script after `pretrain`: `fork` (a child that calls `sys.exit`, and
+                for which the script waits); then, or alone, `exit N`, `raise N` (SystemExit) or
+                `fail` (an exception)
+    STORE_GONE  after the training loop, the job's rendezvous store no longer answers
     WAITS       one wait per save, or `-`: the call is made inside `megatron_flashckpt.waiting`
 
-Traced: per save, whether it was copied and committed when the call returned; per iteration, which
-outcomes the log had told when its forward began.
+Traced: per save, whether it was copied and committed when the call returned; per iteration, the
+results of saves that the log had reported when the iteration's forward began.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 WAITS = os.environ.get("WAITS", "").split()
-#: Late copies of a save wait for this, at most for a minute.
+#: Late copies of a save wait for this event, at most for a minute.
 copies_may_go_on = threading.Event()
 
 
@@ -63,7 +63,7 @@ def swap() -> None:
 
 
 def lose_store_after_training() -> None:
-    """As if torchrun, which has the store, had been killed."""
+    """Make the store fail as if torchrun, which serves it, had been killed."""
     import torch.distributed as dist
 
     class Gone:
@@ -81,7 +81,7 @@ def lose_store_after_training() -> None:
 
 
 def hold_copies() -> None:
-    """Let late copies wait until the call of the save has returned."""
+    """Delay late copies until the call of the save has returned."""
     from megatron_flashckpt.save.stager import Stager
 
     copy_late = Stager._copy_late
@@ -116,14 +116,14 @@ def traced_save(save: Any) -> Any:
 
 
 def traced_step(forward_step: Any) -> Any:
-    """Trace what was told when an iteration began; until then, give the agent time."""
+    """Trace the results reported when an iteration began; then wait for the agent's commit."""
     from megatron_flashckpt.save.reports import SaveReports
 
-    told: list[int] = []
+    reported: list[int] = []
     committed = SaveReports.committed
 
     def note(self: SaveReports, outcome: Any) -> None:
-        told.append(outcome.iteration)
+        reported.append(outcome.iteration)
         committed(self, outcome)
 
     SaveReports.committed = note
@@ -134,13 +134,13 @@ def traced_step(forward_step: Any) -> Any:
         iteration = int(args.curr_iteration) + 1
         if iteration not in seen:
             seen.add(iteration)
-            trace(event="forward", iteration=iteration, told=list(told))
+            trace(event="forward", iteration=iteration, told=list(reported))
             deadline = time.monotonic() + 60
             while iteration > args.save_interval and not is_committed(args.save_interval):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            if iteration > args.save_interval and not told:
-                # The manifest is there, and the agent is about to report it.
+            if iteration > args.save_interval and not reported:
+                # The manifest exists, and the agent is about to report the result.
                 time.sleep(0.5)
         return forward_step(batches, model)
 

@@ -6,17 +6,17 @@ Run by the tests, one process per rank. `CASES` is a JSON file with a list of ce
 
 and optionally
 
-    "copy"        [[FROM, TO, ITERATION], ...]: before, copy a save directory as it was when
-                  ITERATION was the newest
+    "copy"        [[FROM, TO, ITERATION], ...]: before the cell, copy a save directory as it was
+                  when ITERATION was the newest
     "signal"      [NAME, ITERATION]: the process sends itself that signal in that iteration
     "started_ago" seconds by which the start of training is moved back
     "spoil"       iteration in which the loss is NaN
     "stand_in"    one of `stand_ins.py`
-    "attributes"  arguments that are set once Megatron has checked them all
+    "attributes"  arguments that are set after Megatron has checked all arguments
 
-A cell is a job of its own: all that Megatron and this package keep per process is thrown away when
-it has ended. What it did is appended to `TRACE_DIR/rank_<r>.jsonl`: exact losses, how it ended,
-what it printed, which of Megatron's hooks around checkpoints were called, what TensorBoard got.
+A cell is a job of its own: all state that Megatron and this package keep per process is discarded
+at its end. Its trace is appended to `TRACE_DIR/rank_<r>.jsonl`: exact losses, the way in which it
+ended, its output, the calls of Megatron's hooks around checkpoints, and the scalars of TensorBoard.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tests.support.megatron_jobs import truncated_copy
 
 RANK = int(os.environ["RANK"])
 COMMAND_LINE = list(sys.argv)
-#: What a user's monitoring hangs on: each call is traced, then made.
+#: Hooks on which users' monitoring depends: each call is traced, then made.
 HOOKS = (
     (ft_integration, "on_checkpointing_start"),
     (ft_integration, "on_checkpointing_end"),
@@ -81,7 +81,7 @@ def trace(**event: Any) -> None:
 
 
 def use(door: str) -> None:
-    """Have Megatron call our functions, or its own."""
+    """Make Megatron call our functions, or its own."""
     if door == "ours":
         launch.install()
         return
@@ -93,9 +93,9 @@ def use(door: str) -> None:
 
 
 def dense_config(args: Any) -> Any:
-    """Return the model's configuration; the dense model that is to be upcycled has no experts.
+    """Return the model's configuration; a dense model for upcycling has no experts.
 
-    Megatron 0.17.1 leaves `moe_ffn_hidden_size` set for it, and then refuses that.
+    Megatron 0.17.1 leaves `moe_ffn_hidden_size` set for a dense model, and then refuses it.
     """
     if args.num_experts is not None:
         return core_transformer_config_from_args(args)
@@ -111,7 +111,7 @@ token_prediction.install()
 
 
 class Rows(torch.utils.data.Dataset):
-    """Random rows, each from its own seed: as quick to make as to read."""
+    """Random rows, each from its own seed: creating a row is as fast as reading one."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -132,7 +132,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Rows, Rows, Rows]:
-    # Megatron refuses to start where no rows are left, even if no iteration is.
+    # Megatron refuses to start without remaining rows, even if no iteration remains.
     return (
         Rows(sizes[0] + get_args().global_batch_size),
         Rows(max(1, sizes[1])),
@@ -144,7 +144,7 @@ datasets.is_distributed = True
 
 
 class Recorder:
-    """What happens within one cell."""
+    """Trace of one cell."""
 
     def __init__(self, cell: dict[str, Any]) -> None:
         self.cell = cell
@@ -186,7 +186,7 @@ class Recorder:
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            plain = [it for it in args if isinstance(it, str | int | bool)]
+            plain = [argument for argument in args if isinstance(argument, str | int | bool)]
             self.hooks.append([f"{module.__name__.rpartition('.')[2]}.{name}", plain, kwargs])
             return function(*args, **kwargs)
 
@@ -215,7 +215,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
     now = time.time() - cell.get("started_ago", 0)
     load_checkpoint = training.load_checkpoint
     if cell["door"] == "stock":
-        # Megatron 0.17.1 upcycles by a name that its own function does not have.
+        # Megatron 0.17.1 upcycles by a parameter name that its own function does not have.
         training.load_checkpoint = functools.partial(load_by_either_name, load_checkpoint)
     training._STARTUP_TIMESTAMPS["program_start"] = None
     training._TRAIN_START_TIME = training._LEGACY_TRAIN_START_TIME = now
@@ -268,7 +268,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
 
 
 def forget() -> None:
-    """Leave nothing of a job behind."""
+    """Discard all state of a job."""
     if dist.is_initialized():
         dist.barrier()
     training.destroy_global_state()
@@ -280,8 +280,8 @@ def forget() -> None:
 
 
 def main() -> None:
-    _, found = cells.begin()
-    for cell, store in found:
+    _, all_cells = cells.begin()
+    for cell, store in all_cells:
         run(cell, store)
         forget()
 

@@ -1,13 +1,13 @@
 """One Megatron job that saves, or loads, many small models of unusual shapes and types.
 
 Run by `tests/integration/test_generated.py`. `CASES` is a JSON file with a list of models (see
-`Model`), each with the number of the iteration that it is saved as. `MODE` is `save` or `load`.
+`Model`), each with the iteration number under which it is saved. `MODE` is `save` or `load`.
 
-Each model is wrapped by Megatron's DistributedDataParallel and stepped by Megatron's optimizer;
-gradients are set, not computed. If the self-check passes, the model makes two steps and is saved to
-`ROOT/LAYOUT`, with what it held for later jobs to compare. Then it is loaded from memory into a new
-model. A job that loads does so from what each layout of `SAVED_BY` has saved. What differs is
-traced by name.
+Megatron's DistributedDataParallel wraps each model, and Megatron's optimizer steps it; gradients
+are set, not computed. If the self-check passes, the model makes two steps and is saved to
+`ROOT/LAYOUT`, together with its state for comparisons. Then the model is loaded from memory into a
+new one. A loading job loads the save of each layout in `SAVED_BY`. The names of all differences are
+traced.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def seeded(*names: Any) -> torch.Generator:
 
 
 def values(shape: list[int], dtype: torch.dtype, *names: Any) -> torch.Tensor:
-    """Return values that are the same for the same names, in every process."""
+    """Return values that are equal for equal names, in every process."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(0, 2, shape, generator=seeded(*names)).to(dtype)
     return torch.randn(shape, generator=seeded(*names)).to(dtype)
 
 
 def tensor_of(entry: dict[str, Any], dtype: str, *names: Any) -> torch.Tensor:
-    """Return a tensor as `entry` describes it: its shape, and how it lies in memory."""
+    """Return a tensor with the shape and memory layout of `entry`."""
     shape = entry["shape"]
     kind = getattr(torch, dtype)
     if entry.get("transposed") and shape:
@@ -108,7 +108,7 @@ class Holder(MegatronModule):
 
 
 class Model(MegatronModule):
-    """Layers that share keys, as Megatron's transformer blocks have them, and what is beside them.
+    """Layers that share keys, as in Megatron's transformer blocks, and further entries.
 
     A case has `layers` (entries with one type per layer), `single` (entries with one type), `tied`
     (pairs of names: the second becomes the first's parameter) and `optimizer`. An entry has a
@@ -135,18 +135,18 @@ class Model(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        found = self.single.sharded_state_dict(f"{prefix}single.", (), metadata)
+        sharded = self.single.sharded_state_dict(f"{prefix}single.", (), metadata)
         for place, (number, layer) in enumerate(zip(self.numbers, self.layers, strict=True)):
             local = f"{prefix}layers.{place}."
             offsets = ((0, number, self.count),)
             of_layer = layer.sharded_state_dict(local, offsets, metadata)
             replace_prefix_for_sharding(of_layer, local, f"{prefix}layers.")
-            found.update(of_layer)
-        return found
+            sharded.update(of_layer)
+        return sharded
 
 
 class Job:
-    """A model, its optimizer and scheduler, made by Megatron."""
+    """A model with its optimizer and scheduler, made by Megatron."""
 
     def __init__(self, case: dict[str, Any], seed: Any) -> None:
         args = get_args()
@@ -155,7 +155,7 @@ class Job:
             params_dtype=torch.float32,
             use_distributed_optimizer=False,
             optimizer="adam",
-            # Megatron clips gradients of fp32 only.
+            # Megatron clips fp32 gradients only.
             clip_grad=1.0 if case["optimizer"].startswith("bf16") else 0.0,
         )
         vars(args).update(FLAGS[case["optimizer"]])
@@ -169,7 +169,7 @@ class Job:
             pipeline_dtype=torch.float32,
         )
         ddp = DistributedDataParallelConfig(
-            # An optimizer without masters takes gradients of its parameters' own types.
+            # An optimizer without masters takes gradients in the types of its parameters.
             grad_reduce_in_fp32=args.bf16,
             use_distributed_optimizer=args.use_distributed_optimizer,
         )
@@ -197,9 +197,9 @@ class Job:
         np.random.seed(number)
 
     def held(self) -> dict[str, Any]:
-        """Return all that a load must restore on this rank, by Megatron's own accessors.
+        """Return all state that a load must restore on this rank, by Megatron's own accessors.
 
-        Tensors by a name that is the same under any layout, with the range that is held here.
+        Tensor names are equal under every layout and include the range that this rank holds.
         """
         names: dict[int, str] = {}
         tensors: dict[str, list[Any]] = {}
@@ -231,7 +231,7 @@ class Job:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the groups that have parameters here, without these."""
+        """Return the groups that have parameters on this rank, without the parameters."""
         return [
             {key: value for key, value in group.items() if key not in ("params", "step")}
             for sub in held_tensors.sub_optimizers(self.optimizer)
@@ -241,9 +241,9 @@ class Job:
 
 
 def stepped(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
-    """Yield `(parameter, start, end, tensors)`: what the optimizer holds of each parameter here.
+    """Yield `(parameter, start, end, tensors)`: the optimizer's tensors of each local parameter.
 
-    Megatron's own accessor of the distributed optimizer mixes parameters up where one group has
+    Megatron's own accessor of the distributed optimizer mixes parameters up if one group has
     several types.
     """
     for sub in held_tensors.sub_optimizers(optimizer):
@@ -265,17 +265,17 @@ def stepped(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Ten
                 extent = sub._get_model_param_range_map(parameter)["param"]
                 start, end = extent.start, extent.end
             states = sub.optimizer.state[owned]
-            tensors = {kind: it for kind, it in states.items() if kind != "step"}
+            tensors = {kind: value for kind, value in states.items() if kind != "step"}
             yield parameter, start, end, {"stepped": owned, **tensors}
 
 
-def differing(mine: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the name of all that is not as it was on the ranks that saved."""
+def differing(own: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the name of all state that differs from the state of the ranks that saved."""
     stored: dict[str, list[list[Any]]] = {}
     for of_rank in saved:
         for name, held in of_rank["tensors"].items():
             stored.setdefault(name, []).append(held)
-    for name, (start, end, value) in mine["tensors"].items():
+    for name, (start, end, value) in own["tensors"].items():
         whole = torch.zeros(max((there for _, there, _ in stored.get(name, [])), default=0))
         if not stored.get(name):
             if end > start:
@@ -288,20 +288,20 @@ def differing(mine: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str
         if value.dtype != dtype or not torch.equal(bits(value), bits(whole[start:end])):
             yield f"{name}: {value} is not {whole[start:end]}"
     kept = [group for of_rank in saved for group in of_rank["groups"]]
-    yield from (f"group {it}" for it in mine["groups"] if it not in kept)
+    yield from (f"group {settings}" for settings in own["groups"] if settings not in kept)
     for name in ("steps", "scheduler"):
-        found = [of_rank[name] for of_rank in saved if of_rank["steps"]]
-        if mine["steps"] and mine[name] not in found:
-            yield f"{name}: {mine[name]} is not {found}"
+        versions = [of_rank[name] for of_rank in saved if of_rank["steps"]]
+        if own["steps"] and own[name] not in versions:
+            yield f"{name}: {own[name]} is not {versions}"
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a flat tensor: a NaN equals itself."""
+    """Return the bytes of a flat tensor, in which equal NaNs compare equal."""
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def random_state_differs(mine: dict[str, Any], saved: dict[str, Any]) -> bool:
-    pairs = zip(mine["random"], saved["random"], strict=True)
+def random_state_differs(own: dict[str, Any], saved: dict[str, Any]) -> bool:
+    pairs = zip(own["random"], saved["random"], strict=True)
     same = [
         one == other if isinstance(one, tuple) else np.array_equal(one, other)
         for one, other in pairs
@@ -310,7 +310,7 @@ def random_state_differs(mine: dict[str, Any], saved: dict[str, Any]) -> bool:
 
 
 def save(case: dict[str, Any]) -> None:
-    """Save `case` if it is not refused, then load it from memory."""
+    """Save `case` if the self-check accepts it, then load it from memory."""
     args = get_args()
     place, number = ROOT / LAYOUT, case["number"]
     args.save, args.load, args.ckpt_step = str(place / "save"), None, None
@@ -327,8 +327,12 @@ def save(case: dict[str, Any]) -> None:
     save_checkpoint(number, job.chunks, job.optimizer, job.scheduler, 0)
     outcomes = session.checkpointer(args.save).wait()
     torch.distributed.barrier()
-    trace(event="saved", case=case["name"], wrong=[it.error for it in outcomes if it.error])
-    # With several ranks only the first one refuses, and the others wait for it.
+    trace(
+        event="saved",
+        case=case["name"],
+        wrong=[outcome.error for outcome in outcomes if outcome.error],
+    )
+    # Of several ranks only the first refuses, and the others wait for it.
     if case.get("torch_dist") and torch.distributed.get_world_size() == 1:
         trace(event="torch_dist", case=case["name"], wrong=saved_by_megatron(job, place))
     session.abandon()
@@ -337,7 +341,7 @@ def save(case: dict[str, Any]) -> None:
 
 
 def saved_by_megatron(job: Job, place: Path) -> list[str]:
-    """Save the model in Megatron's own `torch_dist` format; return what came of it."""
+    """Save the model in Megatron's own `torch_dist` format; return the errors."""
     directory = place / "torch_dist"
     directory.mkdir(exist_ok=True)
     try:
@@ -348,16 +352,16 @@ def saved_by_megatron(job: Job, place: Path) -> list[str]:
 
 
 def load(case: dict[str, Any], saved_by: str, source: str) -> list[str]:
-    """Load `case` into a new model; return what is not as it was when `saved_by` saved it."""
+    """Load `case` into a new model; return the names that differ from the save of `saved_by`."""
     job = Job(case, "fresh")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         load_checkpoint(job.chunks, job.optimizer, job.scheduler)
     files = sorted((ROOT / saved_by).glob(f"held-{case['number']}-*"))
     saved = [torch.load(file, weights_only=False) for file in files]
-    mine = job.held()
-    wrong = list(differing(mine, saved))
-    if saved_by == LAYOUT and random_state_differs(mine, saved[RANK]):
+    own = job.held()
+    wrong = list(differing(own, saved))
+    if saved_by == LAYOUT and random_state_differs(own, saved[RANK]):
         wrong.append("random state")
     if RANK == 0 and f"was restored from {source}" not in printed.getvalue():
         wrong.append(f"not from {source}: {printed.getvalue()}")

@@ -1,7 +1,8 @@
-"""What a rank holds, told by Megatron's own accessors: the oracle for what a load has filled.
+"""Tensors that a rank holds, read by Megatron's own accessors: the oracle for the result of a load.
 
-Nothing of megatron_flashckpt is used. Every tensor of the model and of the optimizer on this rank
-is described by its place in the global tensor and a digest of its bytes, duplicates included.
+This file uses nothing of megatron_flashckpt. It describes every tensor of the model and of the
+optimizer on this rank by its place in the global tensor and a digest of its bytes, duplicates
+included.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
 
 
 def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
-    """Yield `[kind, key, global shape, offset, shape, start, end, digest]` of every part held.
+    """Yield `[kind, key, global shape, offset, shape, start, end, digest]` of every local part.
 
     `[start, end)` is a range of the row-major flattening of the box.
     """
     by_id = _sharded(model)
-    parameters = {id(it) for chunk in unwrap_model(model) for it in chunk.parameters()}
+    parameters = {id(weight) for chunk in unwrap_model(model) for weight in chunk.parameters()}
     for number, entry in by_id.items():
         kind = "weight" if number in parameters else "buffer"
         flat = entry.data.detach().reshape(-1)
@@ -60,11 +61,11 @@ def _sharded(model: list[Any]) -> dict[int, Any]:
 def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], list[Any]]:
     """Return the settings of every parameter by its key, and those of groups without parameters.
 
-    Settings are what a param group holds besides parameters and steps. A parameter of experts is in
-    a group of its own kind only under expert parallelism, so that mark is left out.
+    Settings are all entries of a param group except parameters and steps. Only under expert
+    parallelism do expert parameters have groups of their own, so that mark is left out.
     """
     by_id = _sharded(model)
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     of_empty = []
     for sub in sub_optimizers(optimizer):
         if isinstance(sub, DistributedOptimizer):
@@ -79,14 +80,14 @@ def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], li
             if not (half or full):
                 of_empty.append(values)
             for parameter in (*half, *full):
-                of_key = found.setdefault(by_id[id(parameter)].key, [])
+                of_key = by_key.setdefault(by_id[id(parameter)].key, [])
                 if values not in of_key:  # all layers have one key
                     of_key.append(values)
-    return found, of_empty
+    return by_key, of_empty
 
 
 def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
-    """Yield `(parameter, start, end, tensors)`: the range that this rank's optimizer holds."""
+    """Yield `(parameter, start, end, tensors)` for each range that this rank's optimizer holds."""
     for sub in sub_optimizers(optimizer):
         if isinstance(sub, DistributedOptimizer):
             for parameter in sub.model_param_gbuf_map:
@@ -108,7 +109,7 @@ def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, 
 
 
 def _named(parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the states by kind; what is stepped is the weight itself if that is of 32 bits."""
+    """Return the states by kind; the optimizer steps a 32-bit weight itself."""
     stepped = "weight" if parameter.dtype == torch.float32 else "master"
     return {
         stepped: states["param"],
@@ -120,7 +121,7 @@ def _named(parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, torch.T
 def _parts(
     kind: str, entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, flat: torch.Tensor
 ) -> Iterator[list[Any]]:
-    """Yield the parts of `flat`, which is local range `[start, end)`, each in one box."""
+    """Yield the parts of `flat`, the local range `[start, end)`; every part lies in one box."""
     index = torch.arange(entry.data.numel()).view(entry.data.shape)
     boxes = [(entry, index)]
     if isinstance(entry, ShardedTensorFactory):
@@ -152,17 +153,17 @@ def digest(content: torch.Tensor) -> str:
 
 
 def steps(optimizer: Any) -> list[float]:
-    """Return the different numbers of steps that the optimizers believe to have taken."""
-    found = set()
+    """Return the distinct step counts of the optimizers."""
+    counts = set()
     for sub in sub_optimizers(optimizer):
         inner = sub.optimizer
-        found |= {float(group["step"]) for group in inner.param_groups if "step" in group}
-        found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
-    return sorted(found)
+        counts |= {float(group["step"]) for group in inner.param_groups if "step" in group}
+        counts |= {float(state["step"]) for state in inner.state.values() if "step" in state}
+    return sorted(counts)
 
 
 def spoil(optimizer: Any, how: str) -> None:
-    """Make the state wrong in one of the ways in which a load can go wrong silently."""
+    """Corrupt the state in one of the ways in which a load can silently go wrong."""
     if how == "steps forgotten":
         for sub in sub_optimizers(optimizer):
             for group in sub.optimizer.param_groups:
@@ -173,7 +174,7 @@ def spoil(optimizer: Any, how: str) -> None:
         if how == "moments swapped":
             kept = first.clone()
             first.copy_(second)
-            second.copy_(kept.abs())  # its root is taken
+            second.copy_(kept.abs())  # the optimizer takes the square root
         elif how == "moments zeroed":
             first.zero_()
             second.zero_()

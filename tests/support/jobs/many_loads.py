@@ -1,12 +1,16 @@
 """One Megatron job that calls `load_checkpoint` and `save_checkpoint` many times.
 
 Run by `tests/support/megatron_jobs.py`. Starting Megatron costs most of a test's time, so one job
-takes many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`;
-`args` are set on Megatron's arguments before the call, `config` are settings of ours; a save with
-`then_load` copies slowly, and that directory is loaded as soon as it returns; before it, and before
-a case with `spoiled`, all weights change; with `trouble` `{"on", "errno", "times", "name"}` the
-next reads of files of that name fail on rank `on`. What each call did on each rank is appended to
-`TRACE_DIR/rank_<r>.jsonl`.
+runs many cases. `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`.
+Further fields:
+
+- `args` are set on Megatron's arguments before the call, `config` on our settings.
+- A save with `then_load` copies slowly, and that directory is loaded as soon as the save returns.
+- Before the call of a case with `then_load` or `spoiled`, all weights change.
+- With `trouble` `{"on", "errno", "times", "name"}`, the next reads of files of that name fail on
+  rank `on`.
+
+The result of each call on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ read_file = os.preadv
 
 
 def read_with(trouble: dict[str, Any] | None) -> Any:
-    """Return `os.preadv`, or one that fails as a server in trouble makes it."""
+    """Return `os.preadv`, or a version of it that fails as on a faulty server."""
     if trouble is None or trouble["on"] != RANK:
         return read_file
     left = [trouble["times"]]
@@ -93,7 +97,7 @@ def weights_digest(model: list[torch.nn.Module]) -> str:
 
 
 def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
-    """Return what stands for all that a load sets: weights, optimizer state, random state."""
+    """Return a digest of all state that a load sets: weights, optimizer state, random state."""
     digest = hashlib.sha256(weights_digest(model).encode())
     for sub in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in sub.optimizer.state.values():
@@ -101,9 +105,9 @@ def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
                 held = value.detach().view(-1).view(torch.uint8).numpy().tobytes()
                 digest.update(name.encode() + held)
         for group in sub.optimizer.param_groups:
-            # Not the rate: Megatron's scheduler adds up the steps of all that it ever loaded.
-            said = {key: value for key, value in group.items() if key not in ("params", "lr")}
-            digest.update(repr(sorted(said.items())).encode())
+            # The rate is left out: Megatron's scheduler adds up the steps of all its loads.
+            settings = {key: value for key, value in group.items() if key not in ("params", "lr")}
+            digest.update(repr(sorted(settings.items())).encode())
         for masters in getattr(sub, "shard_fp32_from_float16_groups", []):
             for master in masters:
                 digest.update(master.detach().numpy().tobytes())
@@ -131,7 +135,7 @@ def main() -> None:
         AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
         os.preadv = read_with(case.get("trouble"))
         Stager._copy_late = copy_slowly if "then_load" in case else copy_late
-        if "then_load" in case or case.get("spoiled"):  # not what any other case has loaded
+        if "then_load" in case or case.get("spoiled"):  # weights unlike those of any other case
             for chunk in model:
                 for parameter in chunk.parameters():
                     parameter.data.add_(1)

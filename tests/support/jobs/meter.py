@@ -1,4 +1,4 @@
-"""What a process has from `malloc`: of this one, or of an agent that was started with a meter."""
+"""A meter of `malloc` memory, of this process or of an agent that was started with the meter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 def allocated() -> int:
     """Return the bytes that this process has from `malloc` (glibc's `mallinfo2`, all arenas).
 
-    Pages that are resident also grow with fragmentation; these bytes do not. Python's own objects
-    are among them with `PYTHONMALLOC=malloc`.
+    Resident pages also grow with fragmentation; these bytes do not. They include Python's own
+    objects if `PYTHONMALLOC=malloc`.
     """
-    found = _mallinfo2()()
-    return int(found.uordblks + found.hblkhd)
+    info = _mallinfo2()()
+    return int(info.uordblks + info.hblkhd)
 
 
-@functools.cache  # what ctypes makes for a function would be counted, too
+@functools.cache  # objects that ctypes makes for a function would count as growth
 def _mallinfo2() -> Any:
     fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     layout = {"_fields_": [(name, ctypes.c_size_t) for name in fields]}
@@ -31,23 +31,23 @@ def _mallinfo2() -> Any:
 
 
 def start() -> None:
-    """Answer whoever reads the pipe `AGENT_METER`; called in an agent, see `sitecustomize.py`."""
+    """Answer every reader of the pipe `AGENT_METER`; `sitecustomize.py` calls this in an agent."""
     threading.Thread(target=_answer, args=(os.environ["AGENT_METER"],), daemon=True).start()
 
 
 def of_agent() -> int:
-    """Return what the agent has; `AGENT_METER` is a pipe that was there before it started."""
-    said = b""
-    while not said:  # it had seen the reader before, and closes
+    """Return the agent's bytes; the pipe `AGENT_METER` must have existed before the agent."""
+    answer = b""
+    while not answer:  # empty if the agent was still closing the pipe for the previous reader
         with open(os.environ["AGENT_METER"], "rb", buffering=0) as pipe:
-            said = pipe.read(64)
-    return int(said.split()[0])
+            answer = pipe.read(64)
+    return int(answer.split()[0])
 
 
 def _answer(pipe: str) -> None:
     while True:
-        out = os.open(pipe, os.O_WRONLY)  # returns when somebody reads
-        gc.collect()  # what is garbage must not look like growth
+        out = os.open(pipe, os.O_WRONLY)  # returns when a reader opens the pipe
+        gc.collect()  # garbage must not look like growth
         with contextlib.suppress(BrokenPipeError):
             os.write(out, b"%d\n" % allocated())
         os.close(out)

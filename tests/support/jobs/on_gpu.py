@@ -1,8 +1,8 @@
-"""Have the checkpoints of a CPU rank copied from the rank's simulated GPU; for `traced_gpt.py`.
+"""Copies the checkpoints of a CPU rank from the rank's simulated GPU; for `traced_gpt.py`.
 
-Megatron computes on host tensors. What a save copies later is given to the copy thread as tensors
-of the device that the rank has set, in the same memory (`tests/simulated_gpu/eager.py`). The side
-state stays in host memory, where it is on a real rank, too.
+Megatron computes on host tensors. The copy thread receives a save's late copies as tensors of the
+device that the rank has set, in the same memory (`tests/simulated_gpu/eager.py`). The side state
+stays in host memory, as on a real rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.save.stager import Stager
 from tests.simulated_gpu import DeviceTensor
 from tests.simulated_gpu.eager import on_device
 
-#: Copies are asked for in parts of this size: dozens for the tiny model.
+#: Size of the parts in which copies are requested: dozens of parts for the tiny model.
 PART_NBYTES = 32 * 1024
 #: While training computes, each part takes 50 ms, so no save ends before the next step is due.
 SLOW = PART_NBYTES / 0.05
@@ -34,7 +34,7 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
     """Put the simulated GPU between Megatron's tensors and the slab.
 
     Args:
-        trace: appends an event to what the test reads.
+        trace: appends an event to the rank's trace.
         iteration: returns the iteration that is being trained.
     """
     node = cpu_cuda.node
@@ -70,7 +70,7 @@ def _on_device(copy: Copy, index: int) -> Copy:
 
 
 def report(trace: Callable[..., None], stager: Stager) -> None:
-    """Trace on which devices the calls of each thread were made, and what was page-locked.
+    """Trace the devices on which each thread made its calls, and the page-locked memory.
 
     Waits for copies that are under way.
     """
@@ -78,13 +78,13 @@ def report(trace: Callable[..., None], stager: Stager) -> None:
     devices: dict[str, set[int]] = collections.defaultdict(set)
     copies: dict[str, int] = collections.Counter()
     for call in cpu_cuda.node.calls:
-        if call.name != "set_device":  # is noted with the device that the thread had before
+        if call.name != "set_device":  # recorded with the thread's previous device
             devices[call.thread].add(call.device)
         copies[call.thread] += call.name == "copy to host"
     locked = [[thread, device] for _, thread, device in cpu_cuda.node.runtime.registered_by]
     trace(
         event="gpu",
-        devices={thread: sorted(found) for thread, found in devices.items()},
+        devices={thread: sorted(called_on) for thread, called_on in devices.items()},
         copies=copies,
         locked=locked,
     )

@@ -1,13 +1,13 @@
 """Gives real Megatron models stand-ins for FP8 or FP4 weights: TransformerEngine needs a GPU.
 
-`install` has Megatron's own DDP and DistributedOptimizer treat the stand-ins of
-`tests/megatron_lm/quantized_double.py` as TransformerEngine's classes. What TransformerEngine would
-do for them is replaced: the class checks, moving the bytes into DDP's buffer, casting shards of
-masters, and what follows an all-gather. Which masters are copied when, and what is gathered, is
-Megatron's.
+`install` makes Megatron's own DDP and DistributedOptimizer treat the stand-ins of
+`tests/megatron_lm/quantized_double.py` as TransformerEngine's classes. It replaces the parts of
+TransformerEngine: the class checks, moving the bytes into DDP's buffer, casting shards of masters,
+and the steps after an all-gather. Megatron decides which masters are copied when, and which weights
+are gathered.
 
-The weights of the linear layers are swapped once the model is bfloat16, before DDP wraps it;
-Megatron's local layers then compute with dequantized copies.
+The weights of the linear layers are swapped after the model has become bfloat16 and before DDP
+wraps it; Megatron's local layers then compute with dequantized copies.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Recipe:
 
 
 class DelayedDouble(QuantizedDouble):
-    """An FP8 tensor whose scale is kept, and was computed long ago (delayed scaling)."""
+    """An FP8 tensor that keeps a scale computed earlier (delayed scaling)."""
 
     def _set_scale(self, largest: torch.Tensor) -> None:
-        """Keep the scale, whatever the values are."""
+        """Keep the scale regardless of the values."""
 
 
 RECIPES = {
@@ -60,7 +60,7 @@ RECIPES = {
 
 
 def install(name: str) -> None:
-    """Give every model that Megatron makes in this process FP8 weights of recipe `name`."""
+    """Give every model that Megatron builds in this process FP8 weights of recipe `name`."""
     recipe = RECIPES[name]
     swap = functools.partial(quantize_models, recipe)
     mock.patch.object(training, "correct_amax_history_if_needed", swap).start()
@@ -80,8 +80,8 @@ def install(name: str) -> None:
 
 
 def quantize_models(recipe: Recipe, chunks: list[torch.nn.Module]) -> None:
-    """Swap the weights of the linear layers, and set the arguments that come with FP8 weights."""
-    args = get_args()  # as set by the command line if TransformerEngine were there
+    """Swap the weights of the linear layers, and set the arguments that FP8 weights imply."""
+    args = get_args()  # with TransformerEngine, the command line would set these
     args.fp8_param_gather, args.fp4_param_gather = not recipe.packed, recipe.packed
     args.fp8_recipe = recipe.fp8_recipe
     args.reuse_grad_buf_for_mxfp8_param_ag = recipe.reuse_gradient_buffer
@@ -102,14 +102,14 @@ def quantize(module: Any, kind: type[QuantizedDouble]) -> None:
     values = plain.detach()
     double = kind.zeros(values.shape)
     if kind is DelayedDouble:
-        # A process that resumes begins with another scale, as it has seen other weights.
+        # A resuming process begins with another scale, as it has processed other weights.
         resumes = Path(get_args().load, "latest_checkpointed_iteration.txt").exists()
         double.scale_inv.copy_(values.float().abs().max() / (70 if resumes else 100))
         keep_scale(module, double)
     weight = torch.nn.Parameter(double.quantize_(values))
     for name, value in vars(plain).items():
         setattr(weight, name, value)
-    # TransformerEngine keeps what the weight was before, so that masters begin exact.
+    # TransformerEngine keeps the weight's former values, so that masters begin exact.
     weight.get_high_precision_init_val = lambda: values
     weight.clear_high_precision_init_val = lambda: None
     module.weight = weight
@@ -122,7 +122,7 @@ def keep_scale(module: Any, double: QuantizedDouble) -> None:
 
 
 def dequantizations() -> int:
-    """Return how often a weight was dequantized in this process."""
+    """Return the number of dequantizations in this process."""
     return QuantizedDouble.dequantizations
 
 
@@ -146,7 +146,7 @@ finished: list[QuantizedDouble] = []
 
 
 def finish_gather(weights: list[QuantizedDouble]) -> None:
-    """Note for which weights TransformerEngine would make the transposes anew."""
+    """Record the weights whose transposes TransformerEngine would make anew."""
     finished.extend(weights)
 
 
@@ -168,9 +168,9 @@ def digests(chunks: list[Any]) -> dict[str, str]:
 
 
 def unlike_their_masters(chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return the names of FP8 weights that differ from what quantizing the whole master gives.
+    """Return the names of FP8 weights that differ from their whole master, quantized.
 
-    Collective: masters are put together from the parts of all replicas.
+    Collective: masters are assembled from the parts of all replicas.
     """
     masters = whole_masters(optimizer)
     different = []

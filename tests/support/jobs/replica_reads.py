@@ -3,14 +3,14 @@
 `CASES` is a JSON file with a list of cases: `{"name", "mode", "wanted"?, "slow_read_s"?,
 "slow_send_s"?, "first_send_s"?, "many"?, "gpu"?, "gpu_read_s"?, "gpu_send_s"?}`. In each case all
 ranks are replicas that read all pieces of the checkpoint in `ROOT` (or only the pieces that
-`wanted` lists for the rank). What each did goes to `TRACE_DIR/rank_<r>.jsonl`.
+`wanted` lists for the rank). Each rank's trace goes to `TRACE_DIR/rank_<r>.jsonl`.
 
-`first_send_s` is what the first transfer takes longer than others, as that of NCCL does. `many` is
-the number of replicas that always share. `memory_mib` may be a list, with a number for each rank.
+`first_send_s` is the additional time of the first transfer, which NCCL also needs. `many` is the
+number of replicas that always share. `memory_mib` may be a list with a number for each rank.
 
-With `gpu`, `gpu_read_s` or `gpu_send_s` the tensors lie on a simulated GPU, of the rank's number.
-The last two are seconds that the GPU works longer for each chunk read, and for each transfer: a
-copy of training to the host, on a stream of its own.
+With `gpu`, `gpu_read_s` or `gpu_send_s` the tensors lie on a simulated GPU with the rank's number.
+The last two are seconds that training's copies to the host, on a stream of their own, keep the GPU
+busy for each chunk read, and for each transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ transfer = replica_sharing.transfer
 
 
 class Offload:
-    """Copies of training to the host, each of which keeps the GPU's engine busy for `seconds`."""
+    """Training's copies to the host, each of which keeps the GPU's engine busy for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -56,7 +56,7 @@ class Offload:
 
 
 class SlowStorage(PosixStorage):
-    """A disk that takes `delay_s` for every chunk; training offloads meanwhile."""
+    """A disk that takes `delay_s` for every chunk; training offloads during that time."""
 
     delay_s = 0.0
     offload: Offload | None = None
@@ -83,7 +83,7 @@ def run(case: dict[str, Any]) -> None:
 
 
 def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return the filled tensors, and what is to be noted of the load."""
+    """Return the filled tensors, and the traced facts of the load."""
     storage = SlowStorage(os.environ["ROOT"])
     storage.delay_s = case.get("slow_read_s", 0.0)
     sending = Offload(case.get("gpu_send_s", 0.0))
@@ -132,7 +132,7 @@ def note(tensors: list[torch.Tensor], event: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for each in json.loads(Path(os.environ["CASES"]).read_text()):
-        run(each)
+    for entry in json.loads(Path(os.environ["CASES"]).read_text()):
+        run(entry)
         dist.barrier()
     dist.destroy_process_group()

@@ -1,15 +1,15 @@
-"""One Megatron job that goes through many parallel layouts, one after the other.
+"""One Megatron job that runs under many parallel layouts in turn.
 
 Run by `tests/support/megatron_jobs.py`. `CASES` is a JSON file with a list of cells
 
     {"name": ..., "world": 4, "arguments": [...], "seed": 99, "steps": [["load", DIR], ...]}
 
-A cell is a training job of its own: a model and an optimizer made afresh under Megatron's command
-line `arguments` (added to this job's own), and a checkpointer that knows nothing of earlier cells.
-Process groups are made anew when the layout or the world size changes; the ranks beyond `world`
-sit out. What each step did on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
+A cell is a training job of its own: a new model and optimizer under Megatron's command line
+`arguments` (added to this job's own), and a checkpointer without knowledge of earlier cells.
+Process groups are made anew when the layout or the world size changes; ranks beyond `world` wait.
+The result of each step on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 
-Every layout sees the same global batch: it depends on the iteration alone.
+Every layout gets the same global batch, which depends on the iteration alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Job:
         self.config = get_model_config(self.model[0])
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
-        # On a GPU the stream keeps the order; gloo may still be sending what would be freed.
+        # A GPU's stream would keep the order; gloo may still send buffers that would be freed.
         self.config.deallocate_pipeline_outputs = False
         for chunk in self.model:
             chunk.train()
@@ -88,7 +88,7 @@ class Job:
     def trace(self, **event: Any) -> None:
         trace(event=self.name, **event)
 
-    # Each step of a cell is one of the following.
+    # Each step of a cell is one of the following methods.
 
     def train(self, first: int, last: int) -> None:
         """Train iterations `first` to `last`, both included."""
@@ -122,7 +122,7 @@ class Job:
 
     def load_stock(self, directory: str, iteration: int, save: str) -> None:
         """Load by Megatron's own function, from its own format."""
-        # As core 0.19 tells groups apart. 0.17.1 gives all groups that share its four marks the
+        # Identify groups as core 0.19 does. 0.17.1 gives all groups that share its four marks the
         # settings of the last one.
         marks = (*optimizer.param_group_identifier_keys, "max_lr", "min_lr", "eps")
         with (
@@ -141,26 +141,26 @@ class Job:
         self.trace(step="load", iteration=iteration, before=before, **self.side())
 
     def save_stock(self, directory: str, iteration: int) -> None:
-        """Save by Megatron's own function, in its own format that can be loaded in any layout."""
+        """Save by Megatron's own function, in its own format, which loads under any layout."""
         args = get_args()
         args.save = directory
         stock.save_checkpoint(iteration, self.model, self.optimizer, self.scheduler, 0)
 
     def hold(self) -> None:
-        """Say what this rank holds, duplicates included, as Megatron itself describes it."""
+        """Trace the tensors of this rank, duplicates included, as Megatron describes them."""
         self.trace(step="hold", held=list(held_tensors.described(self.model, self.optimizer)))
 
     def spoil(self, how: str) -> None:
-        """Make the optimizer state wrong in one way, as a faulty load would."""
+        """Corrupt the optimizer state in one way, as a faulty load would."""
         held_tensors.spoil(self.optimizer, how)
 
     def interrupt(self) -> None:
-        """Put the rerun state machine where it is when a step is to be run again elsewhere."""
+        """Put the rerun state machine into the state before a step is run again elsewhere."""
         machine = get_rerun_state_machine()
         machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
 
     def side(self) -> dict[str, Any]:
-        """Return what a load restores, or leaves alone, beside tensors."""
+        """Return the state other than tensors that a load restores or keeps."""
         args = get_args()
         settings, of_empty = held_tensors.settings(self.model, self.optimizer)
         return {
@@ -209,7 +209,7 @@ def batches(iteration: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def meet(store: dist.Store, where: str, ranks: int) -> None:
-    """Wait for `ranks` ranks, some of which may have sat out many cells."""
+    """Wait for `ranks` ranks, some of which may have skipped many cells."""
     if store.add(f"ranks at {where}", 1) == ranks:
         store.set(f"all at {where}", "")
     store.wait([f"all at {where}"], timedelta(minutes=30))
@@ -227,7 +227,7 @@ def enter_layout(world: int, arguments: list[str], store: dist.Store) -> None:
 
 
 def run_cell(cell: dict[str, Any]) -> bool:
-    """Take all steps of a cell; return False if it left a state that the next must not see."""
+    """Run all steps of a cell; return False if it leaves state that the next must not see."""
     settings = {"runtime_dir": os.environ["FLASHCKPT_RUNTIME_DIR"], **cell.get("config", {})}
     session.config = msgspec.convert(settings, Config)
     original = dict(vars(get_args()))
@@ -243,16 +243,16 @@ def run_cell(cell: dict[str, Any]) -> bool:
         session.close(leave=True)  # cells must not see each other's memory
         vars(get_args()).clear()
         vars(get_args()).update(original)
-    # Its state cannot be taken back but with all of Megatron.
+    # Its state can only be reset together with all of Megatron.
     return get_rerun_state_machine().state == RerunState.NOT_RUNNING_YET
 
 
 def main() -> None:
-    base, found = cells.begin()
+    base, all_cells = cells.begin()
     entered = None
-    for number, (cell, store) in enumerate(found):
+    for number, (cell, store) in enumerate(all_cells):
         if cell["world"] <= RANK:
-            entered = None  # the others leave it
+            entered = None  # the other ranks leave the layout
             continue
         layout = (cell["world"], cell["arguments"])
         if layout != entered:
@@ -262,7 +262,7 @@ def main() -> None:
         if not run_cell(cell):
             entered = None
         gc.collect()
-    meet(base, "the end", RANKS)  # rank 0 keeps the store
+    meet(base, "the end", RANKS)  # rank 0 serves the store
 
 
 if __name__ == "__main__":

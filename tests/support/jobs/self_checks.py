@@ -1,8 +1,8 @@
-"""One Megatron job in which Megatron is changed as a newer release might, case by case.
+"""One Megatron job in which each case changes Megatron as a newer release might.
 
 Run by torchrun from the tests. Each case changes the real modules, model or optimizer, calls
-`begin` (what every entry point does before the first step), traces what it raised, and undoes the
-change.
+`begin` (the step that every entry point makes before training), traces the error that it raised,
+and undoes the change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def trace(**event: Any) -> None:
 
 @contextlib.contextmanager
 def changed(holder: Any, name: str, value: Any = _GONE) -> Iterator[None]:
-    """Set or remove an attribute; a renamed method is one that is gone."""
+    """Set or remove an attribute; a renamed method is missing under its old name."""
     there = name in vars(holder)
     before = getattr(holder, name)
     if value is _GONE:
@@ -65,12 +65,12 @@ def renamed(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def sub(job: Job) -> Any:
-    """The DistributedOptimizer, which Megatron wraps in a chain."""
+    """Return the DistributedOptimizer, which Megatron wraps in a chain."""
     return job[1].chained_optimizers[0]
 
 
 def first_parameter(job: Job) -> Any:
-    """A parameter of which this rank has a part."""
+    """Return a parameter of which this rank has a part."""
     return next(p for group in sub(job).model_float16_groups for p in group)
 
 
@@ -80,12 +80,16 @@ def without_last(groups: list[list[Any]]) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def master_left_out(job: Job) -> Iterator[None]:
-    """A list of the optimizer that lost what its inner optimizer goes on stepping."""
-    it = sub(job)
+    """Remove a master from the optimizer's list, which its inner optimizer still steps."""
+    distributed = sub(job)
     with (
-        changed(it, "model_float16_groups", without_last(it.model_float16_groups)),
         changed(
-            it, "shard_fp32_from_float16_groups", without_last(it.shard_fp32_from_float16_groups)
+            distributed, "model_float16_groups", without_last(distributed.model_float16_groups)
+        ),
+        changed(
+            distributed,
+            "shard_fp32_from_float16_groups",
+            without_last(distributed.shard_fp32_from_float16_groups),
         ),
     ):
         yield
@@ -93,13 +97,17 @@ def master_left_out(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def master_doubled(job: Job) -> Iterator[None]:
-    it = sub(job)
+    distributed = sub(job)
     with (
-        changed(it, "model_float16_groups", [g + g[:1] for g in it.model_float16_groups]),
         changed(
-            it,
+            distributed,
+            "model_float16_groups",
+            [g + g[:1] for g in distributed.model_float16_groups],
+        ),
+        changed(
+            distributed,
             "shard_fp32_from_float16_groups",
-            [g + g[:1] for g in it.shard_fp32_from_float16_groups],
+            [g + g[:1] for g in distributed.shard_fp32_from_float16_groups],
         ),
     ):
         yield
@@ -107,7 +115,7 @@ def master_doubled(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffer_lacks(job: Job) -> Iterator[None]:
-    """A parameter that no gradient buffer has, so that no rank's optimizer would step it."""
+    """Remove a parameter from all gradient buffers, so that no rank's optimizer would step it."""
     (buffer,) = sub(job).buffers
     lost = job[0][0].module.module.decoder.layers[0].mlp.linear_fc2.weight
     rest = {p: at for p, at in buffer.param_index_map.items() if p is not lost}
@@ -117,7 +125,7 @@ def buffer_lacks(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def added(job: Job, *, frozen: bool) -> Iterator[None]:
-    """A parameter that nobody but its module knows."""
+    """Add a parameter that only its module knows."""
     model = job[0][0].module.module
     model.extra = torch.nn.Parameter(torch.zeros(3), requires_grad=not frozen)
     try:
@@ -128,12 +136,12 @@ def added(job: Job, *, frozen: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_in_state_dict(job: Job) -> Iterator[None]:
-    """A parameter that its model does not list for checkpoints."""
+    """Hide a parameter from the model's own list for checkpoints."""
     model = job[0][0].module.module
 
     def listed(*args: Any, **kwargs: Any) -> Any:
-        found = sharded_state_dict(*args, **kwargs)
-        return {name: it for name, it in found.items() if name != "extra"}
+        sharded = sharded_state_dict(*args, **kwargs)
+        return {name: value for name, value in sharded.items() if name != "extra"}
 
     with added(job, frozen=True):
         sharded_state_dict = model.sharded_state_dict
@@ -142,7 +150,7 @@ def not_in_state_dict(job: Job) -> Iterator[None]:
 
 
 def state_dict_fails(job: Job) -> contextlib.AbstractContextManager[None]:
-    """A model that Megatron itself cannot list."""
+    """Make the model fail when Megatron lists it."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError({f"layer.{number}": 0 for number in range(1000)}.keys())
@@ -152,7 +160,7 @@ def state_dict_fails(job: Job) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def frozen_in_optimizer(job: Job) -> Iterator[None]:
-    """Frozen after the optimizer was made, as Megatron itself does for a while."""
+    """Freeze a parameter after the optimizer was made, as Megatron itself does for a while."""
     parameter = first_parameter(job)
     parameter.requires_grad = False
     try:
@@ -162,7 +170,7 @@ def frozen_in_optimizer(job: Job) -> Iterator[None]:
 
 
 def new_signature(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """Return a function that calls `function`, with one parameter called otherwise."""
+    """Return a function that calls `function`, with one parameter renamed."""
 
     def newer(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -175,7 +183,7 @@ def new_signature(function: Callable[..., Any], old: str, new: str) -> Callable[
 
 
 def wrong_part(job: Job) -> contextlib.AbstractContextManager[None]:
-    """A rank that leaves its part to another one: nothing is wrong but the sum over the ranks."""
+    """Make a rank leave its part to another: only the sum over all ranks is then wrong."""
     return changed(sub(job), "distributed_optimizer_instance_id", RANK)
 
 
@@ -236,7 +244,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
 
 
 def begin(model: list[Any], optimizer: Any) -> None:
-    """Do what comes before the first step."""
+    """Run the checks that precede the first step."""
     session.startup(get_args().save).prepare(model, optimizer)
 
 
@@ -252,17 +260,17 @@ def caught(name: str, call: Callable[[], None]) -> None:
 
 
 def save_first(job: Job) -> None:
-    """Save before anything else, as a job may that makes its first checkpoint by itself."""
+    """Save before anything else, as a job may whose script makes its first checkpoint itself."""
     save_checkpoint(5, *job, None, 0)
     begin(*job)
 
 
-#: State that the next step makes for a parameter.
+#: State that the next step creates for a parameter.
 next_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
 def step(model: list[Any], optimizer: Any) -> None:
-    """Stand in for Megatron's step: only makes the optimizer's state."""
+    """Replace Megatron's step: only create the optimizer's state."""
     inner = optimizer.chained_optimizers[0].optimizer
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -278,7 +286,7 @@ def factored_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def earlier_job(job: Job) -> None:
-    """Train, without a load, until the start of saves is over in all its phases."""
+    """Train without a load until the start of saves has completed all its phases."""
     global next_state
     next_state = adam_state
     deadline = time.monotonic() + 60
@@ -289,7 +297,7 @@ def earlier_job(job: Job) -> None:
 
 
 def first_step(job: Job) -> None:
-    """Let Megatron's loop make a step which makes state that cannot be saved."""
+    """Run one step of Megatron's loop, which creates state that cannot be saved."""
     global next_state
     next_state = factored_state
     trace(event="stepped", error=None)
@@ -307,7 +315,7 @@ def with_memory_for(nbytes: int, job: Job) -> None:
 
 
 def with_small_files(nbytes: int, job: Job) -> None:
-    """Begin with slabs of 10 MiB where the last rank may write files of `nbytes` only."""
+    """Begin with slabs of 10 MiB on a last rank that may only write files of `nbytes`."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))

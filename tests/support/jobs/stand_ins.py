@@ -1,9 +1,9 @@
-"""What no machine without a GPU has: faithful layouts of state, for `flag_cells.py`.
+"""Stand-ins for packages that need a GPU, with the same state; for `flag_cells.py`.
 
 `emerging` is NVIDIA's package of that name, with Muon and Lion (`tests/cpu_megatron/stubs`).
-`fused_adam` is TransformerEngine's optimizer as Megatron sees it with
---use-precision-aware-optimizer. `devices` tells parameters on "the GPU" from copies on the host, as
---optimizer-cpu-offload needs it; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
+`fused_adam` is TransformerEngine's optimizer as Megatron sees it under
+--use-precision-aware-optimizer. `devices` distinguishes parameters on "the GPU" from host copies,
+as --optimizer-cpu-offload requires; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
 random generator, whose state CUDA graphs can replay.
 """
 
@@ -29,7 +29,7 @@ from tests.simulated_gpu.generators import gpu_random
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Steps 16-bit weights; the fp32 copies, or what the weights lack of them, are states."""
+    """Steps 16-bit weights; its states hold the fp32 masters, or the bits that weights lack."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         numbered = [param for group in self.param_groups for param in group["params"]]
-        for number, saved in state_dict["state"].items():  # torch's has cast them
+        for number, saved in state_dict["state"].items():  # torch's own method has cast them
             self.state[numbered[number]] = {}
             for name, value in saved.items():
                 self.set_scaled_state(numbered[number], name, value)
@@ -134,7 +134,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def fused_adam() -> Iterator[None]:
-    """Let Megatron find TransformerEngine 2.3, as far as optimizers go."""
+    """Let Megatron find the optimizer of TransformerEngine 2.3."""
     engine = types.ModuleType("transformer_engine")
     engine.__version__ = "2.3.0"
     home = types.ModuleType("transformer_engine.pytorch.optimizers")
@@ -156,7 +156,7 @@ def fused_adam() -> Iterator[None]:
 
 @contextlib.contextmanager
 def devices() -> Iterator[None]:
-    """While Megatron chooses what to offload, call tensors those of a GPU unless they came here."""
+    """Report all tensors but host copies as GPU tensors while Megatron chooses what to offload."""
     choose = HybridDeviceOptimizer._get_sub_optimizer_param_groups
     names = ("cpu", "pin_memory", "detach", "clone", "float")
     real = {name: getattr(torch.Tensor, name) for name in names}

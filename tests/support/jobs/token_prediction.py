@@ -19,5 +19,5 @@ def gpt_model(config: Any, spec: Any, *args: Any, **kwargs: Any) -> GPTModel:
 
 
 def install() -> None:
-    """Have `tiny.model_provider` make such models."""
+    """Make `tiny.model_provider` build such models."""
     tiny.GPTModel = gpt_model

@@ -3,33 +3,33 @@
 Run by `tests/support/megatron_jobs.py`.
 
 Environment:
-    TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
+    TRACE_DIR     where each rank appends its trace (JSON lines, `rank_<r>.jsonl`)
     KILL          `rank:iteration ...`: that rank ends itself with SIGKILL in that iteration's
-                  forward; one for each incarnation, the first ones of the job
+                  forward; one entry for each of the job's first incarnations
     KILL_ONCE     `glob:text:count`: KILL waits until the files hold the text so many times in all
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
     HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
                   the text
-    MEASURE       trace what this process and the agent use, once per iteration
-    SCALARS       be the writers of TensorBoard and of Weights & Biases, and trace what they get
-    LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
+    MEASURE       trace the resources of this process and of the agent, once per iteration
+    SCALARS       replace the writers of TensorBoard and of Weights & Biases, and trace their calls
+    LEAK          `nbytes:iteration`: from that iteration on, leak so many bytes in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
-                  at every save, and after a load how they compare with their masters
+                  at every save, and after a load trace how they differ from their masters
     DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
-                  wait before each save for the outcomes of those before
+                  wait before each save for the results of earlier saves
     MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a dry run
-    GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
-    GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
+    GPU           copy saved state from this rank's simulated GPU, and trace copies (`on_gpu.py`)
+    GROUP_MARKS   make Megatron identify param groups by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
     EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
                   is initialised
     STALE         `rank:iteration`: storage shows that rank this iteration in the tracker until
                   torch.distributed is initialised, as a cache of a file system may
-    CONTROL       count two calls that do communicate, to show that the counter sees them
+    CONTROL       count two calls that do communicate, to show that the counter detects them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
 torch.distributed call made inside `save_checkpoint`; the thread that makes a slab, and its size;
@@ -71,14 +71,14 @@ def trace(**event: Any) -> None:
 
 
 def iteration() -> int:
-    """The iteration that is being trained, counted from 1 as Megatron's log does."""
+    """Return the iteration that is being trained, counted from 1 as in Megatron's log."""
     return int(get_args().curr_iteration) + 1
 
 
 class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Every communication made inside: by Python name, and by operator as the dispatcher sees it.
+    """Counts every communication made inside: by Python name, and by the dispatcher's operator.
 
-    Two nets, because a caller may hold a reference to a function from before we wrapped it.
+    Both are needed, because a caller may hold a reference to a function from before the wrapping.
     """
 
     NAMES = (
@@ -152,14 +152,14 @@ def watched_save(save: Any) -> Any:
 
 
 def await_outcomes() -> None:
-    """Wait until this rank has learned how its saves went, and what they found.
+    """Wait until this rank has received the results of its saves and their differing copies.
 
-    Otherwise a slow machine may need more than two iterations for that.
+    Without this wait, the results may take longer than two iterations on a slow machine.
     """
     from megatron_flashckpt.save.session import session
 
-    for each in session._open.values():
-        checkpointer = each.checkpointer
+    for opened in session._open.values():
+        checkpointer = opened.checkpointer
         checkpointer.saves.put_back(checkpointer.wait())
 
 
@@ -179,7 +179,7 @@ def killing_step(forward_step: Any) -> Any:
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
 
     def wrapper(batches: Any, model: Any) -> Any:
-        # Taken off the list: a forward runs once per micro-batch.
+        # A forward runs once per micro-batch, so the entry is removed from the list.
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
         if held and iteration() == int(held):
@@ -210,15 +210,15 @@ def measuring_step(forward_step: Any) -> Any:
     def wrapper(batches: Any, model: Any) -> Any:
         from megatron_flashckpt.save.session import session
 
-        # What is garbage must not look like growth; what was there before need not be looked at.
+        # Garbage must not look like growth; older objects need no inspection.
         nonlocal frozen
         if not frozen:
             gc.freeze()
             frozen = True
         gc.collect()
-        await_commit()  # the agent holds more of a save that it has not committed
-        for each in session._open.values():
-            client = each.checkpointer.link.current
+        await_commit()  # an agent holds more memory for a save that is not yet committed
+        for opened in session._open.values():
+            client = opened.checkpointer.link.current
             if client is not None:
                 used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
                 used["trainer"]["nbytes"] = meter.allocated()
@@ -236,8 +236,8 @@ def preparing_step(forward_step: Any) -> Any:
         from megatron_flashckpt.save.session import session
 
         deadline = time.monotonic() + 60
-        for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
-            while each.checkpointer.link.is_preparing:
+        for opened in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
+            while opened.checkpointer.link.is_preparing:
                 assert time.monotonic() < deadline, "agent and memory are not ready"
                 time.sleep(0.01)
         return forward_step(batches, model)
@@ -246,7 +246,7 @@ def preparing_step(forward_step: Any) -> Any:
 
 
 def await_commit() -> None:
-    """Wait until the latest save is committed; saves are made after every iteration."""
+    """Wait until the latest save is committed; every iteration is followed by a save."""
     deadline = time.monotonic() + 60
     tracker = Path(get_args().save, "latest_checkpointed_iteration.txt")
     while iteration() > 1 and (not tracker.exists() or int(tracker.read_text()) < iteration() - 1):
@@ -255,7 +255,7 @@ def await_commit() -> None:
 
 
 def resources(pid: int) -> dict[str, int]:
-    """Return what a process uses: descriptors, memfds and threads."""
+    """Return the resources of a process: descriptors, memfds and threads."""
     files = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -268,7 +268,7 @@ def resources(pid: int) -> dict[str, int]:
 
 
 def send(name: str, whom: str) -> None:
-    """Send a signal; rank 0 does it, but for those that each rank sends itself."""
+    """Send a signal from rank 0, or from each rank to itself."""
     number = signal.Signals[f"SIG{name}"]
     if whom == "ranks":
         os.kill(os.getpid(), number)
@@ -277,8 +277,8 @@ def send(name: str, whom: str) -> None:
     if whom == "agent":
         from megatron_flashckpt.save.session import session
 
-        for each in session._open.values():
-            os.kill(each.checkpointer.link.client().agent_pid, number)
+        for opened in session._open.values():
+            os.kill(opened.checkpointer.link.client().agent_pid, number)
     if whom in ("torchrun", "job"):
         torchrun = psutil.Process(os.getppid())
         ranks = torchrun.children()
@@ -288,7 +288,7 @@ def send(name: str, whom: str) -> None:
 
 
 def traced_load(load: Any) -> Any:
-    """Trace what a load reads of shards, as the storage sees it."""
+    """Trace the bytes of shards that a load reads from storage."""
     from megatron_flashckpt.storage.posix import PosixStorage
 
     read_into = PosixStorage.read_into
@@ -326,7 +326,7 @@ def dequantizations() -> int:
 
 
 def trace_quantized(event: str, chunks: list[Any], optimizer: Any, dequantized: int) -> None:
-    """Trace all FP8 weights, and how many were dequantized since there were `dequantized`."""
+    """Trace all FP8 weights, and the dequantizations since there were `dequantized`."""
     from tests.support.jobs import quantized_weights
 
     count = dequantizations() - dequantized
@@ -336,7 +336,7 @@ def trace_quantized(event: str, chunks: list[Any], optimizer: Any, dequantized: 
 
 
 def trace_early_reads() -> None:
-    """Trace which files of a save directory this rank opens to take its arguments from them."""
+    """Trace the files of a save directory that this rank opens to read its arguments."""
     from megatron_flashckpt.load import node_leader
 
     # On a slow machine some ranks may start a minute later than others.
@@ -361,7 +361,7 @@ def show_stale_tracker() -> None:
 
 
 def trace_slabs() -> None:
-    """Trace which thread makes a slab, and for how much in each slot, if saves are ours."""
+    """Trace the thread that makes a slab, and its bytes per slot, if saves are ours."""
     if not training.save_checkpoint.__module__.startswith("megatron_flashckpt"):
         return
     from megatron_flashckpt.memory.slab import Slab
@@ -377,7 +377,7 @@ def trace_slabs() -> None:
 
 
 class TracedWriter:
-    """Stands in for Megatron's writers, on the rank that has them: takes every call."""
+    """Replaces Megatron's writers on the rank that has them, and accepts every call."""
 
     def __init__(self) -> None:
         self.run: Any = mock.MagicMock()
@@ -410,10 +410,10 @@ def be_the_writers() -> None:
 
 
 def report_counters() -> None:
-    """The plan counters of our checkpointer, if ours was in use."""
+    """Trace the plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.save.session")
-    for each in session.session._open.values() if session else ():
-        counters = each.checkpointer.planner.counters
+    for opened in session.session._open.values() if session else ():
+        counters = opened.checkpointer.planner.counters
         trace(
             event="plans",
             local=counters.local_hits,
@@ -421,7 +421,7 @@ def report_counters() -> None:
             misses=counters.misses,
         )
         if "GPU" in os.environ:
-            on_gpu.report(trace, each.checkpointer.link.stager)
+            on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
 def tell_groups_apart(by: list[str]) -> None:
