@@ -48,12 +48,16 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
-    """Call `probe` until it returns a true value or the deadline passes; return the value."""
+    """Call `probe` until it returns a true value or the deadline passes; return the value.
+
+    A probe may list directories that an agent removes at the same time.
+    """
     deadline = time.monotonic() + within_s
     while True:
-        value = probe()
-        if value:
-            return value
+        with contextlib.suppress(FileNotFoundError):
+            value = probe()
+            if value:
+                return value
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
 
