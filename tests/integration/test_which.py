@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.megatron_jobs import Result, differing, run_job, succeeded, tensors
-from tests.support.trainer import remove_tree
+from tests.support.trainer import eventually, remove_tree
 
 MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -27,7 +27,8 @@ def crashed(tmp_path: Path) -> Path:
     """Run a job that is killed in iteration 6 after it committed 2 and 4; the agent keeps both."""
     result = train(tmp_path, "crash", {"KILL": "0:6"})
     assert result.returncode != 0
-    assert (tmp_path / "save" / TRACKER).read_text() == "4"
+    tracker = tmp_path / "save" / TRACKER
+    eventually("the commit of iteration 4", lambda: tracker.read_text() == "4")
     return tmp_path
 
 
