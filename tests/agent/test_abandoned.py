@@ -73,7 +73,7 @@ def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: P
         trainer.client.adopt(None, 0)
     eventually("the removal of the shard", lambda: not shard.exists())
     log = (node.directory(root) / LOG).read_text()
-    assert "removed" not in log, "the agent removes its own shard, not an orphaned file"
+    assert "orphaned" not in log, "the agent removes its own shard, not an orphaned file"
 
 
 def test_other_nodes_learn_that_rank_0_staged_no_part(
