@@ -261,3 +261,31 @@ def test_dlrover_is_left_out_with_the_missing_requirement(
         systems.UnavailableError, match=r"^'git archive .* failed: fatal: not a git"
     ):
         systems.old_trees(tmp_path, tmp_path, quick=True)
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/understanding/benchmarks.md", "benchmarks/README.md"]
+)
+def test_a_document_shows_the_published_medians(document: str) -> None:
+    published = report.read_figures(REPO / "benchmarks" / "results" / "train.json")
+    medians = {
+        system["label"]: {
+            figures.LABELS[name]: f"{spread['median']:.2f}"
+            for name, spread in system["figures"].items()
+        }
+        for system in published["systems"].values()
+    }
+    header: list[str] = []
+    compared = 0
+    for line in (REPO / document).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if "first save's step" in cells:
+            header = cells
+        elif header and cells[0] in medians:
+            for column, cell in zip(header[1:], cells[1:], strict=True):
+                if cell != "-" and column in figures.LABELS.values():
+                    assert cell.split(" (")[0] == medians[cells[0]][column], (line, column)
+                    compared += 1
+        elif not line.startswith("|"):
+            header = []
+    assert compared > 20

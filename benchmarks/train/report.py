@@ -57,9 +57,10 @@ def machine_line(figures: dict[str, Any]) -> str:
     """Return a line with the properties of the machine on which the figures depend."""
     machine = figures["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    kernel, _, _ = machine["kernel"].partition("-")
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
-        f"{machine['file_system']}, Linux {machine['kernel']}; {versions}; {figures['started']}"
+        f"{machine['file_system']}, Linux {kernel}; {versions}; {figures['started']}"
     )
 
 
