@@ -32,12 +32,12 @@ class CellError(AssertionError):
     """A check of a cell failed."""
 
 
-def eventually(what: str, probe: Callable[[], T | None]) -> T:
+def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
     """Return the first true value of `probe`, which is called until the deadline."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + within_s
     while not (value := probe()):
         if time.monotonic() > deadline:
-            raise CellError(f"not within {PATIENCE_S:.0f} s: {what}")
+            raise CellError(f"not within {within_s:.0f} s: {what}")
         time.sleep(0.003)
     return value
 

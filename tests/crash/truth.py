@@ -24,7 +24,7 @@ from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.crash import trouble
-from tests.crash.job import CellError, eventually
+from tests.crash.job import PATIENCE_S, CellError, eventually
 
 _OF_A_CHECKPOINT = re.compile(
     r"manifest\.json|common-[0-9a-f]+\.msgpack|rank_\d{5,}-[0-9a-f]+\.safetensors"
@@ -115,7 +115,7 @@ def check_tidy(save: Path, newest: int) -> None:
         raise CellError(f"left behind: {sorted(left)}")
 
 
-def await_tidy(save: Path, newest: int) -> None:
+def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
     """Wait until no files are left over; agents of earlier runs may still write some."""
 
     def is_tidy() -> bool:
@@ -127,7 +127,7 @@ def await_tidy(save: Path, newest: int) -> None:
         return False
 
     try:
-        eventually("no file is left over", is_tidy)
+        eventually("no file is left over", is_tidy, within_s)
     except CellError:
         check_tidy(save, newest)  # names the files
         raise
