@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +17,6 @@ import pytest
 from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
 from megatron_flashckpt import FORMAT_VERSION, __version__
-from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import printable, progress_bar
@@ -33,52 +29,8 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.test_fence import OLD, claim_of
+from tests.cli.conftest import Run, only_line
 from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
-
-Run = Callable[..., "Ran"]
-
-
-class Ran:
-    """Output and exit status of a command."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status = status
-        self.out = out
-        self.err = err
-        self.lines = [line.rstrip() for line in out.splitlines()]
-
-    def row(self, *start: str) -> list[str]:
-        """Return the cells of the only table row that starts with the cells `start`."""
-        rows = [re.split(r"\s{2,}", line.strip()) for line in self.lines]
-        (match,) = (row for row in rows if tuple(row[: len(start)]) == start)
-        return match
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
-        monkeypatch.delenv(name)
-
-    def run(*arguments: object) -> Ran:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def save(tmp_path: Path) -> Path:
-    return tmp_path / "save"
-
-
-def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
-    """Assert that a command failed with exactly one line, on stderr."""
-    assert ran.status == status
-    assert ran.out == ""
-    assert re.fullmatch(rf"flashckpt: {pattern}\n", ran.err), ran.err
-
 
 # ---------------------------------------------------------------------- ls
 
@@ -254,89 +206,6 @@ def test_ls_of_an_empty_directory_succeeds(run: Run, save: Path) -> None:
     save.mkdir()
     ran = run("ls", save)
     assert (ran.status, ran.lines) == (0, [f"{save}: no checkpoints"])
-
-
-# ---------------------------------------------------------------------- prune
-
-
-def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 15, 20):
-        make(save, iteration)
-    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
-    before = snapshot(save)
-    dry = run("prune", save, "--dry-run")
-    assert (dry.status, dry.out) == (0, "iter_0000015: would be removed\n")
-    assert snapshot(save) == before
-    ran = run("prune", save)
-    assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
-    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
-    assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
-
-
-def test_prune_refuses_a_directory_with_a_renewed_claim(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20):
-        make(save, iteration)
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    storage, done = PosixStorage(save), threading.Event()
-    claims.put(storage, claim_of(OLD))
-    assert run("ls", save).lines[-1].startswith("claimed by run aaaaaaaa (agent ")
-
-    def renew() -> None:
-        former = claim_of(OLD, renewed_at=0.0)
-        claims.put(storage, former)
-        for number in itertools.count(1):
-            renewed = claim_of(OLD, renewed_at=float(number))
-            assert claims.renew(storage, former, renewed)
-            former = renewed
-            if done.wait(0.02):
-                return
-
-    writer = threading.Thread(target=renew)
-    writer.start()
-    try:
-        ran = run("prune", save)
-        assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
-    finally:
-        done.set()
-        writer.join()
-    only_line(
-        ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
-    )
-    assert run("prune", save).out == "iter_0000010: removed\n", "the claim is no longer renewed"
-
-
-def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
-    make(save, 10)
-    only_line(run("prune", save), r"'retention' has no rule, .*FLASHCKPT_RETENTION__LATEST=3", 2)
-
-
-def test_prune_without_a_tracker_removes_nothing(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20):
-        make(save, iteration)
-    (save / TRACKER).unlink()
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    assert run("prune", save).status == 0
-    assert (save / "iter_0000010/manifest.json").exists()
-
-
-def test_prune_names_a_skipped_checkpoint_once(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20, 30):
-        make(save, iteration)
-    (save / "iter_0000010/manifest.json").write_text("{")
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    ran = run("prune", save)
-    assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
-    assert re.fullmatch(
-        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
-    )
 
 
 # ---------------------------------------------------------------------- inspect
