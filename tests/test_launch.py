@@ -76,7 +76,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(launch, "install", lambda: None)
     monkeypatch.setattr(exit_status, "_chosen", None)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path / "nothing")  # restores the path at the end
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "small_project"]:
         del sys.modules[name]
