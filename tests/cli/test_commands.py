@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -16,7 +17,8 @@ import msgspec
 import pytest
 from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
-from megatron_flashckpt import FORMAT_VERSION, __version__
+from megatron_flashckpt import FORMAT_VERSION, __version__, config
+from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import printable, progress_bar
@@ -29,22 +31,30 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests import reference_pages
+from tests.agent.test_fence import OLD, claim_of
 from tests.cli.conftest import Run, only_line
 from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
+
+#: A time of a commit, in the local time in which tables show it.
+NOON = datetime.datetime(2026, 11, 23, 12).timestamp()
 
 # ---------------------------------------------------------------------- ls
 
 
 def test_ls_shows_every_checkpoint_and_marks_the_tracked_one(run: Run, save: Path) -> None:
-    make(save, 10)
-    newest = make(save, 20)
-    nbytes = sum(newest.shard(rank).stat().st_size for rank in range(4))
+    for iteration in (10, 20):
+        made = make(save, iteration)
+        made.change_manifest(lambda manifest: manifest.update(committed_at=NOON))
+    nbytes = sum(made.shard(rank).stat().st_size for rank in range(4))
     ran = run("ls", save)
     assert (ran.status, ran.err) == (0, "")
-    assert ran.row("iteration") == ["iteration", "state", "ranks", "size", "layout", "remark"]
-    assert ran.row("10")[:3] == ["10", "committed", "4"]
+    names = ["iteration", "state", "date", "ranks", "size", "layout", "remark"]
+    assert ran.row("iteration") == names
+    assert ran.row("10")[:4] == ["10", "committed", "2026-11-23 12:00", "4"]
     size = f"{nbytes / 1024:.1f} KiB"
-    assert ran.row("*", "20") == ["*", "20", "committed", "4", size, "tp2 pp1 dp2"]
+    row = ["*", "20", "committed", "2026-11-23 12:00", "4", size, "tp2 pp1 dp2"]
+    assert ran.row("*", "20") == row
     assert ran.lines[-1] == f"* named by {TRACKER}"
 
 
@@ -155,7 +165,7 @@ def test_ls_continues_after_an_unreadable_checkpoint(run: Run, save: Path) -> No
     assert ran.status == 0
     assert re.search(r"is not a manifest \(.*\)$", ran.row("10", "unreadable")[-1])
     assert ran.row("20", "unreadable")[-1].endswith(": upgrade megatron_flashckpt")
-    assert ran.row("*", "30", "committed")[3] == "4"
+    assert ran.row("*", "30", "committed")[4] == "4"
     assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
 
 
@@ -202,10 +212,25 @@ def test_ls_says_that_a_job_without_a_tracker_starts_from_scratch(run: Run, save
     assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
 
 
-def test_ls_of_an_empty_directory_succeeds(run: Run, save: Path) -> None:
-    save.mkdir()
-    ran = run("ls", save)
-    assert (ran.status, ran.lines) == (0, [f"{save}: no checkpoints"])
+@pytest.mark.parametrize("output", [[], ["--json"]], ids=str)
+def test_a_directory_without_checkpoints_is_an_error_of_ls(
+    run: Run, save: Path, output: list[str]
+) -> None:
+    (save / "tensorboard").mkdir(parents=True)
+    wrong = "give Megatron's --save directory"
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint; {wrong}")
+    (save / TRACKER).write_text("20")
+    fact = rf"although {TRACKER} names '20'"
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
+    storage = PosixStorage(save)
+    claims.put(storage, claim_of(OLD, state=claims.ENDED))
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
+    claims.put(storage, claim_of(OLD, state=claims.TRAINING))
+    only_line(
+        run("ls", save, *output),
+        rf"{save}: holds no checkpoint yet, {fact}; it is claimed by run aaaaaaaa \(.*\), which is "
+        r"training or was killed: wait until a save is committed",
+    )
 
 
 # ---------------------------------------------------------------------- inspect
@@ -426,6 +451,63 @@ def test_config_check_prints_every_setting_in_effect(
     assert ran.out.count(":") >= len(msgspec.structs.fields(Config))
 
 
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file of settings; a variable overrides one of them."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "slots: 3\nbusy: wait\nagent:\n  grace_s: 5\n"
+        'retention: {best: {metric: "lm loss", keep: 2}}\n'
+    )
+    monkeypatch.setenv("FLASHCKPT_CONFIG", str(file))
+    monkeypatch.setenv("FLASHCKPT_AGENT__GRACE_S", "7")
+    return file
+
+
+def test_config_check_names_changed_settings_with_their_origin(run: Run, configured: Path) -> None:
+    count = len(config.origins(None, {}))
+    lines = run("config", "check").lines
+    comments = lines[: next(n for n, line in enumerate(lines) if line[0] != "#")]
+    best = '{"metric":"lm loss","keep":2,"mode":"min"}'
+    assert comments == [
+        f"# 3 of {count} settings differ from their defaults:",
+        f"#   slots: 3 (default: 2), from {configured}",
+        f"#   retention.best: {best} (default: null), from {configured}",
+        "#   agent.grace_s: 7.0 (default: 600.0), from FLASHCKPT_AGENT__GRACE_S",
+    ]
+    assert msgspec.yaml.decode("\n".join(lines).encode(), type=Config) == load_config()
+
+
+def test_config_check_says_that_all_settings_have_their_defaults(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "same.yaml"
+    file.write_text("slots: 2\nagent: {}\n")
+    for given in ([], [file]):
+        first, second, *_ = run("config", "check", *given).lines
+        assert re.fullmatch(r"# All \d+ settings have their defaults\.", first)
+        assert second[0] != "#"
+
+
+def test_config_check_prints_json(run: Run, configured: Path) -> None:
+    ran = run("config", "check", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    settings = {setting.pop("name"): setting for setting in json.loads(ran.out)}
+    assert settings["slots"] == {
+        "value": 3,
+        "default": 2,
+        "source": "file",
+        "place": str(configured),
+    }
+    origin = {"source": "variable", "place": "FLASHCKPT_AGENT__GRACE_S"}
+    assert settings["agent.grace_s"] == {"value": 7.0, "default": 600.0, **origin}
+    default = {"source": "default", "place": None}
+    assert settings["weights"] == {"value": "store", "default": "store", **default}
+    assert settings["busy"]["source"] == "file", "the file sets it to its default"
+    assert settings["retention.best"]["value"] == {"metric": "lm loss", "keep": 2, "mode": "min"}
+    page = (reference_pages.DIRECTORY / "configuration.md").read_text()
+    shown = re.findall(r"^### (?!retention\.best\.)(\S+)$", page, re.M)
+    assert sorted(settings) == sorted(shown)
+
+
 def test_the_output_of_config_check_is_a_valid_configuration(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
     file.write_text(run("config", "check").out)
@@ -484,7 +566,7 @@ def test_a_missing_configuration_file_gives_one_line_and_status_2(run: Run, tmp_
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
 def test_a_missing_directory_gives_a_one_line_error(run: Run, tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "file/below"):
