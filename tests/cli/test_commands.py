@@ -434,6 +434,24 @@ def test_an_interrupted_verify_reports_the_interruption(
     only_line(run("verify", save), "interrupted", 130)
 
 
+def test_an_interruption_during_the_imports_gives_no_traceback(save: Path) -> None:
+    make(save)
+    code = (
+        "import importlib.abc, signal, sys\n"
+        "class Interrupt(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'rich':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from megatron_flashckpt.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "ls", str(save)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "flashckpt: interrupted\n")
+
+
 # ---------------------------------------------------------------------- config
 
 
