@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.cli.console import json_help, say
+from megatron_flashckpt.cli.console import json_help, printable, say
 from megatron_flashckpt.config import Config, Origin, load_config, origins
 
 
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, f"# All {len(settings)} settings have their defaults.")
     for setting in changed:
         value, default = map(_one_line, (setting.value, setting.default))
-        say(out, f"#   {setting.name}: {value} (default: {default}), from {setting.place}")
+        place = printable(setting.place or "", out.encoding)  # a line break would end the comment
+        say(out, f"#   {setting.name}: {value} (default: {default}), from {place}")
     say(out, msgspec.yaml.encode(config).decode().rstrip())
     return 0
 

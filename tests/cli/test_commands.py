@@ -505,6 +505,16 @@ def test_config_check_says_that_all_settings_have_their_defaults(run: Run, tmp_p
         assert second[0] != "#"
 
 
+def test_line_breaks_in_names_and_values_stay_in_comments(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine\nslots: 7\n.yaml"
+    file.write_text(r'trace: {directory: "a\nslots: 8"}')
+    ran = run("config", "check", file)
+    assert msgspec.yaml.decode(ran.out.encode(), type=Config) == load_config(file)
+    assert [line for line in ran.lines if line.startswith("slots:")] == ["slots: 2"]
+
+
 def test_config_check_prints_json(run: Run, configured: Path) -> None:
     ran = run("config", "check", "--json")
     assert (ran.status, ran.err) == (0, "")
@@ -751,7 +761,14 @@ def test_a_closed_standard_output_gives_a_one_line_error(save: Path) -> None:
     assert ran.stderr == b"flashckpt: standard output is closed; nothing was done\n"
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["ls"], ["inspect"], ["verify"]),
+        *(["ls", "--json"], ["inspect", "--json"], ["verify", "--json"]),
+    ],
+    ids=" ".join,
+)
 def test_control_characters_in_names_never_reach_the_terminal(
     run: Run, save: Path, arguments: list[str]
 ) -> None:
@@ -768,7 +785,7 @@ def test_control_characters_in_names_never_reach_the_terminal(
     assert "\x1b" not in ran.out + ran.err
     assert "owned" in ran.out
     assert "[bold]" in ran.out, "square brackets were read as markup"
-    if "--json" in arguments:
+    if arguments == ["inspect", "--json"]:
         assert json.loads(ran.out)["tensors"][0]["key"] == evil
 
 

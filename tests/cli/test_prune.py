@@ -15,7 +15,7 @@ from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import human_size
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.file_format.file_names import TRACKER, removal_name
+from megatron_flashckpt.file_format.file_names import TRACKER, removal_name, shard_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.test_fence import OLD, claim_of
 from tests.cli.conftest import Run, only_line
@@ -211,6 +211,21 @@ def test_prune_completes_and_counts_an_interrupted_removal(run: Run, save: Path)
     ran = run("prune", save, "--latest", "5")
     assert ran.lines == [f"iter_0000010: removed, {size}", f"freed {size}"]
     assert not made.directory.exists()
+
+
+def test_an_interrupted_removal_leaves_a_later_save_of_the_iteration(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    whole = size_of(made.directory)
+    former = "0123456789bb"  # its manifest was moved, and one of its files is left
+    (save / removal_name(10, former)).write_text("{}")
+    (made.directory / shard_name(0, former)).write_bytes(bytes(777))
+    dry = json.loads(run("prune", save, "--latest", "5", "--dry-run", "--json").out)
+    result = json.loads(run("prune", save, "--latest", "5", "--json").out)
+    assert dry["freed_nbytes"] == result["freed_nbytes"] == 777
+    assert [removal["removed"] for removal in result["checkpoints"]] == [True]
+    assert size_of(made.directory) == whole
+    assert run("verify", save, "--all").status == 0
 
 
 def test_prune_counts_only_bytes_that_were_freed(
