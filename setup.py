@@ -15,6 +15,16 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (HERE / "megatron_flashckpt/__init__.py").read_text(), re.M
 )[1]
 URL = os.environ.get("REPOSITORY_URL", "").rstrip("/")
+#: Files for users who have no clone: an installation puts them below `share/megatron_flashckpt/` of
+#: the environment.
+SHARED = {
+    folder: sorted(str(path.relative_to(HERE)) for path in HERE.glob(f"{folder}/{pattern}"))
+    for folder, pattern in (
+        ("configs", "*.yaml"),
+        ("patches", "*.patch"),
+        ("scripts", "pretrain_gpt_*.s*"),
+    )
+}
 
 
 def long_description() -> str:
@@ -59,6 +69,7 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["megatron_flashckpt", "megatron_flashckpt.*"]),
     package_data={"megatron_flashckpt": ["py.typed"]},
+    data_files=[(f"share/megatron_flashckpt/{folder}", files) for folder, files in SHARED.items()],
     # torch and megatron come with the training environment: never replaced from here. NVIDIA's
     # Apex must not be listed either (the `apex` on PyPI is another project).
     install_requires=[

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import inspect
@@ -245,21 +245,16 @@ def load_config(
     path = path or environ.get(FILE_VARIABLE) or None
     settings = _read_file(Path(path)) if path else {}
     origin = f"{path}" if path else "the defaults"
-    variables = {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, FAULT_VARIABLE)
-    }
+    keys = _keys_of_variables(environ)
     leaves = _leaves(settings)
     if unknown := {key: key for key in leaves if key not in _FIELDS and key not in _SECTIONS}:
         raise ConfigError(_unknown_message(str(path), unknown, str))
     if not _SECTIONS.isdisjoint(leaves):  # a section whose value has no fields
         raise ConfigError(_wrong_message(str(path), settings))
-    keys = {name: name[len(PREFIX) :].lower().replace("__", ".") for name in variables}
     if unknown := {name: key for name, key in keys.items() if key not in _FIELDS}:
         raise ConfigError(_unknown_message("environment", unknown, _variable))
     for name, key in keys.items():
-        _assign(settings, key, _parse_scalar(variables[name]))
+        _assign(settings, key, _parse_scalar(environ[name]))
         origin = f"{origin} and {name}"
     if message := _wrong_message(origin, settings):
         raise ConfigError(message)
@@ -267,6 +262,40 @@ def load_config(
         return msgspec.convert(settings, Config)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{origin}: {error}; see configs/ for every field") from error
+
+
+class Origin(NamedTuple):
+    """Place that a setting's value comes from."""
+
+    source: Literal["default", "file", "variable"]
+    place: str | None
+    """Path of the file or name of the variable; None for a default."""
+
+
+def origins(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, Origin]:
+    """Return the origin of every setting; the arguments are those of `load_config`.
+
+    A setting that a file or a variable sets to its default has that file or variable as its origin.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(FILE_VARIABLE) or None
+    result = dict.fromkeys(_FIELDS, Origin("default", None))
+    for key in _leaves(_read_file(Path(path))) if path else ():
+        result[key] = Origin("file", str(path))
+    for name, key in _keys_of_variables(environ).items():
+        result[key] = Origin("variable", name)
+    return result
+
+
+def _keys_of_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that set something, with the dotted name of the setting of each."""
+    return {
+        name: name[len(PREFIX) :].lower().replace("__", ".")
+        for name in environ
+        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, FAULT_VARIABLE)
+    }
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Run an unedited training script with the shims in place.
+"""Run an unedited training script, or a module, with Megatron's functions replaced by ours.
 
 torchrun ... -m megatron_flashckpt.launch pretrain_gpt.py ARGS
 python -m megatron_flashckpt.launch pretrain_gpt.py ARGS
 flashckpt-launch pretrain_gpt.py ARGS
+
+`-m MODULE` instead of the script runs a module, as `python -m MODULE` does.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -40,19 +43,33 @@ def install() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `argv[0]` (a script) with the remaining arguments, as `python SCRIPT ARGS` would."""
+    """Run a script or a module with its arguments, as Python would.
+
+    Args:
+        argv: `SCRIPT ARGS` or `-m MODULE ARGS`; default: those of this process.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    is_module = argv[:1] == ["-m"]
+    if is_module:
+        argv = argv[1:]
+    if not argv or (argv[0] in ("-h", "--help") and not is_module):
         print(__doc__, file=sys.stderr)
         raise SystemExit(0 if argv else 2)
-    script = argv[0]
-    if not os.path.isfile(script):
-        raise SystemExit(f"flashckpt-launch: {script}: no such script; give the path of a .py file")
-    # As `python SCRIPT` does: the script's directory is on the path, and argv starts with the
-    # script. Megatron-LM checkouts need that, because their `megatron` package lies there.
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    target = argv[0]
+    if not is_module and not os.path.isfile(target):
+        raise SystemExit(
+            f"flashckpt-launch: {target}: no such script; give the path of a .py file, or "
+            "-m and the name of a module"
+        )
+    # As Python does: the first entry of the path is the script's directory, or with `-m` the
+    # working directory. Megatron-LM checkouts need that, because their `megatron` package lies
+    # there.
+    script_directory = os.path.dirname(os.path.abspath(target))
+    sys.path.insert(0, os.getcwd() if is_module else script_directory)
     sys.argv = argv
     try:
+        if is_module:
+            target = _main_module(target)
         install()
     except FlashCkptError as error:
         raise SystemExit(f"flashckpt-launch: {error}") from error
@@ -64,16 +81,40 @@ def main(argv: list[str] | None = None) -> None:
             f"flashckpt-launch: {package} is not installed for {sys.executable}; "
             f"{_REMEDIES[package]}"
         ) from error
-    _run(script)
+    _run(target, is_module)
 
 
-def _run(script: str) -> None:
-    """Run the script; change its exit status 0 to 1 if its last save is not durable."""
+def _main_module(name: str) -> str:
+    """Return the module that `python -m NAME` runs: for a package its `__main__`."""
+    spec = None
+    try:
+        if name and not name.startswith("."):
+            spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a parent package imports something that is missing
+        spec = None
+    if spec is None:
+        raise SystemExit(
+            f"flashckpt-launch: {name}: no such module for {sys.executable}; start in the "
+            "directory that holds it, or put that directory on PYTHONPATH"
+        )
+    return name
+
+
+def _run(target: str, is_module: bool = False) -> None:
+    """Run the script or module; change its exit status 0 to 1 if its last save is not durable."""
     from megatron_flashckpt import exit_status
     from megatron_flashckpt.save.session import session
 
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         exit_status.choose(end.code)
         if not exit_status.is_success():

@@ -6,7 +6,13 @@
 # two nodes of 8 GPUs, TP8, distributed optimizer, a save every 50 iterations. As in the blog, --bf16 is
 # missing; PRECISION=bf16 adds it.
 #
-# Sets the arrays TRAIN (what torchrun runs) and GPT_ARGUMENTS.
+# Sets the arrays TRAIN (what torchrun runs) and GPT_ARGUMENTS. With --help as the first argument it prints the
+# header of the script that sources it, and ends.
+
+if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+  sed -n '2,${/^#SBATCH/q;/^#/!q;s/^# \{0,1\}//p}' "$0"
+  exit
+fi
 
 # A directory that all nodes see. --load names it as well: only then can a restart use host memory.
 : "${CHECKPOINT_PATH:?set CHECKPOINT_PATH to the directory for checkpoints}"

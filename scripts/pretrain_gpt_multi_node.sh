@@ -8,7 +8,8 @@
 # rank dies, torchrun restarts the ranks of all nodes, and they resume from the memory of their node's
 # agent. The rendezvous waits for a node that comes back late.
 #
-# pretrain_gpt_arguments.sh sets the model and its arguments. ARGS go to Megatron and override them.
+# CHECKPOINT_PATH is a directory that all nodes see. pretrain_gpt_arguments.sh sets the model and its arguments from
+# variables such as NODES and GPUS_PER_NODE. ARGS go to Megatron and override them. --help prints this text.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=pretrain_gpt_arguments.sh
 source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_arguments.sh"

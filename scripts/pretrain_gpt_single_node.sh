@@ -3,7 +3,8 @@
 #
 #   MEGATRON_LM=/path/to/Megatron-LM CHECKPOINT_PATH=/path scripts/pretrain_gpt_single_node.sh [ARGS]
 #
-# pretrain_gpt_arguments.sh sets the model and its arguments. ARGS go to Megatron and override them.
+# CHECKPOINT_PATH is the directory for checkpoints. pretrain_gpt_arguments.sh sets the model and its arguments from
+# variables such as GPUS_PER_NODE and NUM_LAYERS. ARGS go to Megatron and override them. --help prints this text.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=pretrain_gpt_arguments.sh
 source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_arguments.sh"

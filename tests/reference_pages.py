@@ -41,8 +41,9 @@ agent:
 
 No number may be above 1 000 000 000. Where a text says `None`, YAML says `null`. A name or a value
 that is not accepted stops the job before its first step, with a message that names the field.
-`flashckpt config check FILE` prints the settings that would be in effect. The folder `configs/` of
-the repository has files for common cases: a slow shared file system, several nodes, scarce host
+`flashckpt config check FILE` prints the settings that would be in effect, and names those that are
+not defaults with the file or variable that each comes from. The folder `configs/` of the
+repository has files for common cases: a slow shared file system, several nodes, scarce host
 memory, and others.
 
 ## Fields
@@ -65,11 +66,19 @@ output, and an error is one line on standard error. In a pipe no row of a table 
 `DIR` is the save directory: what Megatron's `--save` names. A job may train there meanwhile. Only
 `prune` refuses then.
 
-The launcher has no options of its own. These three start the same script with the arguments `ARGS`:
+With `--json` standard output is one JSON document and nothing else. The table of a command names
+its fields, whose names change only as those of [settings](versions.md#configuration) do. Points in
+time are seconds since 1970, and sizes are bytes. After an error standard output is empty. Damage
+that `verify` finds, and a checkpoint that `prune` cannot remove, are results and stand in the
+document.
+
+These three start the same script with the arguments `ARGS` through the launcher:
 
     torchrun TORCHRUN-OPTIONS -m megatron_flashckpt.launch pretrain_gpt.py ARGS
     python -m megatron_flashckpt.launch pretrain_gpt.py ARGS
     flashckpt-launch pretrain_gpt.py ARGS
+
+`-m MODULE` instead of the script runs a module, as `python -m MODULE` does.
 """
 
 

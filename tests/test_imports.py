@@ -67,6 +67,7 @@ TORCH_FREE = (
 TORCH_FREE += ("memory.slot", "memory.slab")
 #: Modules that start without torch; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli.commands", "cli.console", "cli.convert", "cli.report")
+TORCH_FREE_AT_START += ("cli.config_check", "cli.ls", "cli.prune")
 #: Units that import Megatron's modules; all others get their facts about Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",

@@ -117,13 +117,20 @@ def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
     assert [name for name in folders if not (REPO / name).is_dir()] == []
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_path: Path) -> None:
+def test_a_wheel_holds_the_package_and_files_to_copy(installed: Installed, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     shutil.copytree(installed.clone, clone)
     for module in REPO.glob("*/*.py"):
         if module.parent.name != "megatron_flashckpt":
             (clone / module.parent.name).mkdir(exist_ok=True)
             shutil.copy(module, clone / module.parent.name)
+    to_copy = {
+        path.relative_to(REPO)
+        for pattern in ("configs/*.yaml", "patches/*.patch", "scripts/*.sh", "scripts/*.sbatch")
+        for path in REPO.glob(pattern)
+    }
+    for folder in ("configs", "patches", "scripts"):
+        shutil.copytree(REPO / folder, clone / folder, dirs_exist_ok=True)
     installed.run(
         *("python", "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
         *("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path, clone),
@@ -132,6 +139,10 @@ def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_pa
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
+    data = "megatron_flashckpt-*.data/data/share/megatron_flashckpt/*/*"
+    shared = {Path(*name.parts[-2:]) for name in names if name.match(data)}
+    assert shared == to_copy
+    assert len(shared) > 18
     modules = {path.relative_to(clone) for path in (clone / "megatron_flashckpt").rglob("*.py")}
     assert {*modules, Path("megatron_flashckpt/py.typed")} <= set(names)
     assert {name.parts[0].partition("-")[0] for name in names} == {"megatron_flashckpt"}

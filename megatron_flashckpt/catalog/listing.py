@@ -68,6 +68,8 @@ class Found:
     ranks: int | None = None
     nbytes: int | None = None
     layout: str = ""
+    committed_at: float | None = None
+    """Seconds since 1970; None if no manifest records the time."""
 
 
 def save_directory(directory: str) -> Storage:
@@ -224,6 +226,7 @@ def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
+        committed_at=manifest.committed_at,
     )
 
 

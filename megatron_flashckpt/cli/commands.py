@@ -12,38 +12,35 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__
-from megatron_flashckpt.agent import claim, foreground
-from megatron_flashckpt.agent.takeover import is_live
+from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.catalog import listing
-from megatron_flashckpt.catalog.retention import removable, retire
-from megatron_flashckpt.catalog.tracker import tracked_iteration, tracker_text
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
-from megatron_flashckpt.cli import convert, plan, report
+from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report
 from megatron_flashckpt.cli.console import (
     add_row,
     complain,
     human_size,
+    json_help,
     log_as_complaints,
     new_table,
     progress_bar,
     say,
 )
-from megatron_flashckpt.config import Retention, load_config
+from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
-    OtherWriterError,
     for_command,
 )
-from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import iteration_dir
+from megatron_flashckpt.storage.base import Storage
 
 _PIPE_COLUMNS = 4096
 
@@ -89,14 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     directory.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
     iteration_help = "iteration to read; default: the one that the tracker names, else the newest"
 
-    ls = subparsers.add_parser("ls", parents=[directory], help="list the checkpoints in DIR")
-    ls.set_defaults(run=_ls)
+    ls.add_parser(subparsers, directory)
 
     inspect = subparsers.add_parser(
         "inspect", parents=[directory], help="show the tensors and files of one checkpoint"
     )
     inspect.add_argument("--iteration", type=_iteration, metavar="N", help=iteration_help)
-    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.add_argument("--json", action="store_true", help=json_help(listing.Summary))
     inspect.set_defaults(run=_inspect)
 
     check = subparsers.add_parser(
@@ -107,17 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     selection.add_argument(
         "--all", action="store_true", help="verify every committed checkpoint in DIR"
     )
+    check.add_argument("--json", action="store_true", help=json_help(list[Verdict]))
     check.set_defaults(run=_verify)
 
-    prune = subparsers.add_parser(
-        "prune",
-        parents=[directory],
-        help="remove checkpoints that no rule of the setting 'retention' keeps",
-    )
-    prune.add_argument(
-        "--dry-run", action="store_true", help="print what would be removed; remove nothing"
-    )
-    prune.set_defaults(run=_prune)
+    prune.add_parser(subparsers, directory)
 
     agent = subparsers.add_parser(
         "agent",
@@ -147,20 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_parser(subparsers)
     report.add_parser(subparsers)
 
-    config = subparsers.add_parser("config", help="check the settings").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    config_check = config.add_parser(
-        "check",
-        help="print the effective settings: defaults, then FILE, then environment variables",
-    )
-    config_check.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help="YAML file; default: the file that FLASHCKPT_CONFIG names",
-    )
-    config_check.set_defaults(run=_config_check)
+    config_check.add_parser(subparsers)
     return parser
 
 
@@ -168,42 +144,6 @@ def _iteration(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text!r} is not an iteration")
     return int(text)
-
-
-def _ls(args: argparse.Namespace, out: Console) -> int:
-    storage = listing.save_directory(args.directory)
-    entries = listing.checkpoints(storage)
-    tracker, tracked = tracker_text(storage), tracked_iteration(storage)
-    tracked_name = tracker if tracked is None else iteration_dir(tracked)
-    kept_by = report.kept_by(storage, tracked)
-    if entries:
-        columns = ["", "iteration", "state", "ranks", "size", "layout", "remark"]
-        if kept_by is not None:
-            columns.insert(-1, "kept by")
-        table = new_table(*columns)
-        for entry in entries:
-            marker = "*" if entry.directory == tracked_name else ""
-            label = entry.directory if entry.iteration is None else str(entry.iteration)
-            ranks = "" if entry.ranks is None else str(entry.ranks)
-            size = "" if entry.nbytes is None else human_size(entry.nbytes)
-            cells = [marker, label, entry.state, ranks, size, entry.layout, entry.remark]
-            if kept_by is not None:
-                rules = kept_by.get(-1 if entry.iteration is None else entry.iteration)
-                cells.insert(-1, "" if rules is None else ", ".join(rules) or "nothing")
-            add_row(table, out, *cells)
-        out.print(table)
-    else:
-        say(out, f"{args.directory}: no checkpoints")
-    if tracker is None:
-        if entries:
-            say(out, f"{TRACKER} is missing: a job would start from scratch")
-    elif tracked_name in {entry.directory for entry in entries}:
-        say(out, f"* named by {TRACKER}")
-    else:
-        say(out, f"{TRACKER} names {tracker!r}, which is missing")
-    if (writer := claim.read(storage)) is not None:
-        say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
-    return 0
 
 
 def _inspect(args: argparse.Namespace, out: Console) -> int:
@@ -255,6 +195,26 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
     return 0
 
 
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Damage of a checkpoint, as `verify --json` prints it."""
+
+    state: str
+    """`damaged`, or `unreadable` if storage refused a read."""
+    message: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Result for one checkpoint, as `verify --json` prints it."""
+
+    iteration: int
+    directory: str
+    intact: bool
+    files: int | None
+    """Shard files that were read; None if the manifest cannot be read."""
+    nbytes: int | None
+    problems: list[Problem]
+
+
 def _verify(args: argparse.Namespace, out: Console) -> int:
     storage = listing.save_directory(args.directory)
     if args.all:
@@ -263,62 +223,60 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
         iterations = [args.iteration]
     else:
         iterations = [listing.chosen_iteration(storage)]
-    intact = True
+    verdicts = []
     for iteration in iterations:
-        name = iteration_dir(iteration)
-        try:
-            stored = listing.open_checkpoint(storage, iteration)
-        except FlashCkptError as error:
-            # Only --all counts a missing checkpoint as damage; else it is the command's one error.
-            if isinstance(error, NotCommittedError) and not args.all:
-                raise
-            damages, amount_read = [error], ""
-        else:
-            with progress_bar() as progress:
-                task = progress.add_task(name, total=nbytes_to_read(stored))
-                damages = verify(stored, functools.partial(progress.advance, task))
-            files = len(stored.manifest.shards)
-            amount_read = f" ({files} shard files, {human_size(nbytes_to_read(stored))})"
-        for damage in damages:
-            adjective = "damaged" if isinstance(damage, CorruptCheckpointError) else "unreadable"
-            say(out, f"{adjective}: {for_command(str(damage))}")
-        plural = "s" if len(damages) > 1 else ""
-        verdict = f"{len(damages)} problem{plural}" if damages else "intact"
-        say(out, f"{name}: {verdict}{amount_read}")
-        intact = intact and not damages
-    return 0 if intact else 1
+        verdict = _verdict(storage, iteration, among_others=args.all)
+        verdicts.append(verdict)
+        if not args.json:
+            _print_verdict(verdict, out)
+    if args.json:
+        say(out, json.dumps(msgspec.to_builtins(verdicts), indent=2))
+    return 0 if all(verdict.intact for verdict in verdicts) else 1
 
 
-def _prune(args: argparse.Namespace, out: Console) -> int:
-    storage, rules = listing.save_directory(args.directory), load_config().retention
-    if rules == Retention():
-        raise ConfigError(
-            "'retention' has no rule, so every checkpoint is kept; set a rule in the file that "
-            "FLASHCKPT_CONFIG names, or with a variable such as FLASHCKPT_RETENTION__LATEST=3"
-        )
-    context: dict[str, Any] = {
-        "retain_interval": None,
-        "tracked": tracked_iteration(storage),
-        "previous": None,
-    }
-    if not args.dry_run and (writer := is_live(storage)) is not None:
-        raise OtherWriterError(
-            f"{args.directory}: nothing was removed, because {writer.writer} saves there and "
-            "applies its own 'retention'; end that job first"
-        )
-    candidates = [
-        iteration_dir(commit.iteration) for commit in removable(storage, rules, **context)
-    ]
-    remaining: list[str] = []
-    if not args.dry_run:
-        retire(storage, rules, **context)
-        remaining = [name for name in candidates if storage.kind(f"{name}/{MANIFEST}") is not None]
-    for name in candidates:
-        removed = "would be removed" if args.dry_run else "removed"
-        say(out, f"{name}: {'cannot be removed' if name in remaining else removed}")
-    if not candidates:
-        say(out, f"{args.directory}: no checkpoint to remove")
-    return 1 if remaining else 0
+def _verdict(storage: Storage, iteration: int, among_others: bool) -> Verdict:
+    """Return the result for one checkpoint, after reading all of it.
+
+    Args:
+        among_others: a missing checkpoint counts as damage; else it is the command's one error.
+    """
+    files = nbytes = None
+    try:
+        stored = listing.open_checkpoint(storage, iteration)
+    except FlashCkptError as error:
+        if isinstance(error, NotCommittedError) and not among_others:
+            raise
+        damages = [error]
+    else:
+        files, nbytes = len(stored.manifest.shards), nbytes_to_read(stored)
+        with progress_bar() as progress:
+            task = progress.add_task(stored.directory, total=nbytes)
+            damages = verify(stored, functools.partial(progress.advance, task))
+    return Verdict(
+        iteration=iteration,
+        directory=iteration_dir(iteration),
+        intact=not damages,
+        files=files,
+        nbytes=nbytes,
+        problems=[
+            Problem(
+                state="damaged" if isinstance(damage, CorruptCheckpointError) else "unreadable",
+                message=for_command(str(damage)),
+            )
+            for damage in damages
+        ],
+    )
+
+
+def _print_verdict(verdict: Verdict, out: Console) -> None:
+    for problem in verdict.problems:
+        say(out, f"{problem.state}: {problem.message}")
+    count = len(verdict.problems)
+    words = f"{count} problem{'s' if count > 1 else ''}" if count else "intact"
+    amount_read = ""
+    if verdict.nbytes is not None:
+        amount_read = f" ({verdict.files} shard files, {human_size(verdict.nbytes)})"
+    say(out, f"{verdict.directory}: {words}{amount_read}")
 
 
 def _agent(args: argparse.Namespace, out: Console) -> int:
@@ -327,11 +285,6 @@ def _agent(args: argparse.Namespace, out: Console) -> int:
     pid = foreground.wait_for_agent(args.save, load_config())
     # The pid is unknown if the agent runs in another container.
     say(out, f"{f'agent {pid}' if pid else 'an agent'} serves {args.save}")
-    return 0
-
-
-def _config_check(args: argparse.Namespace, out: Console) -> int:
-    say(out, msgspec.yaml.encode(load_config(args.file)).decode().rstrip())
     return 0
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 from collections.abc import Iterator
+from typing import Any
 
+from msgspec import inspect
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,6 +23,30 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_flashckpt.errors import for_command
+
+
+def json_help(kind: Any) -> str:
+    """Return the help text of `--json`, which names the fields of the output.
+
+    Args:
+        kind: type of the output.
+    """
+    return f"print JSON: {_fields(inspect.type_info(kind))}"
+
+
+def _fields(kind: inspect.Type) -> str:
+    """Return the fields of a JSON value, as `{a, b: [{c}]}`; empty for a value without fields."""
+    match kind:
+        case inspect.StructType():
+            shapes = {field.encode_name: _fields(field.type) for field in kind.fields}
+            named = (f"{name}: {shape}" if shape else name for name, shape in shapes.items())
+            return "{" + ", ".join(named) + "}"
+        case inspect.ListType() | inspect.VarTupleType():
+            shape = _fields(kind.item_type)
+            return f"[{shape}]" if shape else ""
+        case inspect.UnionType():
+            return "".join(map(_fields, kind.types))
+    return ""
 
 
 def complain(message: str, status: int) -> int:
@@ -77,7 +104,12 @@ def new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         right = column in ("ranks", "size", "pieces", "iteration", "rank")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if right else "left",
+            no_wrap=column in ("date", "state"),
+            overflow="fold",
+        )
     return table
 
 
@@ -102,6 +134,17 @@ def human_time(seconds: float) -> str:
         if seconds >= 2 * scale or (unit == "s" and seconds >= 1):
             return f"{seconds / scale:.1f} {unit}"
     return f"{1000 * seconds:.1f} ms"
+
+
+def clock(seconds: float | None, form: str) -> str:
+    """Return a time (seconds since 1970) in local time; empty for None.
+
+    Args:
+        form: format of `strftime`.
+    """
+    if seconds is None:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds).strftime(form)
 
 
 def printable(text: str, encoding: str) -> str:

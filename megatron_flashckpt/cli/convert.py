@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_flashckpt.cli.console import complain, human_size, progress_bar, say
+from megatron_flashckpt.cli.console import complain, human_size, human_time, progress_bar, say
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.errors import UnsupportedError
 
@@ -88,10 +89,10 @@ def run(args: argparse.Namespace, out: Console) -> int:
     with warnings.catch_warnings():
         # Megatron's import warns about each missing library that would speed up training.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        return _run(args, out, _formats())
+        return _run(args, out)
 
 
-def _run(args: argparse.Namespace, out: Console, formats: ModuleType) -> int:
+def _run(args: argparse.Namespace, out: Console) -> int:
     options = Options(
         overwrite=args.overwrite,
         weights_only=args.weights_only or args.to == "safetensors",
@@ -99,12 +100,17 @@ def _run(args: argparse.Namespace, out: Console, formats: ModuleType) -> int:
         shard_nbytes=args.max_file_size,
         memory_nbytes=args.memory,
     )
-    opened = formats.open_source(args.source, args.iteration, options)
-    contents = opened.contents
-    for warning in contents.warnings:
-        complain(f"note: {warning}", 0)
+    started = time.monotonic()
     with progress_bar() as progress:
-        task = progress.add_task(args.to, total=opened.nbytes)
+        # The imports and the model's reconstruction take seconds, in which nothing is read.
+        task = progress.add_task("importing torch and Megatron", total=None)
+        formats = _formats()
+        progress.update(task, description="opening the source")
+        opened = formats.open_source(args.source, args.iteration, options)
+        contents = opened.contents
+        for warning in contents.warnings:
+            complain(f"note: {warning}", 0)
+        progress.reset(task, description=args.to, total=opened.nbytes)
         result = formats.convert(
             opened,
             args.destination,
@@ -117,7 +123,7 @@ def _run(args: argparse.Namespace, out: Console, formats: ModuleType) -> int:
         f"{contents.place} ({opened.format}, iteration {contents.iteration}): "
         f"{len(contents.tensors)} tensors, {human_size(opened.nbytes)}",
     )
-    say(out, f"{result} ({args.to})")
+    say(out, f"{result} ({args.to}), in {human_time(time.monotonic() - started)}")
     return 0
 
 

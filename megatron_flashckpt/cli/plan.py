@@ -9,7 +9,15 @@ import typing
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.cli.console import add_row, complain, human_size, human_time, new_table, say
+from megatron_flashckpt.cli.console import (
+    add_row,
+    complain,
+    human_size,
+    human_time,
+    json_help,
+    new_table,
+    say,
+)
 from megatron_flashckpt.config import Config, Redundancy, Weights
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm import served
@@ -40,6 +48,17 @@ example:
     --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer \\
     --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4
 """
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of `plan --json`."""
+
+    plan: Plan
+    cluster: Cluster
+    redundancy: Redundancy
+    host_memory: list[HostMemory]
+    """Host memory of several settings and numbers of GPUs."""
+    notes: list[str]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="setting 'redundancy_group' (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help=json_help(Figures))
     hints = typing.get_type_hints(Cluster, include_extras=True)
     for field in msgspec.structs.fields(Cluster):
         kind, meta = typing.get_args(hints[field.name])
@@ -125,13 +144,13 @@ def run(args: argparse.Namespace, out: Console) -> int:
     )
     choices = _host_memory(args, cluster)
     if args.json:
-        figures = {
-            "plan": result,
-            "cluster": cluster,
-            "redundancy": args.redundancy,
-            "host_memory": choices,
-            "notes": notes,
-        }
+        figures = Figures(
+            plan=result,
+            cluster=cluster,
+            redundancy=args.redundancy,
+            host_memory=choices,
+            notes=notes,
+        )
         say(out, json.dumps(msgspec.to_builtins(figures), indent=2))
     else:
         _print(result, cluster, args.redundancy, out)
@@ -209,7 +228,7 @@ def _print_host_memory(choices: list[HostMemory], cluster: Cluster, out: Console
 def _cell(choice: HostMemory | None) -> str:
     if choice is None:  # redundancy needs a second node
         return "-"
-    return human_size(int(choice.nbytes)) + ("" if choice.fits else " !")
+    return human_size(int(choice.nbytes)) + ("" if choice.fits else "!")
 
 
 def sizes_of(
@@ -269,7 +288,7 @@ def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console)
     table = new_table(
         "save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day"
     )
-    for name, strategy in (("megatron_flashckpt", ours), ("gather, synchronous", gather)):
+    for name, strategy in (("flashckpt", ours), ("gather", gather)):
         add_row(table, out, name, *_cells(strategy))
     out.print(table)
     out.print()

@@ -7,7 +7,6 @@ removed since. The command needs neither torch nor a running job.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -20,9 +19,18 @@ from rich.console import Console
 from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.retention import committed, survey, why_kept
 from megatron_flashckpt.catalog.tracker import tracked_iteration
-from megatron_flashckpt.cli.console import add_row, human_size, human_time, new_table, say
+from megatron_flashckpt.cli.console import (
+    add_row,
+    clock,
+    human_size,
+    human_time,
+    json_help,
+    new_table,
+    printable,
+    say,
+)
 from megatron_flashckpt.config import Retention, load_config
-from megatron_flashckpt.errors import FlashCkptError, for_listing
+from megatron_flashckpt.errors import FlashCkptError, NotCommittedError, for_listing
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.layout.save_cost import SaveCost
@@ -32,12 +40,12 @@ REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
 _PNG = b"\x89PNG\r\n\x1a\n"
 #: Most saves that a drawing shows: more bars would be thinner than a pixel.
 _MAX_BARS = 200
-#: Colors of a drawing's phases. Failures are red, so no phase is.
+#: Labels and colors of a drawing's phases. Failures are red, so no phase is.
 _PHASES = {
-    "blocked_s": "tab:orange",
-    "staged_s": "tab:blue",
-    "persisted_s": "tab:cyan",
-    "durable_s": "tab:green",
+    "blocked_s": ("training blocked", "tab:orange"),
+    "staged_s": ("until staged", "tab:blue"),
+    "persisted_s": ("until persisted", "tab:cyan"),
+    "durable_s": ("until durable", "tab:green"),
 }
 
 
@@ -165,24 +173,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `report` to the argparse subparsers `subparsers`."""
     parser = subparsers.add_parser("report", help="show timings and failures of a job's saves")
     parser.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help=json_help(list[Row]))
     parser.add_argument("--png", metavar="FILE", help="draw a timeline (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, out: Console) -> int:
-    """Print the report, and draw it if `--png` is given."""
+    """Print the report, and draw it if `--png` is given.
+
+    Raises:
+        NotCommittedError: the directory has no record of a save.
+    """
     storage = listing.save_directory(args.directory)
     reasons = kept_by(storage, tracked_iteration(storage))
     report_rows = rows(storage, reasons or {})
+    if not report_rows:
+        raise NotCommittedError(
+            f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "
+            "give Megatron's --save directory"
+        )
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
-    elif not report_rows:
-        say(out, f"{args.directory}: no saves recorded")
     else:
         _print(report_rows, out, with_rules=reasons is not None)
     if args.png:
-        draw(report_rows, args.png)
+        draw(report_rows, args.png, args.directory)
         if not args.json:
             say(out, f"drawn: {args.png}")
     return 0
@@ -200,7 +215,7 @@ def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     shown = [is_wide or column not in _DETAILS for column in columns]
     table = new_table(*itertools.compress(columns, shown))
     for row in report_rows:
-        ended = _clock(row.ended_at, "%Y-%m-%d %H:%M:%S" if is_wide else "%m-%d %H:%M")
+        ended = clock(row.ended_at, "%Y-%m-%d %H:%M:%S" if is_wide else "%m-%d %H:%M")
         cells = [str(row.iteration), row.state, ended, *_cells(row)]
         if with_rules:
             nothing = "nothing" if row.state == listing.COMMITTED else ""
@@ -230,14 +245,11 @@ def _plans(cost: SaveCost) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def _clock(seconds: float | None, form: str) -> str:
-    if seconds is None:
-        return ""
-    return datetime.datetime.fromtimestamp(seconds).strftime(form)
-
-
-def draw(report_rows: list[Row], file: str | os.PathLike[str]) -> None:
+def draw(report_rows: list[Row], file: str | os.PathLike[str], directory: str) -> None:
     """Draw the last saves as a timeline: a bar of phases per save, a cross per failure.
+
+    Args:
+        directory: save directory, for the title.
 
     Raises:
         FlashCkptError: matplotlib is missing, the file cannot be written, or it is not a PNG.
@@ -255,23 +267,30 @@ def draw(report_rows: list[Row], file: str | os.PathLike[str]) -> None:
     FigureCanvasAgg(figure)  # needs no display, whatever backend matplotlib is configured for
     axes = figure.add_subplot()
     starts = [0.0] * len(last_rows)
-    for name, color in _PHASES.items():
+    for name, (label, color) in _PHASES.items():
         ends = [getattr(row.cost, name) if row.cost is not None else 0.0 for row in last_rows]
         widths = [max(0.0, end - begin) for begin, end in zip(starts, ends, strict=True)]
-        label = f"until {name.removesuffix('_s')}"
         axes.barh(range(len(last_rows)), widths, left=starts, label=label, color=color)
         starts = [begin + width for begin, width in zip(starts, widths, strict=True)]
     failed = [n for n, row in enumerate(last_rows) if row.state == FAILED]
-    axes.plot([0.0] * len(failed), failed, "rx", label="failed")
-    axes.set_yticks(range(len(last_rows)), [f"{row.iteration} ({row.state})" for row in last_rows])
+    if failed:
+        axes.plot([0.0] * len(failed), failed, "rx", label="failed", clip_on=False)
+    axes.set_yticks(range(len(last_rows)), [_tick(row) for row in last_rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since training called for the save")
     axes.set_ylabel("iteration")
-    axes.legend(loc="best")
+    number = f"the last {_MAX_BARS} saves" if len(report_rows) > _MAX_BARS else "saves"
+    place = printable(os.path.abspath(directory), "ascii")  # fonts lack other characters
+    axes.set_title(f"{number} to {place}", parse_math=False, wrap=True)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
     try:
         figure.savefig(file, format="png", dpi=100)
     except OSError as error:
         raise FlashCkptError(f"{file}: cannot be written ({error.strerror or error})") from error
+
+
+def _tick(row: Row) -> str:
+    return str(row.iteration) + (f" ({row.state})" if row.state != listing.COMMITTED else "")
 
 
 def _refuse_other_file(file: str | os.PathLike[str]) -> None:

@@ -114,12 +114,23 @@ def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
     assert [row["state"] for row in rows] == ["replaced", "committed"]
 
 
-def test_a_report_handles_an_empty_or_missing_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("output", [[], ["--json"], ["--png", "x.png"]], ids=str)
+def test_a_directory_without_any_record_of_a_save_is_an_error(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    output: list[str],
 ) -> None:
-    assert "no saves recorded" in report(capsys, tmp_path)
-    assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "give Megatron's --save directory" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "iter_0000001/mp_rank_00").mkdir(parents=True)  # Megatron's own format
+    assert main(["report", str(tmp_path), *output]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"flashckpt: {tmp_path}: holds no checkpoint in flashckpt format and no history of saves; "
+        "give Megatron's --save directory\n"
+    )
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_a_drawing_without_matplotlib_names_the_missing_package(
@@ -153,7 +164,7 @@ def test_a_narrow_terminal_gets_one_line_per_save(
         assert all(len(line.rstrip()) <= width for line in lines)
 
 
-def test_no_phase_is_drawn_in_the_color_of_failures(
+def test_a_drawing_names_directory_and_states_and_has_red_for_failures_only(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
@@ -163,6 +174,9 @@ def test_no_phase_is_drawn_in_the_color_of_failures(
     (axes,) = drawn[0].axes
     colors = {bar.get_facecolor() for bar in axes.patches}
     assert len(colors) == 4
+    assert axes.get_title() == f"saves to {saves}"
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert ticks == ["1 (removed)", "2", "3 (failed)", "4"], "only unusual states are named"
     assert not any(red > max(green, blue) + 0.6 for red, green, blue, _ in colors)
 
 

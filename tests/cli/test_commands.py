@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
-from megatron_flashckpt import FORMAT_VERSION, __version__
+from megatron_flashckpt import FORMAT_VERSION, __version__, config
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
@@ -33,66 +31,30 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests import reference_pages
 from tests.agent.test_fence import OLD, claim_of
+from tests.cli.conftest import Run, only_line
 from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
 
-Run = Callable[..., "Ran"]
-
-
-class Ran:
-    """Output and exit status of a command."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status = status
-        self.out = out
-        self.err = err
-        self.lines = [line.rstrip() for line in out.splitlines()]
-
-    def row(self, *start: str) -> list[str]:
-        """Return the cells of the only table row that starts with the cells `start`."""
-        rows = [re.split(r"\s{2,}", line.strip()) for line in self.lines]
-        (match,) = (row for row in rows if tuple(row[: len(start)]) == start)
-        return match
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
-        monkeypatch.delenv(name)
-
-    def run(*arguments: object) -> Ran:
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def save(tmp_path: Path) -> Path:
-    return tmp_path / "save"
-
-
-def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
-    """Assert that a command failed with exactly one line, on stderr."""
-    assert ran.status == status
-    assert ran.out == ""
-    assert re.fullmatch(rf"flashckpt: {pattern}\n", ran.err), ran.err
-
+#: A time of a commit, in the local time in which tables show it.
+NOON = datetime.datetime(2026, 11, 23, 12).timestamp()
 
 # ---------------------------------------------------------------------- ls
 
 
 def test_ls_shows_every_checkpoint_and_marks_the_tracked_one(run: Run, save: Path) -> None:
-    make(save, 10)
-    newest = make(save, 20)
-    nbytes = sum(newest.shard(rank).stat().st_size for rank in range(4))
+    for iteration in (10, 20):
+        made = make(save, iteration)
+        made.change_manifest(lambda manifest: manifest.update(committed_at=NOON))
+    nbytes = sum(made.shard(rank).stat().st_size for rank in range(4))
     ran = run("ls", save)
     assert (ran.status, ran.err) == (0, "")
-    assert ran.row("iteration") == ["iteration", "state", "ranks", "size", "layout", "remark"]
-    assert ran.row("10")[:3] == ["10", "committed", "4"]
+    names = ["iteration", "state", "date", "ranks", "size", "layout", "remark"]
+    assert ran.row("iteration") == names
+    assert ran.row("10")[:4] == ["10", "committed", "2026-11-23 12:00", "4"]
     size = f"{nbytes / 1024:.1f} KiB"
-    assert ran.row("*", "20") == ["*", "20", "committed", "4", size, "tp2 pp1 dp2"]
+    row = ["*", "20", "committed", "2026-11-23 12:00", "4", size, "tp2 pp1 dp2"]
+    assert ran.row("*", "20") == row
     assert ran.lines[-1] == f"* named by {TRACKER}"
 
 
@@ -203,7 +165,7 @@ def test_ls_continues_after_an_unreadable_checkpoint(run: Run, save: Path) -> No
     assert ran.status == 0
     assert re.search(r"is not a manifest \(.*\)$", ran.row("10", "unreadable")[-1])
     assert ran.row("20", "unreadable")[-1].endswith(": upgrade megatron_flashckpt")
-    assert ran.row("*", "30", "committed")[3] == "4"
+    assert ran.row("*", "30", "committed")[4] == "4"
     assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
 
 
@@ -250,92 +212,24 @@ def test_ls_says_that_a_job_without_a_tracker_starts_from_scratch(run: Run, save
     assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
 
 
-def test_ls_of_an_empty_directory_succeeds(run: Run, save: Path) -> None:
-    save.mkdir()
-    ran = run("ls", save)
-    assert (ran.status, ran.lines) == (0, [f"{save}: no checkpoints"])
-
-
-# ---------------------------------------------------------------------- prune
-
-
-def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("output", [[], ["--json"]], ids=str)
+def test_a_directory_without_checkpoints_is_an_error_of_ls(
+    run: Run, save: Path, output: list[str]
 ) -> None:
-    for iteration in (10, 15, 20):
-        make(save, iteration)
-    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
-    before = snapshot(save)
-    dry = run("prune", save, "--dry-run")
-    assert (dry.status, dry.out) == (0, "iter_0000015: would be removed\n")
-    assert snapshot(save) == before
-    ran = run("prune", save)
-    assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
-    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
-    assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
-
-
-def test_prune_refuses_a_directory_with_a_renewed_claim(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20):
-        make(save, iteration)
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    storage, done = PosixStorage(save), threading.Event()
-    claims.put(storage, claim_of(OLD))
-    assert run("ls", save).lines[-1].startswith("claimed by run aaaaaaaa (agent ")
-
-    def renew() -> None:
-        former = claim_of(OLD, renewed_at=0.0)
-        claims.put(storage, former)
-        for number in itertools.count(1):
-            renewed = claim_of(OLD, renewed_at=float(number))
-            assert claims.renew(storage, former, renewed)
-            former = renewed
-            if done.wait(0.02):
-                return
-
-    writer = threading.Thread(target=renew)
-    writer.start()
-    try:
-        ran = run("prune", save)
-        assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
-    finally:
-        done.set()
-        writer.join()
+    (save / "tensorboard").mkdir(parents=True)
+    wrong = "give Megatron's --save directory"
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint; {wrong}")
+    (save / TRACKER).write_text("20")
+    fact = rf"although {TRACKER} names '20'"
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
+    storage = PosixStorage(save)
+    claims.put(storage, claim_of(OLD, state=claims.ENDED))
+    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
+    claims.put(storage, claim_of(OLD, state=claims.TRAINING))
     only_line(
-        ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
-    )
-    assert run("prune", save).out == "iter_0000010: removed\n", "the claim is no longer renewed"
-
-
-def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
-    make(save, 10)
-    only_line(run("prune", save), r"'retention' has no rule, .*FLASHCKPT_RETENTION__LATEST=3", 2)
-
-
-def test_prune_without_a_tracker_removes_nothing(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20):
-        make(save, iteration)
-    (save / TRACKER).unlink()
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    assert run("prune", save).status == 0
-    assert (save / "iter_0000010/manifest.json").exists()
-
-
-def test_prune_names_a_skipped_checkpoint_once(
-    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (10, 20, 30):
-        make(save, iteration)
-    (save / "iter_0000010/manifest.json").write_text("{")
-    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    ran = run("prune", save)
-    assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
-    assert re.fullmatch(
-        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
+        run("ls", save, *output),
+        rf"{save}: holds no checkpoint yet, {fact}; it is claimed by run aaaaaaaa \(.*\), which is "
+        r"training or was killed: wait until a save is committed",
     )
 
 
@@ -540,6 +434,24 @@ def test_an_interrupted_verify_reports_the_interruption(
     only_line(run("verify", save), "interrupted", 130)
 
 
+def test_an_interruption_during_the_imports_gives_no_traceback(save: Path) -> None:
+    make(save)
+    code = (
+        "import importlib.abc, signal, sys\n"
+        "class Interrupt(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'rich':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from megatron_flashckpt.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "ls", str(save)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "flashckpt: interrupted\n")
+
+
 # ---------------------------------------------------------------------- config
 
 
@@ -555,6 +467,73 @@ def test_config_check_prints_every_setting_in_effect(
     assert printed == load_config(file, {"FLASHCKPT_AGENT__PERSIST_THREADS": "7"})
     assert (printed.slots, printed.agent.grace_s, printed.agent.persist_threads) == (3, 5.0, 7)
     assert ran.out.count(":") >= len(msgspec.structs.fields(Config))
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file of settings; a variable overrides one of them."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "slots: 3\nbusy: wait\nagent:\n  grace_s: 5\n"
+        'retention: {best: {metric: "lm loss", keep: 2}}\n'
+    )
+    monkeypatch.setenv("FLASHCKPT_CONFIG", str(file))
+    monkeypatch.setenv("FLASHCKPT_AGENT__GRACE_S", "7")
+    return file
+
+
+def test_config_check_names_changed_settings_with_their_origin(run: Run, configured: Path) -> None:
+    count = len(config.origins(None, {}))
+    lines = run("config", "check").lines
+    comments = lines[: next(n for n, line in enumerate(lines) if line[0] != "#")]
+    best = '{"metric":"lm loss","keep":2,"mode":"min"}'
+    assert comments == [
+        f"# 3 of {count} settings differ from their defaults:",
+        f"#   slots: 3 (default: 2), from {configured}",
+        f"#   retention.best: {best} (default: null), from {configured}",
+        "#   agent.grace_s: 7.0 (default: 600.0), from FLASHCKPT_AGENT__GRACE_S",
+    ]
+    assert msgspec.yaml.decode("\n".join(lines).encode(), type=Config) == load_config()
+
+
+def test_config_check_says_that_all_settings_have_their_defaults(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "same.yaml"
+    file.write_text("slots: 2\nagent: {}\n")
+    for given in ([], [file]):
+        first, second, *_ = run("config", "check", *given).lines
+        assert re.fullmatch(r"# All \d+ settings have their defaults\.", first)
+        assert second[0] != "#"
+
+
+def test_line_breaks_in_names_and_values_stay_in_comments(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine\nslots: 7\n.yaml"
+    file.write_text(r'trace: {directory: "a\nslots: 8"}')
+    ran = run("config", "check", file)
+    assert msgspec.yaml.decode(ran.out.encode(), type=Config) == load_config(file)
+    assert [line for line in ran.lines if line.startswith("slots:")] == ["slots: 2"]
+
+
+def test_config_check_prints_json(run: Run, configured: Path) -> None:
+    ran = run("config", "check", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    settings = {setting.pop("name"): setting for setting in json.loads(ran.out)}
+    assert settings["slots"] == {
+        "value": 3,
+        "default": 2,
+        "source": "file",
+        "place": str(configured),
+    }
+    origin = {"source": "variable", "place": "FLASHCKPT_AGENT__GRACE_S"}
+    assert settings["agent.grace_s"] == {"value": 7.0, "default": 600.0, **origin}
+    default = {"source": "default", "place": None}
+    assert settings["weights"] == {"value": "store", "default": "store", **default}
+    assert settings["busy"]["source"] == "file", "the file sets it to its default"
+    assert settings["retention.best"]["value"] == {"metric": "lm loss", "keep": 2, "mode": "min"}
+    page = (reference_pages.DIRECTORY / "configuration.md").read_text()
+    shown = re.findall(r"^### (?!retention\.best\.)(\S+)$", page, re.M)
+    assert sorted(settings) == sorted(shown)
 
 
 def test_the_output_of_config_check_is_a_valid_configuration(run: Run, tmp_path: Path) -> None:
@@ -615,7 +594,7 @@ def test_a_missing_configuration_file_gives_one_line_and_status_2(run: Run, tmp_
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
 def test_a_missing_directory_gives_a_one_line_error(run: Run, tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "file/below"):
@@ -782,7 +761,14 @@ def test_a_closed_standard_output_gives_a_one_line_error(save: Path) -> None:
     assert ran.stderr == b"flashckpt: standard output is closed; nothing was done\n"
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["ls"], ["inspect"], ["verify"]),
+        *(["ls", "--json"], ["inspect", "--json"], ["verify", "--json"]),
+    ],
+    ids=" ".join,
+)
 def test_control_characters_in_names_never_reach_the_terminal(
     run: Run, save: Path, arguments: list[str]
 ) -> None:
@@ -799,7 +785,7 @@ def test_control_characters_in_names_never_reach_the_terminal(
     assert "\x1b" not in ran.out + ran.err
     assert "owned" in ran.out
     assert "[bold]" in ran.out, "square brackets were read as markup"
-    if "--json" in arguments:
+    if arguments == ["inspect", "--json"]:
         assert json.loads(ran.out)["tensors"][0]["key"] == evil
 
 

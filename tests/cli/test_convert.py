@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from rich.progress import Progress
 
+from megatron_flashckpt.cli import convert
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.convert import FORMATS
 from megatron_flashckpt.convert.common.options import Options
@@ -44,7 +47,7 @@ def test_a_conversion_to_megatrons_format_and_back_is_exact(
     directory = f"iter_{ITERATION:07d}"
     source, result = out.splitlines()
     assert source.startswith(f"{save}/{directory} (flashckpt, iteration {ITERATION}): 21 tensors, ")
-    assert result == f"{dist}/{directory} (torch_dist)"
+    assert re.fullmatch(rf"{dist}/{directory} \(torch_dist\), in \d+\.\d (ms|s|min)", result)
     assert (status, err) == (0, "")
     assert len(list((dist / directory).glob("*.distcp"))) > 3
     status, out, err = run(capsys, dist, back, "--to", "flashckpt", "--iteration", ITERATION)
@@ -60,7 +63,7 @@ def test_safetensors_are_written_directly_into_the_directory(
 ) -> None:
     status, out, _ = run(capsys, save, tmp_path / "hf", "--to", "safetensors")
     assert status == 0
-    assert out.splitlines()[1] == f"{tmp_path / 'hf'} (safetensors)"
+    assert out.splitlines()[1].startswith(f"{tmp_path / 'hf'} (safetensors), in ")
     assert (tmp_path / "hf" / INDEX).exists()
 
 
@@ -180,6 +183,25 @@ def test_convert_prints_only_the_result_to_a_pipe(tmp_path: Path, save: Path) ->
     )
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
+
+
+def test_the_progress_bar_of_a_conversion_begins_before_the_imports(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = Progress(disable=True)
+    shown = []
+
+    def formats() -> ModuleType:
+        shown.append([(task.description, task.total) for task in bar.tasks])
+        return imported
+
+    imported = convert._formats()
+    monkeypatch.setattr(convert, "progress_bar", lambda: bar)
+    monkeypatch.setattr(convert, "_formats", formats)
+    assert run(capsys, save, tmp_path / "other", "--to", "torch_dist")[0] == 0
+    assert shown == [[("importing torch and Megatron", None)]]
+    (task,) = bar.tasks
+    assert (task.description, task.completed) == ("torch_dist", task.total)
 
 
 @pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "safetensors"])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 
 PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
@@ -53,6 +54,20 @@ def test_an_unsupported_job_gets_all_reasons_and_no_figures(
         assert err[0].startswith("flashckpt: no figures, because flashckpt does not serve this job")
         for reason in reasons:
             assert reason in err[0]
+
+
+def test_a_narrow_terminal_gets_one_line_per_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_PIPE_COLUMNS", 80)
+    words = ["plan", "--gpus", "64", "--parameters", "70e9", "--host-memory-gb", "64"]
+    assert main([*words, "--", "--bf16", "--use-distributed-optimizer"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = (n for n, line in enumerate(lines) if line.startswith("save "))
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["flashckpt", "gather"]
+    assert not lines[start + 3].strip()
+    assert [line.split()[0] for line in lines[-5:]] == ["16", "32", "64", "128", "256"]
+    assert any("913.2 GiB!" in line for line in lines[-5:])
 
 
 def test_reasons_are_reported_before_missing_sizes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,29 @@ def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
     assert lines[lines.index("--num-layers") + 1] == "7"
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
+def test_a_script_prints_its_usage_without_any_variable(
+    tmp_path: Path, script: str, option: str
+) -> None:
+    path = SCRIPTS / script
+    done = subprocess.run(
+        ["bash", str(path), option],
+        env={"PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert 5 <= len(lines) <= 15
+    assert any(re.match(rf"  .*{re.escape(script)} \[ARGS\]", line) for line in lines)
+    header = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+    assert [line for line in lines if line] == header[: len([line for line in lines if line])]
+    assert "CHECKPOINT_PATH" in done.stdout
+    assert "SBATCH" not in done.stdout
+
+
 @pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
 def test_a_script_names_a_missing_variable(recording: dict[str, str], missing: str) -> None:
     done = ran("pretrain_gpt_multi_node.sh", {**recording, missing: ""})

@@ -1,0 +1,87 @@
+"""`flashckpt config check`: the settings in effect, and where each one comes from."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from megatron_flashckpt.cli.console import json_help, printable, say
+from megatron_flashckpt.config import Config, Origin, load_config, origins
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting, as `config check --json` prints it."""
+
+    name: str
+    value: Any
+    default: Any
+    source: str
+    """`default`, `file` or `variable`."""
+    place: str | None
+    """Path of the file or name of the variable; None for a default."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `config check` to the argparse subparsers `subparsers`."""
+    config = subparsers.add_parser("config", help="check the settings").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    parser = config.add_parser(
+        "check",
+        help="print the settings in effect: defaults, then FILE, then environment variables; "
+        "comments name each setting that is not a default, and its origin",
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="YAML file; default: the file that FLASHCKPT_CONFIG names",
+    )
+    parser.add_argument("--json", action="store_true", help=json_help(list[Setting]))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, out: Console) -> int:
+    """Print the settings: YAML that a job accepts, with comments, or JSON."""
+    config = load_config(args.file)
+    settings = _settings(config, origins(args.file))
+    if args.json:
+        say(out, json.dumps(msgspec.to_builtins(settings), indent=2))
+        return 0
+    changed = [setting for setting in settings if setting.value != setting.default]
+    if changed:
+        say(out, f"# {len(changed)} of {len(settings)} settings differ from their defaults:")
+    else:
+        say(out, f"# All {len(settings)} settings have their defaults.")
+    for setting in changed:
+        value, default = map(_one_line, (setting.value, setting.default))
+        place = printable(setting.place or "", out.encoding)  # a line break would end the comment
+        say(out, f"#   {setting.name}: {value} (default: {default}), from {place}")
+    say(out, msgspec.yaml.encode(config).decode().rstrip())
+    return 0
+
+
+def _settings(config: Config, known: dict[str, Origin]) -> list[Setting]:
+    return [
+        Setting(
+            name=name,
+            value=_value(config, name),
+            default=_value(Config(), name),
+            source=origin.source,
+            place=origin.place,
+        )
+        for name, origin in known.items()
+    ]
+
+
+def _value(config: Config, name: str) -> Any:
+    return msgspec.to_builtins(functools.reduce(getattr, name.split("."), config))
+
+
+def _one_line(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

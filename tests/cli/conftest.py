@@ -1,0 +1,55 @@
+"""Fixtures of the tests of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.cli.commands import main
+
+Run = Callable[..., "Ran"]
+
+
+class Ran:
+    """Output and exit status of a command."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+        self.lines = [line.rstrip() for line in out.splitlines()]
+
+    def row(self, *start: str) -> list[str]:
+        """Return the cells of the only table row that starts with the cells `start`."""
+        rows = [re.split(r"\s{2,}", line.strip()) for line in self.lines]
+        (match,) = (row for row in rows if tuple(row[: len(start)]) == start)
+        return match
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: object) -> Ran:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return Ran(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    return tmp_path / "save"
+
+
+def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
+    """Assert that a command failed with exactly one line, on stderr."""
+    assert ran.status == status
+    assert ran.out == ""
+    assert re.fullmatch(rf"flashckpt: {pattern}\n", ran.err), ran.err

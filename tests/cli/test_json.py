@@ -1,0 +1,146 @@
+"""`--json` of `ls` and `verify`: the fields, and a standard output that holds nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.test_fence import OLD, claim_of
+from tests.cli.conftest import Run
+from tests.support.checkpoints import make, snapshot
+
+
+def test_ls_prints_every_checkpoint_as_json(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        made = make(save, iteration)
+        made.change_manifest(lambda manifest: manifest.update(committed_at=1234.5))
+    (save / "iter_0000030/mp_rank_00").mkdir(parents=True)
+    (save / "iter_0000040").mkdir()
+    claims.put(PosixStorage(save), claim_of(OLD, renewed_at=77.0, state=claims.ENDED))
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "15")
+    before = snapshot(save)
+    ran = run("ls", save, "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert snapshot(save) == before
+    document = json.loads(ran.out)
+    assert document.keys() == {"directory", "tracker", "checkpoints", "claim"}
+    assert (document["directory"], document["tracker"]) == (str(save), "20")
+    assert document["claim"] == {
+        "run_id": OLD.run_id,
+        "host": "elsewhere",
+        "agent_pid": os.getpid(),
+        "renewed_at": 77.0,
+        "state": "ended",
+    }
+    ours, tracked, stock, empty = document["checkpoints"]
+    assert tracked == {
+        "directory": "iter_0000020",
+        "iteration": 20,
+        "state": "committed",
+        "committed_at": 1234.5,
+        "ranks": 4,
+        "nbytes": sum(made.shard(rank).stat().st_size for rank in range(4)),
+        "layout": "tp2 pp1 dp2",
+        "tracked": True,
+        "kept_by": ["tracker"],
+        "remark": "",
+    }
+    assert (ours["tracked"], ours["kept_by"]) == (False, [])
+    assert (stock["state"], stock["remark"], stock["kept_by"]) == ("Megatron's own", "torch", None)
+    assert (stock["committed_at"], stock["ranks"], stock["nbytes"]) == (None, None, None)
+    assert empty["state"] == "not committed"
+    monkeypatch.delenv("FLASHCKPT_RETENTION__EVERY")
+    document = json.loads(run("ls", save, "--json").out)
+    assert {entry["kept_by"] for entry in document["checkpoints"]} == {None}
+
+
+def test_ls_prints_a_missing_tracker_and_a_missing_claim_as_null(run: Run, save: Path) -> None:
+    make(save)
+    (save / TRACKER).unlink()
+    document = json.loads(run("ls", save, "--json").out)
+    assert (document["tracker"], document["claim"]) == (None, None)
+    assert [entry["tracked"] for entry in document["checkpoints"]] == [False]
+
+
+def test_every_state_of_a_writer_has_a_name(run: Run, save: Path) -> None:
+    make(save)
+    for state, name in (
+        (claims.TRAINING, "training"),
+        (claims.FINISHING, "finishing"),
+        (claims.IDLE, "idle"),
+        (claims.ENDED, "ended"),
+    ):
+        claims.put(PosixStorage(save), claim_of(OLD, state=state))
+        assert json.loads(run("ls", save, "--json").out)["claim"]["state"] == name
+
+
+def test_verify_prints_a_verdict_per_checkpoint_as_json(run: Run, save: Path) -> None:
+    damaged = make(save, 10)
+    damaged.shard(1).unlink()
+    make(save, 20).manifest.write_text("{")
+    newest = make(save, 30)
+    ran = run("verify", save, "--all", "--json")
+    assert (ran.status, ran.err) == (1, "")
+    first, second, third = json.loads(ran.out)
+    assert third == {
+        "iteration": 30,
+        "directory": "iter_0000030",
+        "intact": True,
+        "files": 4,
+        "nbytes": sum(newest.shard(rank).stat().st_size for rank in range(4)),
+        "problems": [],
+    }
+    assert (first["intact"], first["files"]) == (False, 4)
+    older = "choose an older one with --iteration"
+    message = f"{damaged.shard(1)}: is missing; {older}"
+    assert first["problems"] == [{"state": "damaged", "message": message}]
+    assert (second["intact"], second["files"], second["nbytes"]) == (False, None, None)
+    assert "is not a manifest" in second["problems"][0]["message"]
+    ran = run("verify", save, "--json")
+    assert (ran.status, json.loads(ran.out)) == (0, [third])
+
+
+def fields(document: object) -> set[str]:
+    """Return the names of all fields in a JSON document."""
+    if isinstance(document, list):
+        return set().union(*map(fields, document))
+    if isinstance(document, dict):
+        return {*document, *fields([*document.values()])}
+    return set()
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
+def test_the_help_names_all_fields_of_the_json(
+    run: Run, save: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    for iteration in (10, 20):
+        damaged = make(save, iteration)
+    damaged.shard(1).unlink()
+    claims.put(PosixStorage(save), claim_of(OLD, state=claims.ENDED))
+    options = ["--latest", "1", "--dry-run"] if command == "prune" else []
+    document = json.loads(run(command, save, *options, "--json").out)
+    if command == "inspect":
+        del document["description"]  # its names are those of Megatron's arguments
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out.partition("print JSON: ")[2]
+    words = set(re.findall(r"\w+", shown))
+    assert len(fields(document)) > 5
+    assert fields(document) <= words
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
+def test_an_error_leaves_the_output_of_json_empty(run: Run, save: Path, command: str) -> None:
+    ran = run(command, save, "--json")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.count("\n") == 1

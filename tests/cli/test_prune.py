@@ -1,0 +1,273 @@
+"""`flashckpt prune`: the rules, what is removed, and the bytes that this frees."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.console import human_size
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.file_format.file_names import TRACKER, removal_name, shard_name
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.test_fence import OLD, claim_of
+from tests.cli.conftest import Run, only_line
+from tests.support.checkpoints import make, snapshot
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def iterations(save: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in save.glob("iter_*/manifest.json"))
+
+
+def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
+    before = snapshot(save)
+    size = human_size(size_of(save / "iter_0000015"))
+    dry = run("prune", save, "--dry-run")
+    assert dry.status == 0
+    assert dry.out == f"iter_0000015: would be removed, {size}\nwould free {size}\n"
+    assert snapshot(save) == before
+    ran = run("prune", save)
+    assert (ran.status, ran.out) == (0, f"iter_0000015: removed, {size}\nfreed {size}\n")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+    assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
+
+
+def test_prune_refuses_a_directory_with_a_renewed_claim(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    storage, done = PosixStorage(save), threading.Event()
+    claims.put(storage, claim_of(OLD))
+    assert run("ls", save).lines[-1].startswith("claimed by run aaaaaaaa (agent ")
+
+    def renew() -> None:
+        former = claim_of(OLD, renewed_at=0.0)
+        claims.put(storage, former)
+        for number in itertools.count(1):
+            renewed = claim_of(OLD, renewed_at=float(number))
+            assert claims.renew(storage, former, renewed)
+            former = renewed
+            if done.wait(0.02):
+                return
+
+    writer = threading.Thread(target=renew)
+    writer.start()
+    try:
+        ran = run("prune", save)
+        assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
+    finally:
+        done.set()
+        writer.join()
+    only_line(
+        ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
+    )
+    assert "iter_0000010: removed" in run("prune", save).out, "the claim is no longer renewed"
+
+
+def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
+    make(save, 10)
+    for output in ([], ["--dry-run"], ["--json"]):
+        ran = run("prune", save, *output)
+        only_line(ran, r"'retention' has no rule, .*; give a rule such as --latest 3, .*", 2)
+
+
+def test_prune_without_a_tracker_removes_nothing(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    (save / TRACKER).unlink()
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    assert run("prune", save).status == 0
+    assert (save / "iter_0000010/manifest.json").exists()
+
+
+def test_prune_names_a_skipped_checkpoint_once(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30):
+        make(save, iteration)
+    (save / "iter_0000010/manifest.json").write_text("{")
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    ran = run("prune", save)
+    assert (ran.status, [line.split(",")[0] for line in ran.lines[:-1]]) == (
+        0,
+        ["iter_0000020: removed"],
+    )
+    assert re.fullmatch(
+        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["--latest", "2"], [20, 25]),
+        (["--every", "10"], [10, 20, 25]),
+        (["--latest", "2", "--every", "10"], [10, 20, 25]),
+        (["--max-age-hours", "1"], [20, 25]),
+        (["--max-age-hours", "0", "--latest", "3"], [15, 20, 25]),
+    ],
+    ids=str,
+)
+def test_options_of_prune_are_rules(
+    run: Run, save: Path, options: list[str], kept: list[int]
+) -> None:
+    for iteration in (10, 15, 20, 25):
+        made = make(save, iteration)
+        if iteration < 20:
+            made.change_manifest(lambda manifest: manifest.update(committed_at=time.time() - 7200))
+    assert run("prune", save, *options, "--dry-run").status == 0
+    assert iterations(save) == [10, 15, 20, 25]
+    assert run("prune", save, *options).status == 0
+    assert iterations(save) == kept
+
+
+def test_an_option_of_prune_replaces_the_same_rule_of_the_configuration(
+    run: Run, save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20, 25):
+        make(save, iteration)
+    file = tmp_path / "mine.yaml"
+    file.write_text("retention: {latest: 4, every: 10}")
+    monkeypatch.setenv("FLASHCKPT_CONFIG", str(file))
+    assert "no checkpoint to remove" in run("prune", save).out
+    assert run("prune", save, "--latest", "1").status == 0
+    assert iterations(save) == [10, 20, 25], "the rule 'every' of the file still holds"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--latest=0", "--latest=-1", "--latest=x", "--every=1.5", "--every=99999999999"),
+        *("--max-age-hours=-1", "--max-age-hours=nan", "--max-age-hours=inf", "--max-age-hours=x"),
+    ],
+)
+def test_a_wrong_rule_of_prune_is_wrong_usage(
+    save: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    with pytest.raises(SystemExit) as ended:
+        main(["prune", str(save), option])
+    assert ended.value.code == 2
+    name, _, value = option.partition("=")
+    assert f"argument {name}: '{value}' is not a" in capsys.readouterr().err
+    assert iterations(save) == [10, 20]
+
+
+def test_prune_prints_json(run: Run, save: Path) -> None:
+    for iteration in (10, 15, 20):
+        save_id = make(save, iteration).save_id
+    sizes = [size_of(save / name) for name in ("iter_0000010", "iter_0000015")]
+    for dry_run in (True, False):
+        ran = run("prune", save, "--latest", "1", "--json", *["--dry-run"][: int(dry_run)])
+        assert (ran.status, ran.err) == (0, "")
+        assert json.loads(ran.out) == {
+            "directory": str(save),
+            "dry_run": dry_run,
+            "freed_nbytes": sum(sizes),
+            "checkpoints": [
+                {
+                    "iteration": iteration,
+                    "save_id": save_id,
+                    "nbytes": nbytes,
+                    "freed_nbytes": nbytes,
+                    "removed": not dry_run,
+                }
+                for iteration, nbytes in zip((10, 15), sizes, strict=True)
+            ],
+        }
+    assert iterations(save) == [20]
+    nothing = json.loads(run("prune", save, "--latest", "1", "--json").out)
+    assert (nothing["freed_nbytes"], nothing["checkpoints"]) == (0, [])
+
+
+def test_prune_completes_and_counts_an_interrupted_removal(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    made.manifest.rename(save / removal_name(10, made.save_id))
+    size = human_size(size_of(made.directory))
+    dry = run("prune", save, "--latest", "5", "--dry-run")
+    assert dry.lines == [f"iter_0000010: would be removed, {size}", f"would free {size}"]
+    ran = run("prune", save, "--latest", "5")
+    assert ran.lines == [f"iter_0000010: removed, {size}", f"freed {size}"]
+    assert not made.directory.exists()
+
+
+def test_an_interrupted_removal_leaves_a_later_save_of_the_iteration(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    whole = size_of(made.directory)
+    former = "0123456789bb"  # its manifest was moved, and one of its files is left
+    (save / removal_name(10, former)).write_text("{}")
+    (made.directory / shard_name(0, former)).write_bytes(bytes(777))
+    dry = json.loads(run("prune", save, "--latest", "5", "--dry-run", "--json").out)
+    result = json.loads(run("prune", save, "--latest", "5", "--json").out)
+    assert dry["freed_nbytes"] == result["freed_nbytes"] == 777
+    assert [removal["removed"] for removal in result["checkpoints"]] == [True]
+    assert size_of(made.directory) == whole
+    assert run("verify", save, "--all").status == 0
+
+
+def test_prune_counts_only_bytes_that_were_freed(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    stuck = made.shard(1)
+    (nbytes, whole) = stuck.stat().st_size, size_of(made.directory)
+    delete = PosixStorage.delete
+
+    def refuse(storage: PosixStorage, name: str) -> None:
+        if name.endswith(stuck.name):
+            raise StorageError(f"{name}: cannot delete (Operation not permitted)")
+        delete(storage, name)
+
+    monkeypatch.setattr(PosixStorage, "delete", refuse)
+    ran = run("prune", save, "--latest", "1", "--json")
+    assert ran.status == 1
+    assert "Operation not permitted" in ran.err
+    result = json.loads(ran.out)
+    (removal,) = result["checkpoints"]
+    left = sum(path.stat().st_size for path in made.directory.iterdir())
+    assert nbytes <= left < whole
+    assert result["freed_nbytes"] == removal["freed_nbytes"] == whole - left
+    assert not removal["removed"]
+    ran = run("prune", save, "--latest", "1")
+    assert (ran.status, ran.lines[0]) == (1, "iter_0000010: cannot be removed")
+    monkeypatch.setattr(PosixStorage, "delete", delete)
+    assert run("prune", save, "--latest", "1").lines[-1] == f"freed {human_size(left)}"
+
+
+def test_a_checkpoint_that_cannot_be_hidden_stays_and_frees_nothing(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+
+    def refuse(*_: object) -> None:
+        raise StorageError("cannot rename (Operation not permitted)")
+
+    monkeypatch.setattr(PosixStorage, "move", refuse)
+    ran = run("prune", save, "--latest", "1")
+    assert (ran.status, ran.lines) == (1, ["iter_0000010: cannot be removed", "freed 0 B"])
+    assert iterations(save) == [10, 20]
