@@ -16,7 +16,11 @@ from typing import Any
 from megatron_flashckpt.load import resume
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
-from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps, left_to_megatron
+from megatron_flashckpt.megatron_lm.job_flags import (
+    changes_beside_steps,
+    converts_format,
+    left_to_megatron,
+)
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
@@ -82,7 +86,8 @@ def _is_saved_by_megatron(call: SaveCall, margs: Any) -> bool:
         # Without `maybe_finalize_async_save`, each save reports the results of earlier ones.
         session.finalize(blocking=False)
     # A release checkpoint is made once, by hand, and is best kept in Megatron's own format.
-    return call.release
+    # `--ckpt-convert-format` demands one of Megatron's own formats.
+    return call.release or converts_format(margs)
 
 
 def _request(call: SaveCall, margs: Any) -> SaveRequest:
@@ -157,13 +162,14 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     if _left_to_megatron(margs):
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left
-    if margs.save:
+    is_saved_by_us = margs.save and not converts_format(margs)
+    if is_saved_by_us:
         # Refuse before the load a job that could not be saved later.
         session.startup(margs.save).check(call.model, call.optimizer)
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
-    if margs.save:
+    if is_saved_by_us:
         session.startup(margs.save).prepare(call.model, call.optimizer)
     return loaded
 

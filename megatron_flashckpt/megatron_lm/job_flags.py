@@ -22,6 +22,11 @@ def left_to_megatron(args: Any) -> str | None:
     return next(flags, None)
 
 
+def converts_format(args: Any) -> bool:
+    """Return whether the job loads a checkpoint, saves it in a format of Megatron's, and exits."""
+    return getattr(args, "ckpt_convert_format", None) is not None
+
+
 def changes_beside_steps(args: Any) -> str | None:
     """Return the given flag under which tensors change outside `optimizer.step()`, or None.
 

@@ -27,8 +27,9 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED, Shape
-from megatron_flashckpt.megatron_lm import legacy_geometry
+from megatron_flashckpt.megatron_lm import legacy_geometry, parallel
 from megatron_flashckpt.megatron_lm.compat import takes
+from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
@@ -126,6 +127,7 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
             result.parameters += legacy_geometry.parameters(chunk)
             continue
         parameters = {id(p): p for p in chunk.parameters()}
+        copies_experts = _copies_experts(chunk)
         described = set()
         for name, entry in _entries(chunk):
             if isinstance(entry, ShardedObject):
@@ -135,6 +137,8 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
             geometry = _geometry(name, entry)
             if owner is not None:
                 described.add(id(owner))
+                if copies_experts and not is_expert(owner):
+                    geometry = _reduced_as_dense(geometry)
                 result.parameters.append((owner, geometry))
             else:
                 result.buffers.append((number, name, geometry))
@@ -246,6 +250,31 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
         replica=replica_id[-1],
         resizable=resizable,
         copy="" if main else _copy(name == entry.key, *replica_id[:-1]),
+    )
+
+
+def _copies_experts(chunk: Any) -> bool:
+    """Return whether several tensor ranks may hold the same part of an expert."""
+    config: Any = getattr(chunk, "config", None)
+    ways = getattr(config, "expert_tensor_parallel_size", None)
+    return ways is not None and bool(ways < config.tensor_model_parallel_size)
+
+
+def _reduced_as_dense(geometry: Geometry) -> Geometry:
+    """Return the geometry of a parameter whose replicas are those of dense parameters.
+
+    Without expert parallelism Megatron reduces the gradients of experts over the dense replicas,
+    but numbers the experts' replicas over the expert-data-parallel group. If the expert tensor
+    parallel size is smaller than the tensor parallel size, that group also has other tensor ranks.
+    These hold copies, which drift apart because nothing reduces their gradients.
+    """
+    count, index = parallel.data_parallel()
+    expert_count, expert_index = parallel.expert_data_parallel()
+    if geometry.replica != expert_index or not geometry.main:
+        return geometry  # of a dense parameter, or of a duplicate by its own numbers
+    copy = expert_index % (expert_count // count)
+    return dataclasses.replace(
+        geometry, main=copy == 0, replica=index, copy="" if copy == 0 else f"0.{copy}"
     )
 
 

@@ -17,6 +17,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.convert.writers.legacy import write_legacy
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.layout.reshard import Box
@@ -172,3 +173,16 @@ def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: 
     assert boxes(reopened).keys() == boxes(made).keys()
     (warning,) = reopened.warnings
     assert warning.startswith(f"{key} is not converted: no forward uses it")
+
+
+def test_torch_dist_refuses_masters_of_which_only_low_halves_are_stored(tmp_path: Path) -> None:
+    """A precision-aware optimizer keeps the low halves, and neither Megatron nor we would load it.
+
+    Megatron's own torch_dist has whole fp32 masters.
+    """
+    low = torch.zeros(3, dtype=torch.int16)
+    source = contents(arguments())
+    source.tensors.append(held("w", "master_param", low, (((0,), (3,)),)))
+    with pytest.raises(UnsupportedError, match=r"master_param/w holds the low halves of fp32"):
+        write_torch_dist(source, tmp_path, Options())
+    assert not list(tmp_path.rglob("iter_*"))

@@ -34,9 +34,11 @@ FOUND = "ranks hold different copies of 2 tensors"
 REPLACED = "All ranks now get the first copy of each, because"
 
 
-def job(tmp_path: Path, name: str, load: Path, *more: str, **options: object) -> Result:
+def job(
+    tmp_path: Path, name: str, load: Path, *more: str, model: str = "DELTA_NET", **options: object
+) -> Result:
     schedule = ["--train-iters", "6", "--save-interval", "2", "--load", str(load)]
-    options = {"ranks": 2, **options, "env": {"DELTA_NET": "1", **options.get("env", {})}}
+    options = {"ranks": 2, **options, "env": {model: "1", **options.get("env", {})}}
     arguments = [*MODEL, *schedule, "--save", str(load), *more]
     return succeeded(run_job(tmp_path, name, arguments, **options))
 
@@ -182,3 +184,22 @@ def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) 
     expected = whole.losses()
     assert after.losses() == {iteration: expected[iteration] for iteration in (5, 6)}
     assert differing(tensors(save, 6), tensors(resumed, 6)) == []
+
+
+def test_experts_that_tensor_ranks_copy_resume_bit_for_bit(tmp_path: Path) -> None:
+    """With TP2, expert TP1 and EP1 Megatron reduces no gradients between copies of an expert."""
+    whole, resumed = tmp_path / "A", tmp_path / "B"
+    experts = [
+        *(*TP2, "--sequence-parallel", "--use-distributed-optimizer", "--disable-bias-linear"),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--expert-tensor-parallel-size", "1"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+    ]
+    # Each save waits for the results of earlier saves, also in a job that may predict more tokens.
+    a = job(tmp_path, "a", whole, *experts, model="MTP")
+    assert FOUND in a.log
+    keys = {f"decoder.layers.mlp.experts.experts.linear_fc{n}.weight" for n in (1, 2)}
+    assert {key for _, key in copies(whole, 4)} == keys
+    truncated_copy(whole, resumed, 4)
+    b = job(tmp_path, "b", resumed, *experts, model="MTP")
+    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (5, 6)}
+    assert differing(tensors(whole, 6), tensors(resumed, 6)) == []

@@ -68,6 +68,7 @@ OTHER_STAGES = [
         doors=("ours",),
     ),
 ]
+_CONVERTED = f"{EVERY_2} --ckpt-convert-format torch_dist --ckpt-convert-save {{save}}"
 #: After a resume, stock trains differently from the uninterrupted job; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
 #: Jobs that must agree at both entry points in everything that is compared.
@@ -86,6 +87,8 @@ ALIKE = [
     Job("swiglu", f"{TORCH} {EVERY_2} --swiglu --disable-bias-linear"),
     Job("use-checkpoint-args", f"{TORCH} --load {{swiglu}} --ckpt-step 2 --use-checkpoint-args"),
     Job("use-checkpoint-args-none", f"{TORCH} --load {{save}} --use-checkpoint-args"),
+    Job("convert-format", f"{TORCH} --load {{whole}} --ckpt-step 2 {_CONVERTED}"),
+    Job("convert-format-2", f"{DIST} --load {{convert-format}}/torch_dist"),
     Job("exit-on-missing", f"{TORCH} --load {{save}} --exit-on-missing-checkpoint"),
     Job("start-on-missing", f"{TORCH} --load {{save}}"),
     Job("pretrained", f"{TORCH} --load {{save}} {EVERY_2} --pretrained-checkpoint {{whole}}"),
@@ -272,6 +275,15 @@ def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: R
 def test_megatron_reads_its_own_checkpoints(runs: Runs, name: str) -> None:
     expected = {"torch": "whole-2", "torch-dist": "async-2"}[name]
     assert runs[f"from-{name}"]["ours"].losses == runs[expected]["stock"].losses
+
+
+def test_a_conversion_by_megatron_writes_the_format_that_its_flag_names(runs: Runs) -> None:
+    converted = runs["convert-format"]["ours"]
+    assert "> converted checkpoint: torch -> torch_dist." in converted.output
+    assert (converted.save / "torch_dist/iter_0000002/metadata.json").is_file()
+    assert not list((converted.save / "torch_dist").rglob("manifest.json"))
+    assert "flashckpt: saves to" not in converted.output
+    assert runs["convert-format-2"]["ours"].losses == runs["whole-2"]["ours"].losses
 
 
 def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:

@@ -35,7 +35,9 @@ from megatron_flashckpt.convert.common.output_dir import (
 )
 from megatron_flashckpt.convert.readers.dcp import METADATA
 from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -54,11 +56,17 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
         UnsupportedError: layers that share a key have several types. Megatron itself refuses to
-            save such a model in this format.
+            save such a model in this format. Or masters are split between weights and optimizer.
     """
     for tensor in contents.tensors:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)
+        if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
+            raise UnsupportedError(
+                f"{tensor.name} holds the low halves of fp32 values "
+                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
+                "the weights alone with --weights-only"
+            )
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
