@@ -20,6 +20,10 @@ fi
 # The launcher runs an unedited script. With a checkout that is patched (patches/) or whose imports are
 # swapped, leave the launcher out: TRAIN=("$TRAIN_SCRIPT")
 TRAIN_SCRIPT=${TRAIN_SCRIPT:-${MEGATRON_LM:?set MEGATRON_LM to your Megatron-LM checkout}/pretrain_gpt.py}
+if [ ! -f "$TRAIN_SCRIPT" ]; then
+  echo "$TRAIN_SCRIPT: no such file on ${HOSTNAME:-this node}: set MEGATRON_LM to your Megatron-LM checkout" >&2
+  exit 1
+fi
 TRAIN=(-m megatron_flashckpt.launch "$TRAIN_SCRIPT")
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}

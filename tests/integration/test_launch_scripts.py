@@ -157,11 +157,13 @@ def recording(tmp_path: Path) -> dict[str, str]:
     torchrun.parent.mkdir()
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(0o755)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/pretrain_gpt.py").touch()
     return environment(
         tmp_path,
         torchrun.parent,
         REPO / "tests/support/slurm_double",
-        MEGATRON_LM="/megatron",
+        MEGATRON_LM=str(tmp_path / "megatron"),
         MASTER_ADDR="node-0",
         **SLURM,
         FLASHCKPT_RUNTIME_DIR=str(tmp_path),
@@ -181,7 +183,8 @@ def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
     start = lines.index("-m")
     torchrun, (_, launcher, script, *arguments) = lines[:start], lines[start:]
     assert torchrun[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
-    assert (launcher, script) == ("megatron_flashckpt.launch", "/megatron/pretrain_gpt.py")
+    assert launcher == "megatron_flashckpt.launch"
+    assert script == f"{recording['MEGATRON_LM']}/pretrain_gpt.py"
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     args = parse_args()
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (8, 1)
@@ -230,6 +233,22 @@ def test_a_script_names_a_missing_variable(recording: dict[str, str], missing: s
     assert done.returncode != 0
     assert re.search(rf"{missing}: set {missing} to ", done.stderr)
     assert done.stdout == ""
+
+
+def test_a_checkout_that_is_not_there_is_named_before_torchrun_starts(
+    recording: dict[str, str],
+) -> None:
+    done = ran("pretrain_gpt_single_node.sh", {**recording, "MEGATRON_LM": "/elsewhere"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "/elsewhere/pretrain_gpt.py: no such file" in done.stderr
+    assert "set MEGATRON_LM" in done.stderr
+
+
+def test_the_slurm_script_says_that_it_needs_sbatch(recording: dict[str, str]) -> None:
+    outside = {name: value for name, value in recording.items() if not name.startswith("SLURM")}
+    done = ran("pretrain_gpt_slurm.sbatch", outside)
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "submit this file with sbatch" in done.stderr
 
 
 def test_real_data_selects_the_tokenizer_of_gpt2(recording: dict[str, str]) -> None:
