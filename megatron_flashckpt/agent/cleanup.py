@@ -7,10 +7,14 @@ A directory without a manifest is an incomplete save, and no load uses it. It is
 committing agent does not know of that save: (a) when a job resumes, because no rank is saving then,
 or (b) after a commit, if it is newer than neither of the two newest commits. Names carry the id of
 their save, so files of a concurrent save are never hit.
+
+On shared storage, this node may see a manifest that another node has written only after a while. So
+files that are found when a job resumes stay until a second look finds them again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -35,6 +39,9 @@ _T = TypeVar("_T")
 _RETRIES_S = (0.2, 1.0)
 #: Longest wait for storage while a job waits to resume.
 _LOOK_S = 2.0
+#: Seconds from a resume to the second look. NFS shows new names after 60 s at the latest by default
+#: (`acdirmax`), and the probe of the save directory refuses longer delays (`probe_wait_s`).
+_SETTLE_S = 90.0
 _OF_ATTEMPTS = (".commit", ".failed")
 
 
@@ -48,6 +55,18 @@ class Leftovers:
     """Directories of incomplete saves, with the files in them."""
     examined: list[int] = dataclasses.field(default_factory=list)
     """Iterations of the checkpoints whose directories were examined."""
+
+    def also_in(self, later: Leftovers) -> Leftovers:
+        """Return the files that a later look has found again."""
+        incomplete = {
+            directory: sorted({*within} & {*later.incomplete.get(directory, ())})
+            for directory, within in self.incomplete.items()
+        }
+        return Leftovers(
+            sorted({*self.files} & {*later.files}),
+            {directory: within for directory, within in incomplete.items() if within},
+            later.examined,
+        )
 
     def remove(self, storage: Storage) -> int:
         """Delete the files, and directories without other files; return the number of files."""
@@ -87,6 +106,17 @@ def _delete_directory(storage: Storage, name: str) -> None:
     retried(lambda: storage.delete_directory(name))
 
 
+@dataclasses.dataclass(frozen=True)
+class _FirstLook:
+    """Files found when a job resumed."""
+
+    leftovers: Leftovers
+    is_pending: Callable[[int], bool]
+    is_current: Callable[[], bool]
+    again_at: float
+    """Time of the second look; `time.monotonic`."""
+
+
 class Sweeper:
     """Finds orphaned files at the right moments, and removes them in the background.
 
@@ -96,6 +126,9 @@ class Sweeper:
 
     def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
         self._storage = storage
+        #: Files found at the last resume, until the second look is due.
+        self._first_look: _FirstLook | None = None
+        self._second_looks: queue.SimpleQueue[_FirstLook] = queue.SimpleQueue()
         self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
@@ -103,15 +136,23 @@ class Sweeper:
         self._resumed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
 
-    def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
-        """Find files of all dead saves, if storage answers within `_LOOK_S`.
+    def look_soon(
+        self,
+        is_pending: Callable[[int], bool],
+        resumed: int | None = None,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Find files of all dead saves, if storage answers within `_LOOK_S`, for a second look.
 
         Files that are found later may belong to a save that has begun meanwhile on another node.
 
         Args:
             resumed: iteration of the checkpoint that the job resumes from. Trainers may see its
                 manifest before this node does, so its directory is not an incomplete save.
+            is_current: returns whether no job has started since. A later job may have resumed from
+                a save that was found here.
         """
+        self._first_look = None
         self._resumed = resumed
         # Files of an agent on another node may have become visible after the last look.
         self._clean = set()
@@ -120,9 +161,49 @@ class Sweeper:
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
         ).start()
         try:
-            self._found.put(answer.get(timeout=_LOOK_S))
+            leftovers = answer.get(timeout=_LOOK_S)
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
+            return
+        unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in leftovers.files}
+        clean = [iteration for iteration in leftovers.examined if iteration not in unclean]
+        self._clean.update(clean)
+        if leftovers.files or leftovers.incomplete:
+            again_at = time.monotonic() + _SETTLE_S
+            self._first_look = _FirstLook(leftovers, is_pending, is_current, again_at)
+
+    def queue_second_look(self) -> bool:
+        """Queue the second look for `sweep` if it is due; return True in this case."""
+        first = self._first_look
+        if first is None or time.monotonic() < first.again_at:
+            return False
+        self._first_look = None
+        self._second_looks.put(first)
+        return True
+
+    def _look_again(self, first: _FirstLook) -> None:
+        again = self._find(first.is_pending, None)
+        if first.is_current():
+            self._warn_of_late_manifests(first.leftovers, again)
+            self._found.put(first.leftovers.also_in(again))
+
+    def _warn_of_late_manifests(self, first: Leftovers, again: Leftovers) -> None:
+        """Name the checkpoints that were visible too late for this start to resume from them."""
+        for iteration in again.examined:
+            directory = file_names.iteration_dir(iteration)
+            saves = set(map(file_names.save_id_in, first.incomplete.get(directory, ())))
+            if not saves:
+                continue
+            with contextlib.suppress(FlashCkptError, OSError):
+                is_late = self._manifests.facts(self._storage, directory).save_id in saves
+                if not is_late:  # this job has saved the iteration again
+                    continue
+                logger.warning(
+                    "%s/%s: is a checkpoint, but this node saw its manifest only after the job had "
+                    "resumed; it stays, and the next start finds it",
+                    self._storage.place,
+                    directory,
+                )
 
     def look(
         self,
@@ -245,7 +326,9 @@ class Sweeper:
             leftovers.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
-        """Remove the files that were found."""
+        """Take a queued second look, and remove the files that were found."""
+        while not self._second_looks.empty():
+            self._look_again(self._second_looks.get())
         while not self._found.empty():
             leftovers = self._found.get()
             try:
@@ -261,10 +344,12 @@ def _committed_once(listed: list[str]) -> set[str]:
     """Return the saves in a directory whose manifest was written and later removed.
 
     A commit writes the common state last and needs the records of all ranks, which are removed
-    after the manifest is written. So a save with common state and without records was committed.
+    after the manifest is written. So a save with common state and without records was committed. A
+    marker is written after its manifest.
     """
     attempts = {file_names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
-    return set(filter(None, map(file_names.save_id_of_common, listed))) - attempts
+    common = set(map(file_names.save_id_of_common, listed)) - attempts
+    return set(filter(None, {*common, *map(file_names.save_id_of_marker, listed)}))
 
 
 def beside(storage: Storage, directory: str, save_id: str) -> list[str]:

@@ -70,8 +70,8 @@ class Committer:
         Args:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
-        self._sweeper.look_soon(self.is_pending, resumed)
-        self._tidier.add(self._sweeper.sweep)
+        run = self._node.fence.newest
+        self._sweeper.look_soon(self.is_pending, resumed, lambda: self._node.fence.newest == run)
 
     def join(
         self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
@@ -121,6 +121,8 @@ class Committer:
         shortest, longest = _COMMIT_POLL_S
         pause = shortest
         while True:
+            if self._sweeper.queue_second_look():
+                self._tidier.add(self._sweeper.sweep)
             with self._node.changed:
                 if self._closing:
                     return

@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.test_cleanup import half_a_save, plant
+from tests.agent.test_cleanup import half_a_save, plant, resume
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
@@ -64,8 +64,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
     plant(root, 5, *half_a_save(SAVE)[:1])
     sweeper = Sweeper(Unreliable(root, call, done=done))
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert not (root / DIRECTORY).exists()
 
 
@@ -87,8 +86,7 @@ def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, SAVE))
     before = sorted(os.listdir(root / DIRECTORY))
     sweeper = Sweeper(storage)
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert "put the manifest back" not in caplog.text
     assert sorted(os.listdir(root / DIRECTORY)) == before, "retention removes these files"
     finish(storage)
