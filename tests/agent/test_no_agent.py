@@ -192,9 +192,7 @@ class Troubled(PosixStorage):
     def size(self, name: str) -> int:
         if self.errors:
             self.errors -= 1
-            raise StorageError(
-                errno.ESTALE, f"{name}: cannot look at ({os.strerror(errno.ESTALE)})"
-            )
+            raise StorageError(errno.ESTALE, f"{name}: {os.strerror(errno.ESTALE)}")
         return super().size(name)
 
 
