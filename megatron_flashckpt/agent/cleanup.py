@@ -57,7 +57,10 @@ class Leftovers:
     """Iterations of the checkpoints whose directories were examined."""
 
     def also_in(self, later: Leftovers) -> Leftovers:
-        """Return the files that a later look has found again."""
+        """Return the files that a later look has found again, after a resume.
+
+        Empty directories are left out, because another agent may be about to fill them.
+        """
         incomplete = {
             directory: sorted({*within} & {*later.incomplete.get(directory, ())})
             for directory, within in self.incomplete.items()
@@ -84,8 +87,8 @@ class Leftovers:
 def retried(step: Callable[[], _T]) -> _T:
     """Return `step()`, a removal, repeated after errors that may pass.
 
-    Storage may remove a file and still report an error. An empty directory is never found again,
-    so an error must not end the removal before the directory is deleted.
+    Storage may remove a file and still report an error. A directory that stays empty is found only
+    after later commits, so an error must not end the removal before the directory is deleted.
     """
     for pause_s in _RETRIES_S:
         try:
@@ -292,6 +295,9 @@ class Sweeper:
         if file_names.MANIFEST not in listed:
             if iteration == self._resumed:
                 return
+            if not listed:  # an earlier removal may have failed
+                leftovers.incomplete[directory] = []
+                return
             committed = _committed_once(listed)
             removals = {file_names.removal_name(iteration, save_id) for save_id in committed}
             # Retention has moved the manifests of these, and deletes their files after a commit.
@@ -315,7 +321,7 @@ class Sweeper:
                 if _is_ours(name) and file_names.save_id_of(name) not in committed
             ]
             files = [name for name in names if self._storage.kind(name) == "file"]
-            if files:  # another agent may be about to fill an empty directory
+            if files:
                 leftovers.incomplete[directory] = files
             return
         leftovers.examined.append(iteration)

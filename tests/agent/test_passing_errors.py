@@ -75,6 +75,34 @@ def test_a_failed_removal_leaves_no_files_of_a_failed_save(root: Path, call: str
     assert not (root / DIRECTORY).exists()
 
 
+class Undeletable(PosixStorage):
+    """Real storage that cannot remove directories."""
+
+    def delete_directory(self, name: str) -> None:
+        raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+@pytest.mark.parametrize("remover", ["agent", "sweeper"])
+def test_an_empty_directory_that_could_not_be_removed_goes_after_later_commits(
+    root: Path, remover: str
+) -> None:
+    (newer,) = plant(root, 30, half_a_save("b" * 12)[0])
+    newer.unlink()
+    if remover == "agent":
+        forget(persisted(Undeletable(root), SAVE))
+    else:
+        plant(root, 5, half_a_save(SAVE)[0])
+        resume(Sweeper(Undeletable(root)))
+    assert os.listdir(root / DIRECTORY) == []
+    sweeper = Sweeper(PosixStorage(root))  # of the same agent, or of the next one
+    for committed in (10, 20):
+        assert (root / DIRECTORY).exists()
+        sweeper.look(lambda iteration: False, committed)
+        sweeper.sweep()
+    assert not (root / DIRECTORY).exists()
+    assert newer.parent.exists(), "another node may be about to fill it"
+
+
 def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
