@@ -129,9 +129,9 @@ class Sweeper:
 
     def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
         self._storage = storage
-        #: Files found at the last resume, until the second look is due.
+        #: Files found at the last resume, and the last ones that had a second look.
         self._first_look: _FirstLook | None = None
-        self._second_looks: queue.SimpleQueue[_FirstLook] = queue.SimpleQueue()
+        self._looked_again: _FirstLook | None = None
         self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
@@ -144,8 +144,8 @@ class Sweeper:
         is_pending: Callable[[int], bool],
         resumed: int | None = None,
         is_current: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Find files of all dead saves, if storage answers within `_LOOK_S`, for a second look.
+    ) -> float | None:
+        """Find files of all dead saves, if storage answers within `_LOOK_S`.
 
         Files that are found later may belong to a save that has begun meanwhile on another node.
 
@@ -154,6 +154,9 @@ class Sweeper:
                 manifest before this node does, so its directory is not an incomplete save.
             is_current: returns whether no job has started since. A later job may have resumed from
                 a save that was found here.
+
+        Returns:
+            Seconds until `sweep` is to take a second look; None if nothing was found.
         """
         self._first_look = None
         self._resumed = resumed
@@ -167,24 +170,22 @@ class Sweeper:
             leftovers = answer.get(timeout=_LOOK_S)
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
-            return
+            return None
         unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in leftovers.files}
         clean = [iteration for iteration in leftovers.examined if iteration not in unclean]
         self._clean.update(clean)
-        if leftovers.files or leftovers.incomplete:
-            again_at = time.monotonic() + _SETTLE_S
-            self._first_look = _FirstLook(leftovers, is_pending, is_current, again_at)
+        if not leftovers.files and not leftovers.incomplete:
+            return None
+        again_at = time.monotonic() + _SETTLE_S
+        self._first_look = _FirstLook(leftovers, is_pending, is_current, again_at)
+        return _SETTLE_S
 
-    def queue_second_look(self) -> bool:
-        """Queue the second look for `sweep` if it is due; return True in this case."""
+    def _look_again(self) -> None:
+        """Take the second look once it is due."""
         first = self._first_look
-        if first is None or time.monotonic() < first.again_at:
-            return False
-        self._first_look = None
-        self._second_looks.put(first)
-        return True
-
-    def _look_again(self, first: _FirstLook) -> None:
+        if first is None or first is self._looked_again or time.monotonic() < first.again_at:
+            return
+        self._looked_again = first
         again = self._find(first.is_pending, None)
         if first.is_current():
             self._warn_of_late_manifests(first.leftovers, again)
@@ -332,9 +333,8 @@ class Sweeper:
             leftovers.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
-        """Take a queued second look, and remove the files that were found."""
-        while not self._second_looks.empty():
-            self._look_again(self._second_looks.get())
+        """Take the second look if that is due, and remove the files that were found."""
+        self._look_again()
         while not self._found.empty():
             leftovers = self._found.get()
             try:

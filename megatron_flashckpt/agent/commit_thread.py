@@ -71,7 +71,13 @@ class Committer:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
         run = self._node.fence.newest
-        self._sweeper.look_soon(self.is_pending, resumed, lambda: self._node.fence.newest == run)
+        wait_s = self._sweeper.look_soon(
+            self.is_pending, resumed, lambda: self._node.fence.newest == run
+        )
+        if wait_s is not None:
+            later = threading.Timer(wait_s, self._tidier.add, [self._sweeper.sweep])
+            later.daemon = True
+            later.start()
 
     def join(
         self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
@@ -121,8 +127,6 @@ class Committer:
         shortest, longest = _COMMIT_POLL_S
         pause = shortest
         while True:
-            if self._sweeper.queue_second_look():
-                self._tidier.add(self._sweeper.sweep)
             with self._node.changed:
                 if self._closing:
                     return

@@ -65,7 +65,6 @@ def resume(sweeper: Sweeper, resumed: int | None = None) -> None:
     """Let a job resume while no save is pending, and remove what the second look finds again."""
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
         sweeper.look_soon(lambda iteration: False, resumed)
-    sweeper.queue_second_look()
     sweeper.sweep()
 
 
@@ -137,14 +136,11 @@ def test_a_newer_checkpoint_whose_manifest_comes_late_survives_a_resume(
     storage = HiddenManifests(root)
     sweeper = Sweeper(storage)
     sweeper.look_soon(lambda iteration: False)
-    assert not sweeper.queue_second_look()
     sweeper.sweep()
     assert listing(root) == before, "the second look is not due"
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
         sweeper.look_soon(lambda iteration: False)
     storage.is_hiding = False
-    assert sweeper.queue_second_look()
-    assert not sweeper.queue_second_look()
     sweeper.sweep()
     assert listing(root) == before - {str(dead.relative_to(root)), dead.parent.name}
     assert stored(root, 5)
@@ -158,7 +154,6 @@ def test_files_of_a_save_that_begins_between_both_looks_stay(root: Path) -> None
         sweeper.look_soon(lambda iteration: False)
     (new,) = plant(root, 6, file_names.shard_name(0, "b" * 12))
     (other,) = plant(root, 7, file_names.shard_name(0, "b" * 12))
-    assert sweeper.queue_second_look()
     sweeper.sweep()
     assert not dead.exists()
     assert new.exists()
@@ -173,7 +168,6 @@ def test_a_later_start_ends_the_search_of_the_former(root: Path) -> None:
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
         sweeper.look_soon(lambda iteration: False, None, lambda: runs[-1] == "first")
     runs.append("second")
-    assert sweeper.queue_second_look()
     sweeper.sweep()
     assert dead.exists()
 

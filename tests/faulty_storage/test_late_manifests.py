@@ -27,19 +27,18 @@ commit(persisted(PosixStorage(sys.argv[1]), {SAVE!r}))
 #: Program that resumes from the given iteration, and removes files after the second look.
 RESUME = """
 import sys
+import time
 from megatron_flashckpt.agent import cleanup
 from megatron_flashckpt.storage.posix import PosixStorage
 
-cleanup._SETTLE_S = 0.0
 sweeper = cleanup.Sweeper(PosixStorage(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("resume"):
         words = line.split()
         sweeper.look_soon(lambda iteration: False, int(words[1]) if words[1:] else None)
-        sweeper.sweep()
     else:
-        sweeper.queue_second_look()
-        sweeper.sweep()
+        time.monotonic = lambda: sys.maxsize
+    sweeper.sweep()
     print("done", flush=True)
 """
 
