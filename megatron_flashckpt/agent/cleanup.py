@@ -148,6 +148,7 @@ class Sweeper:
         """Find files of all dead saves, if storage answers within `_LOOK_S`.
 
         Files that are found later may belong to a save that has begun meanwhile on another node.
+        Files outside of checkpoints' directories need no second look.
 
         Args:
             resumed: iteration of the checkpoint that the job resumes from. Trainers may see its
@@ -171,13 +172,15 @@ class Sweeper:
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
             return None
-        unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in leftovers.files}
+        inside = Leftovers([name for name in leftovers.files if "/" in name], leftovers.incomplete)
+        outside = [name for name in leftovers.files if "/" not in name]
+        unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in inside.files}
         clean = [iteration for iteration in leftovers.examined if iteration not in unclean]
-        self._clean.update(clean)
-        if not leftovers.files and not leftovers.incomplete:
+        self._found.put(Leftovers(outside, examined=clean))
+        if not inside.files and not inside.incomplete:
             return None
         again_at = time.monotonic() + _SETTLE_S
-        self._first_look = _FirstLook(leftovers, is_pending, is_current, again_at)
+        self._first_look = _FirstLook(inside, is_pending, is_current, again_at)
         return _SETTLE_S
 
     def _look_again(self) -> None:

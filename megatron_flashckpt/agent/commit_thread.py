@@ -74,6 +74,7 @@ class Committer:
         wait_s = self._sweeper.look_soon(
             self.is_pending, resumed, lambda: self._node.fence.newest == run
         )
+        self._tidier.add(self._sweeper.sweep)
         if wait_s is not None:
             later = threading.Timer(wait_s, self._tidier.add, [self._sweeper.sweep])
             later.daemon = True
