@@ -11,7 +11,7 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, tell_again
+from megatron_flashckpt.agent.failed_save import forget, keep_telling, tell_again
 from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
@@ -168,6 +168,7 @@ class Committer:
             # it.
             forget(save)
             tell_again(save)
+            keep_telling(save, save.staged_at + self._node.options.commit_timeout_s)
         if not save.outlived and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
