@@ -75,7 +75,8 @@ def keep_telling(save: PendingSave, until: float) -> None:
     name = f"{save.directory}/{file_names.failure_name(rank, save.save_id)}"
 
     def tell() -> None:
-        while time.monotonic() < until:
+        # After a restart of the job, no node waits for the save.
+        while time.monotonic() < until and save.is_of_newest_run:
             time.sleep(_TELL_AGAIN_S)
             try:
                 save.storage.put(name, reason.encode())

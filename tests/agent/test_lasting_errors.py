@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from megatron_flashckpt.agent import failed_save, persister
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.failed_save import lasts_elsewhere
+from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage, PosixWriter
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
 from tests.faulty_storage.preload import FaultyStorage, fail
-from tests.support.trainer import eventually, new_save_id
+from tests.support.persisting import persisted
+from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -84,6 +89,18 @@ def test_a_node_reports_a_failure_as_soon_as_its_storage_is_back(
         assert trainers[1 - away].client.poll(0.0).pending == 1
         storage.is_away = False
         assert "Host is down" in (trainers[1 - away].outcome().error or "")
+
+
+def test_no_failure_is_reported_after_the_job_has_started_again(root: Path) -> None:
+    """Nobody would remove a note in the directory of a later save of the iteration."""
+    save = persisted(PosixStorage(root), "a" * 12, 0, 2)
+    save.untold, save.fence = (0, "Host is down"), Fence()
+    save.fence.hold(RunKey(2, "bbbbbbbb"), has_rank_0=True)
+    failed_save.keep_telling(save, time.monotonic() + 60.0)
+    for thread in threading.enumerate():
+        if thread.name == "note":
+            thread.join(PATIENCE_S)
+    assert not list(root.rglob("*.failed"))
 
 
 @pytest.mark.parametrize(
