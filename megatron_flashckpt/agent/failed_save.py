@@ -75,9 +75,10 @@ def keep_telling(save: PendingSave, until: float) -> None:
     name = f"{save.directory}/{file_names.failure_name(rank, save.save_id)}"
 
     def tell() -> None:
-        # After a restart of the job, no node waits for the save.
-        while time.monotonic() < until and save.is_of_newest_run:
+        while time.monotonic() < until:
             time.sleep(_TELL_AGAIN_S)
+            if not save.is_of_newest_run:  # no node waits for the save any more
+                return
             try:
                 save.storage.put(name, reason.encode())
             except OvertakenError:
