@@ -182,6 +182,12 @@ REVIEWED: dict[Call, Reason] = {
             "agent/test_commit.py::test_a_failed_attempt_leaves_the_committed_one_of_its_iteration",
         ),
         (
+            "keep_telling.tell",
+            "save.storage.put(name, reason.encode())",
+            ID,
+            "agent/test_failures.py::test_a_failure_on_one_node_reaches_the_other_with_its_reason",
+        ),
+        (
             "leave_note",
             "storage.put(name, reason.encode())",
             ID,

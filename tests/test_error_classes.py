@@ -24,6 +24,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 #: Modules that may name error numbers -> the reason.
 OF_THEIR_OWN = {
     "error_classes": "the table",
+    "convert/formats": "passes on the number of another library's error",
     "convert/common/output_dir": "passes on the number of another library's error",
     "memory/mapping": "what mmap and madvise answer",
     "memory/slab": "limits on memory, not on storage",

@@ -7,10 +7,14 @@ A directory without a manifest is an incomplete save, and no load uses it. It is
 committing agent does not know of that save: (a) when a job resumes, because no rank is saving then,
 or (b) after a commit, if it is newer than neither of the two newest commits. Names carry the id of
 their save, so files of a concurrent save are never hit.
+
+On shared storage, this node may see a manifest that another node has written only after a while. So
+files that are found when a job resumes stay until a second look finds them again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -35,6 +39,9 @@ _T = TypeVar("_T")
 _RETRIES_S = (0.2, 1.0)
 #: Longest wait for storage while a job waits to resume.
 _LOOK_S = 2.0
+#: Seconds from a resume to the second look. NFS shows new names after 60 s at the latest by default
+#: (`acdirmax`), and the probe of the save directory refuses longer delays (`probe_wait_s`).
+_SETTLE_S = 90.0
 _OF_ATTEMPTS = (".commit", ".failed")
 
 
@@ -48,6 +55,21 @@ class Leftovers:
     """Directories of incomplete saves, with the files in them."""
     examined: list[int] = dataclasses.field(default_factory=list)
     """Iterations of the checkpoints whose directories were examined."""
+
+    def also_in(self, later: Leftovers) -> Leftovers:
+        """Return the files that a later look has found again, after a resume.
+
+        Empty directories are left out, because another agent may be about to fill them.
+        """
+        incomplete = {
+            directory: sorted({*within} & {*later.incomplete.get(directory, ())})
+            for directory, within in self.incomplete.items()
+        }
+        return Leftovers(
+            sorted({*self.files} & {*later.files}),
+            {directory: within for directory, within in incomplete.items() if within},
+            later.examined,
+        )
 
     def remove(self, storage: Storage) -> int:
         """Delete the files, and directories without other files; return the number of files."""
@@ -65,8 +87,8 @@ class Leftovers:
 def retried(step: Callable[[], _T]) -> _T:
     """Return `step()`, a removal, repeated after errors that may pass.
 
-    Storage may remove a file and still report an error. An empty directory is never found again,
-    so an error must not end the removal before the directory is deleted.
+    Storage may remove a file and still report an error. A directory that stays empty is found only
+    after later commits, so an error must not end the removal before the directory is deleted.
     """
     for pause_s in _RETRIES_S:
         try:
@@ -87,6 +109,17 @@ def _delete_directory(storage: Storage, name: str) -> None:
     retried(lambda: storage.delete_directory(name))
 
 
+@dataclasses.dataclass(frozen=True)
+class _FirstLook:
+    """Files found when a job resumed."""
+
+    leftovers: Leftovers
+    is_pending: Callable[[int], bool]
+    is_current: Callable[[], bool]
+    again_at: float
+    """Time of the second look; `time.monotonic`."""
+
+
 class Sweeper:
     """Finds orphaned files at the right moments, and removes them in the background.
 
@@ -96,6 +129,9 @@ class Sweeper:
 
     def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
         self._storage = storage
+        #: Files found at the last resume, and the last ones that had a second look.
+        self._first_look: _FirstLook | None = None
+        self._looked_again: _FirstLook | None = None
         self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
@@ -103,15 +139,27 @@ class Sweeper:
         self._resumed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
 
-    def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
+    def look_soon(
+        self,
+        is_pending: Callable[[int], bool],
+        resumed: int | None = None,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> float | None:
         """Find files of all dead saves, if storage answers within `_LOOK_S`.
 
         Files that are found later may belong to a save that has begun meanwhile on another node.
+        Files outside of checkpoints' directories need no second look.
 
         Args:
             resumed: iteration of the checkpoint that the job resumes from. Trainers may see its
                 manifest before this node does, so its directory is not an incomplete save.
+            is_current: returns whether no job has started since. A later job may have resumed from
+                a save that was found here.
+
+        Returns:
+            Seconds until `sweep` is to take a second look; None if nothing was found.
         """
+        self._first_look = None
         self._resumed = resumed
         # Files of an agent on another node may have become visible after the last look.
         self._clean = set()
@@ -120,9 +168,49 @@ class Sweeper:
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
         ).start()
         try:
-            self._found.put(answer.get(timeout=_LOOK_S))
+            leftovers = answer.get(timeout=_LOOK_S)
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
+            return None
+        inside = Leftovers([name for name in leftovers.files if "/" in name], leftovers.incomplete)
+        outside = [name for name in leftovers.files if "/" not in name]
+        unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in inside.files}
+        clean = [iteration for iteration in leftovers.examined if iteration not in unclean]
+        self._found.put(Leftovers(outside, examined=clean))
+        if not inside.files and not inside.incomplete:
+            return None
+        again_at = time.monotonic() + _SETTLE_S
+        self._first_look = _FirstLook(inside, is_pending, is_current, again_at)
+        return _SETTLE_S
+
+    def _look_again(self) -> None:
+        """Take the second look once it is due."""
+        first = self._first_look
+        if first is None or first is self._looked_again or time.monotonic() < first.again_at:
+            return
+        self._looked_again = first
+        again = self._find(first.is_pending, None)
+        if first.is_current():
+            self._warn_of_late_manifests(first.leftovers, again)
+            self._found.put(first.leftovers.also_in(again))
+
+    def _warn_of_late_manifests(self, first: Leftovers, again: Leftovers) -> None:
+        """Name the checkpoints that were visible too late for this start to resume from them."""
+        for iteration in again.examined:
+            directory = file_names.iteration_dir(iteration)
+            saves = set(map(file_names.save_id_in, first.incomplete.get(directory, ())))
+            if not saves:
+                continue
+            with contextlib.suppress(FlashCkptError, OSError):
+                is_late = self._manifests.facts(self._storage, directory).save_id in saves
+                if not is_late:  # this job has saved the iteration again
+                    continue
+                logger.warning(
+                    "%s/%s: is a checkpoint, but this node saw its manifest only after the job had "
+                    "resumed; it stays, and the next start finds it",
+                    self._storage.place,
+                    directory,
+                )
 
     def look(
         self,
@@ -211,6 +299,9 @@ class Sweeper:
         if file_names.MANIFEST not in listed:
             if iteration == self._resumed:
                 return
+            if not listed:  # an earlier removal may have failed
+                leftovers.incomplete[directory] = []
+                return
             committed = _committed_once(listed)
             removals = {file_names.removal_name(iteration, save_id) for save_id in committed}
             # Retention has moved the manifests of these, and deletes their files after a commit.
@@ -234,7 +325,7 @@ class Sweeper:
                 if _is_ours(name) and file_names.save_id_of(name) not in committed
             ]
             files = [name for name in names if self._storage.kind(name) == "file"]
-            if files:  # another agent may be about to fill an empty directory
+            if files:
                 leftovers.incomplete[directory] = files
             return
         leftovers.examined.append(iteration)
@@ -245,7 +336,8 @@ class Sweeper:
             leftovers.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
-        """Remove the files that were found."""
+        """Take the second look if that is due, and remove the files that were found."""
+        self._look_again()
         while not self._found.empty():
             leftovers = self._found.get()
             try:
@@ -261,10 +353,12 @@ def _committed_once(listed: list[str]) -> set[str]:
     """Return the saves in a directory whose manifest was written and later removed.
 
     A commit writes the common state last and needs the records of all ranks, which are removed
-    after the manifest is written. So a save with common state and without records was committed.
+    after the manifest is written. So a save with common state and without records was committed. A
+    marker is written after its manifest.
     """
     attempts = {file_names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
-    return set(filter(None, map(file_names.save_id_of_common, listed))) - attempts
+    common = set(map(file_names.save_id_of_common, listed)) - attempts
+    return set(filter(None, {*common, *map(file_names.save_id_of_marker, listed)}))
 
 
 def beside(storage: Storage, directory: str, save_id: str) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, tell_again
+from megatron_flashckpt.agent.failed_save import forget, keep_telling, tell_again
 from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
@@ -70,8 +70,15 @@ class Committer:
         Args:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
-        self._sweeper.look_soon(self.is_pending, resumed)
+        run = self._node.fence.newest
+        wait_s = self._sweeper.look_soon(
+            self.is_pending, resumed, lambda: self._node.fence.newest == run
+        )
         self._tidier.add(self._sweeper.sweep)
+        if wait_s is not None:
+            later = threading.Timer(wait_s, self._tidier.add, [self._sweeper.sweep])
+            later.daemon = True
+            later.start()
 
     def join(
         self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
@@ -161,6 +168,7 @@ class Committer:
             # it.
             forget(save)
             tell_again(save)
+            keep_telling(save, save.staged_at + self._node.options.commit_timeout_s)
         if not save.outlived and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 
 from megatron_flashckpt.agent.cleanup import retried
 from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, OvertakenError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Pauses before a failure note is written again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
+#: Seconds between further attempts, once these have failed.
+_TELL_AGAIN_S = 10.0
 _NOTE_NBYTES = 2**16
 #: Prefix of the message of a storage error.
 _ERROR_OF_STORAGE = re.compile(r"\[Errno (\d+)\] ")
@@ -57,10 +60,41 @@ def tell_again(save: PendingSave) -> None:
         tell_others(save, *save.untold)
 
 
+def keep_telling(save: PendingSave, until: float) -> None:
+    """Write a failure note until storage takes it, in a thread of its own.
+
+    Storage may be away on one node or on all of them. When it is back, the other nodes must not
+    wait for a save that has failed until their timeout.
+
+    Args:
+        until: time of the last attempt; `time.monotonic`.
+    """
+    if save.untold is None or len(save.metas) == next(iter(save.metas.values())).world_size:
+        return
+    rank, reason = save.untold
+    name = f"{save.directory}/{file_names.failure_name(rank, save.save_id)}"
+
+    def tell() -> None:
+        while time.monotonic() < until:
+            time.sleep(_TELL_AGAIN_S)
+            if not save.is_of_newest_run:  # no node waits for the save any more
+                return
+            try:
+                save.storage.put(name, reason.encode())
+            except OvertakenError:
+                return
+            except (FlashCkptError, OSError):
+                continue
+            logger.info("iteration %d: its failure is now reported to other nodes", save.iteration)
+            return
+
+    threading.Thread(target=tell, name="note", daemon=True).start()
+
+
 def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
     """Report a failure to the agents of other nodes; return whether the note is in storage.
 
-    Without the note, these agents learn of the failure by their timeout.
+    Without the note, these agents learn of the failure by their timeout; see `keep_telling`.
     """
     name = f"{file_names.iteration_dir(iteration)}/{file_names.failure_name(rank, save_id)}"
     pauses_s = iter(_NOTE_RETRIES_S)
@@ -72,7 +106,8 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
             pause_s = next(pauses_s, None)
             if pause_s is None or not may_pass(error):
                 logger.error(
-                    "cannot report the failure to other nodes, which wait for their timeout: %s",
+                    "cannot report the failure to other nodes, which wait for the report or for "
+                    "their timeout: %s",
                     error,
                 )
                 return False

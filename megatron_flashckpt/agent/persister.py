@@ -282,7 +282,9 @@ class Saves:
         except Exception as failure:  # any failure must be reported to the trainers
             error = shown_error(failure)
             save.lasts = save.lasts or will_last(failure)
-            logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
+            # If the save is over, this agent may have removed the file under the writer.
+            log = logger.info if self._is_over(save) else logger.exception
+            log("rank %d: iteration %d was not persisted: %s", number, save.iteration, error)
         seconds = time.monotonic() - started
         with self._node.changed:
             info.persisting = False
@@ -294,8 +296,7 @@ class Saves:
             self._node.drop_retired(self._node.ranks[number])
             given_up = self._committer.pending.get(save.save_id) is not save
             self._node.changed.notify_all()
-        if given_up:
-            # The save failed elsewhere while this shard was being written.
+        if given_up:  # the save failed elsewhere while this shard was being written
             forget(save)
 
     def _patiently(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
@@ -313,8 +314,7 @@ class Saves:
     def _is_over(self, save: PendingSave) -> bool:
         """Return True once `save` has failed elsewhere or timed out: its shards are useless."""
         with self._node.changed:
-            given_up = self._committer.pending.get(save.save_id) is not save
-            return given_up or save.error is not None
+            return self._committer.pending.get(save.save_id) is not save or save.error is not None
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave

@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.patient import PatientStorage
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -73,7 +74,7 @@ class Found:
 
 
 def save_directory(directory: str) -> Storage:
-    """Return the storage of a save directory.
+    """Return the storage of a save directory; it retries reads after transient errors.
 
     Raises:
         NotCommittedError: `directory` is not a save directory, or is one checkpoint inside one.
@@ -84,17 +85,18 @@ def save_directory(directory: str) -> Storage:
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
     path = Path(directory)
-    if not path.is_dir():
+    storage = PatientStorage(open_storage(path))
+    if not storage.patiently(path.is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"
         )
     iteration = file_names.parse_iteration_dir(path.absolute().name)
-    if iteration is not None and not (path / file_names.TRACKER).exists():
+    if iteration is not None and not storage.present("", [file_names.TRACKER]):
         raise NotCommittedError(
             f"{directory}: is one checkpoint; give its save directory: "
             f"{path.absolute().parent} --iteration {iteration}"
         )
-    return open_storage(path)
+    return storage
 
 
 def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:

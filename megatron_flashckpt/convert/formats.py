@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,10 +28,13 @@ from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.convert.writers.safetensors import write_safetensors
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.error_classes import class_of, may_pass
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
+    FlashCkptError,
     NotCommittedError,
+    StorageError,
     UnsupportedError,
 )
 from megatron_flashckpt.file_format.file_names import (
@@ -42,6 +47,9 @@ from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.patient import PatientStorage
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +59,54 @@ class Source:
     name: str
     recognises: Callable[[Path], bool]
     """Returns True for a checkpoint directory in this format."""
-    open: Callable[[Path, int, Options], Contents]
-    """Returns the contents of a checkpoint, from its directory and iteration (0 for a release)."""
+    open: Callable[[PatientStorage, Path, int, Options], Contents]
+    """Returns the contents of a checkpoint, from its save directory, its own directory and its
+    iteration (0 for a release)."""
+
+
+def _with_retries(open_format: Callable[[Path, int, Options], Contents]) -> Any:
+    """Return `Source.open` for a reader that uses no storage: reads are retried as a whole."""
+
+    def open_patiently(
+        storage: PatientStorage, directory: Path, iteration: int, options: Options
+    ) -> Contents:
+        contents = _patiently(
+            storage, directory, lambda: open_format(directory, iteration, options)
+        )
+        return dataclasses.replace(
+            contents,
+            tensors=[_patient(tensor, storage, directory) for tensor in contents.tensors],
+            doubles=tuple(_patient(tensor, storage, directory) for tensor in contents.doubles),
+        )
+
+    return open_patiently
+
+
+def _patient(tensor: GlobalTensor, storage: PatientStorage, directory: Path) -> GlobalTensor:
+    """Return `tensor` with reads that are retried after transient errors."""
+
+    def read(box: Box) -> torch.Tensor:
+        return _patiently(storage, directory, lambda: tensor.read(box))
+
+    return dataclasses.replace(tensor, read=read)
+
+
+def _patiently(storage: PatientStorage, directory: Path, attempt: Callable[[], _T]) -> _T:
+    """Return `attempt()`, a read in `directory`, repeated after errors that may pass.
+
+    Raises:
+        StorageError: the last attempt failed, too.
+    """
+    try:
+        return storage.patiently(attempt)
+    except OSError as error:
+        if isinstance(error, FlashCkptError) or not may_pass(error):
+            raise
+        raise StorageError(
+            error.errno,
+            f"{error.filename or directory}: cannot read ({error.strerror}); "
+            f"{class_of(error).remedy}",
+        ) from error
 
 
 #: Formats in the order of their detection: the first that recognises a directory is used.
@@ -60,17 +114,15 @@ SOURCES = (
     Source(
         "flashckpt",
         lambda directory: (directory / MANIFEST).exists(),
-        lambda directory, iteration, options: open_ours(
-            open_storage(directory.parent), iteration, options
-        ),
+        lambda storage, directory, iteration, options: open_ours(storage, iteration, options),
     ),
     Source(
         "torch_dist",
         lambda directory: (directory / CONFIG).exists(),
-        open_torch_dist,
+        _with_retries(open_torch_dist),
     ),
-    Source("dlrover", is_dlrover, open_dlrover),
-    Source("torch", is_legacy, open_legacy),
+    Source("dlrover", is_dlrover, _with_retries(open_dlrover)),
+    Source("torch", is_legacy, _with_retries(open_legacy)),
 )
 
 #: Functions that write a checkpoint into a save directory (safetensors: directly into DST).
@@ -110,11 +162,12 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
         NotCommittedError: no such checkpoint.
         FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
-    directory, number = _directory(root, iteration)
+    storage = PatientStorage(open_storage(root))
+    directory, number = _directory(storage, root, iteration)
     for source in SOURCES:
-        if source.recognises(directory):
+        if _patiently(storage, directory, functools.partial(source.recognises, directory)):
             with _named_arguments(str(directory)):
-                contents = source.open(directory, number, options)
+                contents = source.open(storage, directory, number, options)
             if not hasattr(contents.args, "__dict__"):
                 raise CorruptCheckpointError(
                     f"{directory}: holds {contents.args!r} instead of training arguments; convert "
@@ -184,12 +237,12 @@ def _named_arguments(place: str) -> Iterator[None]:
         ) from error
 
 
-def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
+def _directory(storage: PatientStorage, root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
-        if empty := foreign.dlrover_empty(open_storage(root), iteration):
+        if empty := foreign.dlrover_empty(storage, iteration):
             raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
-        if not directory.is_dir():
+        if not _patiently(storage, directory, directory.is_dir):
             raise NotCommittedError(
                 f"{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints of a save "
                 "directory"
@@ -202,7 +255,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             f"{root}: is one checkpoint; give its save directory: "
             f"{root.absolute().parent} --iteration {iteration_of_root}"
         )
-    text = tracker_text(open_storage(root))
+    text = tracker_text(storage)
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so the iteration to convert is unknown; give Megatron's "
@@ -213,7 +266,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
     number = iteration_in(text)
     if number is None:
         raise ConfigError(f"{tracker}: {text!r} is not an iteration; choose one with --iteration N")
-    return _directory(root, number)
+    return _directory(storage, root, number)
 
 
 def _weights_only(contents: Contents) -> Contents:

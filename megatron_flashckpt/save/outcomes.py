@@ -11,6 +11,7 @@ import collections
 import logging
 import queue
 import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +19,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog.history import PastSave, told_of
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import iteration_dir
@@ -26,6 +28,7 @@ from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.patient import RETRIES_S
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,19 @@ logger = logging.getLogger(__name__)
 _CALLS_OFF = 16
 #: Seconds between two attempts of rank 0 to reach an agent that runs and does not serve it.
 _SEEK_S = 30.0
+#: Seconds for which storage is asked about a save while it reports errors that may pass: as long as
+#: a read of a load is retried. Attempts are this far apart, one per poll at most.
+_ANSWER_S, _ASK_AGAIN_S = sum(RETRIES_S), 1.0
+
+
+class _Unanswered(NamedTuple):
+    """A save whose result is in storage, which has reported an error that may pass."""
+
+    otherwise: str
+    """Error of the save if it was not committed."""
+    since: float
+    """Time of the first error; `time.monotonic`."""
+    again_at: float
 
 
 class PendingSaves:
@@ -59,6 +75,8 @@ class PendingSaves:
         #: Saves whose agent is gone, and the error; the successor may have adopted them.
         self._orphaned: dict[str, int] = {}
         self._loss = ""
+        #: Saves that storage could not be asked about, and errors if they were not committed.
+        self._unanswered: dict[str, _Unanswered] = {}
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
         #: Tells other nodes while there is no agent.
@@ -140,6 +158,8 @@ class PendingSaves:
             if reply is not None:
                 self._note(reply, handed_over)
         outcomes, self._unreported = self._unreported, []
+        if self._unanswered and not outcomes:
+            time.sleep(min(wait_s, _ASK_AGAIN_S))
         for outcome in outcomes:
             if outcome.compared:
                 self._copy_check.learn(outcome.iteration, outcome.differing)
@@ -190,13 +210,18 @@ class PendingSaves:
         ]
 
     def settle(self) -> None:
-        """Process the failures of the copy thread, and the result of a change of agents."""
+        """Process failures of the copy thread, answers of storage, and a change of agents."""
         while not self._failed_copies.empty():
             save_id, failure = self._failed_copies.get()
             if save_id in self._open:  # `give_up` may have reported the failure already
                 self.fail(self._open[save_id], save_id, str(failure))
         while not self._agent_failures.empty():
             self.lose_agent(*self._agent_failures.get())
+        for save_id, unanswered in list(self._unanswered.items()):
+            if save_id not in self._open:
+                del self._unanswered[save_id]
+            else:
+                self._conclude(save_id, unanswered.otherwise)
         if not self._orphaned and not self._lost:
             return
         adopted = self._link.settled()
@@ -227,10 +252,27 @@ class PendingSaves:
             )
 
     def _conclude(self, save_id: str, otherwise: str) -> None:
-        """Conclude an open save by its manifest or history; without both, by error `otherwise`."""
-        iteration = self._open[save_id]
-        manifest = self._committed(iteration, save_id)
-        past = None if manifest is not None else self._past(save_id)
+        """Conclude an open save by its manifest or history; without both, by error `otherwise`.
+
+        If storage reports an error that may pass, the save stays open; `settle` asks again.
+        """
+        iteration, former = self._open[save_id], self._unanswered.get(save_id)
+        now = time.monotonic()
+        if former is not None and now < former.again_at:
+            return
+        manifest = past = None
+        try:
+            manifest = self._committed(iteration, save_id)
+            past = None if manifest is not None else self._past(save_id)
+        except OSError as error:
+            since = former.since if former is not None else now
+            if now - since < _ANSWER_S:
+                again_at = time.monotonic() + _ASK_AGAIN_S
+                self._unanswered[save_id] = _Unanswered(otherwise, since, again_at)
+                if former is None:
+                    logger.warning("rank %d: asking storage again: %s", self._rank, error)
+                return
+            otherwise = f"{otherwise}; it may still have been committed: {error}"
         if manifest is None and (past is None or past.error is not None):
             reason = past.error if past is not None else None
             self.fail(iteration, save_id, reason or otherwise)
@@ -243,10 +285,16 @@ class PendingSaves:
         self._unreported.append(outcome)
 
     def _past(self, save_id: str) -> PastSave | None:
-        """Return the history's entry of a save, which retention may have removed since."""
+        """Return the history's entry of a save, which retention may have removed since.
+
+        Raises:
+            OSError: storage reports an error that may pass.
+        """
         try:
             return told_of(open_storage(self._root), save_id)
-        except (FlashCkptError, OSError):
+        except (FlashCkptError, OSError) as error:
+            if may_pass(error):
+                raise
             return None
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
@@ -294,10 +342,16 @@ class PendingSaves:
         self._notes.close()
 
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:
-        """Return the manifest of a save, or None if the save is not committed."""
+        """Return the manifest of a save, or None if the save is not committed.
+
+        Raises:
+            StorageError: storage reports an error that may pass.
+        """
         storage = open_storage(self._root)
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-        except FlashCkptError:
+        except FlashCkptError as error:
+            if may_pass(error):
+                raise
             return None
         return stored.manifest if stored.manifest.save_id == save_id else None

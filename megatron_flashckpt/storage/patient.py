@@ -1,4 +1,4 @@
-"""Storage that retries reads after transient errors: used by startup and by loads.
+"""Storage that retries reads after transient errors: used by startup, loads and commands.
 
 A server that is unreachable for a moment must not make a job load an older checkpoint. Each attempt
 opens the file by its name again, because a stale handle (ESTALE) stays stale. The other ranks wait
@@ -124,12 +124,12 @@ class PatientStorage:
             started = time.monotonic()
             try:
                 return attempt()
-            except StorageError as error:
+            except OSError as error:
                 if not may_pass(error) or not self._may_wait(started, pause_s):
                     raise
                 logger.warning(
                     "%s; retry %d of %d in %.1f s",
-                    error.strerror,
+                    error.strerror if isinstance(error, StorageError) else error,
                     number,
                     len(RETRIES_S),
                     pause_s,

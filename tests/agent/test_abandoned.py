@@ -18,9 +18,9 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
+from tests.agent.test_failures import assert_intact, save_all
 from tests.support.persisting import persisted
-from tests.support.trainer import eventually, new_save_id
+from tests.support.trainer import eventually, held_back, new_save_id
 
 SAVE = "a" * 12
 
@@ -101,6 +101,39 @@ def test_other_nodes_learn_that_rank_0_staged_no_part(
     eventually(
         "the removal of shard and record", lambda: not shard.exists() and not record.exists()
     )
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
+    node: Node, other_node: Node, root: Path, slow: int
+) -> None:
+    """A restart has exchanged the two ranks while one shard was still being written."""
+    trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
+    trainers[1].client.hold(trainers[0].claim())
+    assert save_all(trainers, 5) == [None, None]
+    save_id = new_save_id()
+    directory = root / file_names.iteration_dir(6)
+    with held_back(directory / file_names.shard_name(slow, save_id)):
+        for trainer in trainers:
+            trainer.stage(6, save_id)
+        record = directory / file_names.record_name(1 - slow, save_id)
+        eventually("the record of the other rank", record.exists)
+        for trainer in trainers:
+            trainer.hang_up()
+        later = [other_node.trainer(root, 0, 2), node.trainer(root, 1, 2)]
+        later[1].client.hold(later[0].claim("take_over"))
+        for trainer in later:
+            trainer.client.adopt(None, 5)
+        eventually("the removal of the record", lambda: not record.exists())
+    eventually("the removal of both shards", lambda: not list(directory.glob("*.safetensors")))
+    eventually("both slots are read", lambda: save_all(later, 7) == [None, None])
+    assert save_all(later, 8) == [None, None]
+    eventually("the removal of the notes", lambda: not directory.exists())
+    assert_intact(root, 8, later)
+    for place in (node, other_node):
+        log = (place.directory(root) / LOG).read_text()
+        assert "iteration 6 was not saved: a crash interrupted it; training resumed from" in log
+        assert "ERROR" not in log
 
 
 class _Telling(PosixStorage):

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -19,6 +21,7 @@ from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
+from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
 from tests.support.trainer import PATIENCE_S, eventually, is_alive, new_save_id, remove_tree
@@ -58,6 +61,13 @@ def half_a_save(save_id: str) -> tuple[str, ...]:
     )
 
 
+def resume(sweeper: Sweeper, resumed: int | None = None) -> None:
+    """Let a job resume while no save is pending, and remove what the second look finds again."""
+    with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
+        sweeper.look_soon(lambda iteration: False, resumed)
+    sweeper.sweep()
+
+
 def test_a_commit_removes_orphaned_files_of_older_saves_only(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(10).error is None
@@ -85,16 +95,89 @@ def test_a_commit_removes_orphaned_files_of_older_saves_only(node: Node, root: P
     assert_intact(root, 30, [again])
 
 
-def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    assert trainer.save(10).error is None
-    plant(root, 99, *half_a_save("cccccccccccc"))
-    trainer.client.adopt(None, 10)
-    eventually(
-        "the removal of the partial save",
-        lambda: not (root / file_names.iteration_dir(99)).exists(),
-    )
-    assert_intact(root, 10, [trainer])
+def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "_SETTLE_S", 0.3)
+    with agent_here(node, root):
+        trainer = node.trainer(root)
+        assert trainer.save(10).error is None
+        plant(root, 99, *half_a_save("cccccccccccc"))
+        trainer.client.adopt(None, 10)
+        eventually(
+            "the removal of the partial save",
+            lambda: not (root / file_names.iteration_dir(99)).exists(),
+        )
+        assert_intact(root, 10, [trainer])
+
+
+class HiddenManifests(PosixStorage):
+    """Shared storage on which this node does not see the manifests of other nodes yet."""
+
+    is_hiding = True
+
+    def list(self, directory: str) -> list[str]:
+        return sorted({*super().list(directory)} - self._hidden())
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        return super().present(directory, names) - self._hidden()
+
+    def _hidden(self) -> set[str]:
+        return {file_names.MANIFEST} if self.is_hiding else set()
+
+
+def test_a_newer_checkpoint_whose_manifest_comes_late_survives_a_resume(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent that committed it was killed before it removed the records."""
+    commit(persisted(PosixStorage(root), "a" * 12))
+    (dead,) = plant(root, 6, file_names.shard_name(0, "b" * 12))
+    before = listing(root)
+    storage = HiddenManifests(root)
+    sweeper = Sweeper(storage)
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert listing(root) == before, "the second look is not due"
+    with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
+        sweeper.look_soon(lambda iteration: False)
+    storage.is_hiding = False
+    sweeper.sweep()
+    assert listing(root) == before - {str(dead.relative_to(root)), dead.parent.name}
+    assert stored(root, 5)
+    assert f"{file_names.iteration_dir(5)}: is a checkpoint, but this node saw" in caplog.text
+
+
+def test_files_of_a_save_that_begins_between_both_looks_stay(root: Path) -> None:
+    (dead,) = plant(root, 6, file_names.shard_name(0, "a" * 12))
+    sweeper = Sweeper(PosixStorage(root))
+    with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
+        sweeper.look_soon(lambda iteration: False)
+    (new,) = plant(root, 6, file_names.shard_name(0, "b" * 12))
+    (other,) = plant(root, 7, file_names.shard_name(0, "b" * 12))
+    sweeper.sweep()
+    assert not dead.exists()
+    assert new.exists()
+    assert other.exists()
+
+
+def test_a_later_start_ends_the_search_of_the_former(root: Path) -> None:
+    """The later start may have resumed from a save that the former start took for a dead one."""
+    (dead,) = plant(root, 6, file_names.shard_name(0, "a" * 12))
+    runs = ["first"]
+    sweeper = Sweeper(PosixStorage(root))
+    with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
+        sweeper.look_soon(lambda iteration: False, None, lambda: runs[-1] == "first")
+    runs.append("second")
+    sweeper.sweep()
+    assert dead.exists()
+
+
+def test_a_marker_shows_that_a_save_without_manifest_was_committed(root: Path) -> None:
+    marker = file_names.marker_name("a" * 12)
+    plant(root, 6, *half_a_save("a" * 12)[:3], marker)
+    before = listing(root)
+    resume(Sweeper(PosixStorage(root)))
+    assert listing(root) == before
 
 
 def test_only_rank_0_removes_orphaned_files(node: Node, root: Path) -> None:
@@ -113,8 +196,7 @@ def test_a_directory_without_our_files_stays_even_if_it_is_empty(root: Path) -> 
     plant(root, 4, "notes.txt")
     before = listing(root)
     sweeper = Sweeper(PosixStorage(root))
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert listing(root) == before
 
 
@@ -140,12 +222,10 @@ def test_a_record_that_became_visible_late_is_removed_when_a_job_resumes(root: P
     commit(persisted(storage, "a" * 12))
     sweeper = Sweeper(storage)
     for _ in range(2):
-        sweeper.look_soon(lambda iteration: False)
-        sweeper.sweep()
+        resume(sweeper)
         assert not list(root.rglob("*.commit"))
         plant(root, 5, file_names.record_name(0, "a" * 12, 2))
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert not list(root.rglob("*.commit"))
     assert stored(root, 5)
 
@@ -160,8 +240,7 @@ def test_foreign_files_stay_and_links_are_not_followed(root: Path, tmp_path: Pat
     before = listing(root)
     sweeper = Sweeper(PosixStorage(root))
     (own,) = plant(root, 3, file_names.shard_name(0, "aaaaaaaaaaaa"))
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert not own.exists()
     assert listing(root) == before
     assert all(path.exists() for path in foreign)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import commit_thread
+from megatron_flashckpt.agent import cleanup, commit_thread
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -63,9 +63,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
 
 
 def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
-    node: Node, root: Path, stuck: type[Stuck]
+    node: Node, root: Path, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit hangs between its check of the shards and its manifest."""
+    monkeypatch.setattr(cleanup, "_SETTLE_S", 0.1)
     with agent_here(node, root, commit_timeout_s=0.5):
         trainer = node.trainer(root)
         kept = new_save_id()

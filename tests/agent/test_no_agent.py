@@ -5,6 +5,7 @@ Ranks with an agent are FakeTrainers. The rank without one has the objects of a 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -14,15 +15,18 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_flashckpt.agent.client import connect
-from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, outcomes
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
 from tests.agent.test_cleanup import plant
+from tests.support.persisting import persisted
 from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
 #: The commit timeout of these agents is 60 s.
@@ -163,3 +167,57 @@ def test_an_overtaken_run_leaves_no_note(
     assert lonely.failure() == "no agent answered"
     lonely.saves.close()
     assert not list((root / file_names.iteration_dir(1)).iterdir())
+
+
+@pytest.fixture
+def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, str]]:
+    """A rank whose agent has committed its save of iteration 5 and died, and the id of the save."""
+    made = Rank(node, root, 0)
+    save_id = new_save_id()
+    made.stage(5, save_id)
+    made.saves.handed_over(save_id)
+    commit(persisted(PosixStorage(root), save_id))
+    refuse(monkeypatch)
+    monkeypatch.setattr(outcomes, "_ASK_AGAIN_S", 0.01)
+    made.kill_agent()
+    yield made, save_id
+    made.close()
+
+
+class Troubled(PosixStorage):
+    """Storage whose reads report an error that may pass, `errors` times."""
+
+    errors = 0
+
+    def size(self, name: str) -> int:
+        if self.errors:
+            self.errors -= 1
+            raise StorageError(errno.ESTALE, f"{name}: {os.strerror(errno.ESTALE)}")
+        return super().size(name)
+
+
+def test_a_committed_save_is_no_failure_if_its_manifest_is_unreadable_for_a_moment(
+    orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, save_id = orphan
+    storage = Troubled(root)
+    storage.errors = 5
+    monkeypatch.setattr(outcomes, "open_storage", lambda _: storage)
+    (outcome,) = eventually("a result of the save", rank.saves.poll)
+    assert (outcome.save_id, outcome.error) == (save_id, None)
+    assert storage.errors == 0
+    assert not rank.saves
+
+
+def test_a_manifest_that_stays_unreadable_ends_the_wait(
+    orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, _ = orphan
+    storage = Troubled(root)
+    storage.errors = 10**9
+    monkeypatch.setattr(outcomes, "open_storage", lambda _: storage)
+    monkeypatch.setattr(outcomes, "_ANSWER_S", 0.3)
+    error = rank.failure()
+    assert error.startswith("no agent answered; it may still have been committed: ")
+    assert error.endswith("iter_0000005/manifest.json: Stale file handle")
+    assert not rank.saves

@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.test_cleanup import half_a_save, plant
+from tests.agent.test_cleanup import half_a_save, plant, resume
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
@@ -64,8 +64,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
     plant(root, 5, *half_a_save(SAVE)[:1])
     sweeper = Sweeper(Unreliable(root, call, done=done))
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert not (root / DIRECTORY).exists()
 
 
@@ -74,6 +73,34 @@ def test_a_failed_removal_leaves_no_files_of_a_failed_save(root: Path, call: str
     save = persisted(Unreliable(root, call), SAVE)
     forget(save)
     assert not (root / DIRECTORY).exists()
+
+
+class Undeletable(PosixStorage):
+    """Real storage that cannot remove directories."""
+
+    def delete_directory(self, name: str) -> None:
+        raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+@pytest.mark.parametrize("remover", ["agent", "sweeper"])
+def test_an_empty_directory_that_could_not_be_removed_goes_after_later_commits(
+    root: Path, remover: str
+) -> None:
+    (newer,) = plant(root, 30, half_a_save("b" * 12)[0])
+    newer.unlink()
+    if remover == "agent":
+        forget(persisted(Undeletable(root), SAVE))
+    else:
+        plant(root, 5, half_a_save(SAVE)[0])
+        resume(Sweeper(Undeletable(root)))
+    assert os.listdir(root / DIRECTORY) == []
+    sweeper = Sweeper(PosixStorage(root))  # of the same agent, or of the next one
+    for committed in (10, 20):
+        assert (root / DIRECTORY).exists()
+        sweeper.look(lambda iteration: False, committed)
+        sweeper.sweep()
+    assert not (root / DIRECTORY).exists()
+    assert newer.parent.exists(), "another node may be about to fill it"
 
 
 def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
@@ -87,8 +114,7 @@ def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, SAVE))
     before = sorted(os.listdir(root / DIRECTORY))
     sweeper = Sweeper(storage)
-    sweeper.look_soon(lambda iteration: False)
-    sweeper.sweep()
+    resume(sweeper)
     assert "put the manifest back" not in caplog.text
     assert sorted(os.listdir(root / DIRECTORY)) == before, "retention removes these files"
     finish(storage)

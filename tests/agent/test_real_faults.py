@@ -201,29 +201,6 @@ def test_nodes_commit_even_if_files_become_visible_late(
         assert_intact(root, iteration, trainers)
 
 
-def test_a_checkpoint_to_resume_from_is_kept_if_its_manifest_comes_late(
-    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    """Before, the agent of the node on which the job restarts deleted the shards."""
-    trainer = node.trainer(root)
-    faulty.rule(late(3_600_000, "manifest.json"))
-    save_id = new_save_id()
-    assert trainer.save(5, save_id).error is None
-    record = root / file_names.iteration_dir(5) / file_names.record_name(0, save_id)
-    eventually("the removal of the commit record", lambda: not record.exists())
-    record.touch()  # an agent killed after the manifest leaves this record
-    half = root / file_names.iteration_dir(3) / file_names.shard_name(0, new_save_id())
-    half.parent.mkdir()
-    half.touch()
-    later = other_node.trainer(root)
-    later.client.adopt(save_id, 5)
-    eventually("the removal of other orphaned files", lambda: not half.parent.exists())
-    faulty.heal()
-    assert_intact(root, 5, [trainer])
-    assert later.save(6).error is None
-    assert_intact(root, 6, [later])
-
-
 def test_a_file_system_without_fallocate_holds_checkpoints(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:

@@ -16,8 +16,9 @@ import torch.multiprocessing
 
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.file_format.file_names import CLAIM
 from megatron_flashckpt.save import probe
-from megatron_flashckpt.storage.base import Writer, probe_name
+from megatron_flashckpt.storage.base import Writer, probe_name, temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.trainer import eventually
 
@@ -110,6 +111,7 @@ def test_storage_that_hangs_is_refused_in_time(
 def test_a_probe_file_left_by_a_crash_is_removed(tmp_path: Path) -> None:
     (tmp_path / probe_name(3)).touch()
     (tmp_path / ".notes.0123abcd.tmp").touch()
+    (tmp_path / temporary_name(CLAIM)).touch()
     sweeper = Sweeper(PosixStorage(tmp_path))
     sweeper.look_soon(lambda iteration: False)
     sweeper.sweep()

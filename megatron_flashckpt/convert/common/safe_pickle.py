@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 
 _CLASSES: tuple[type, ...] = (
@@ -50,6 +51,7 @@ def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False
     Raises:
         UnsupportedError: the file holds objects of other classes; the message names them.
         CorruptCheckpointError: the file cannot be decoded.
+        OSError: storage reports an error that may pass, so the bytes may be intact.
     """
     try:
         with torch.serialization.safe_globals(_allowed()):
@@ -57,6 +59,8 @@ def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False
     except FileNotFoundError:
         raise
     except Exception as error:  # torch.load raises any error for broken bytes
+        if may_pass(error):
+            raise
         unknown = _unknown(file)
         if unknown:
             raise UnsupportedError(
