@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from megatron_flashckpt.collectives import Attempt, Said
+from megatron_flashckpt.collectives import Attempt, ErrorReport
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.storage.base import Storage
@@ -114,11 +114,11 @@ class _Result(msgspec.Struct, frozen=True):
 
     source: _Source | None
     """None if there is no checkpoint of ours, or it was refused."""
-    refusal: Said | None
+    refusal: ErrorReport | None
 
 
 def _encoded(attempt: Attempt[_Source | None]) -> bytes:
-    return msgspec.msgpack.encode(_Result(attempt.value, attempt.said))
+    return msgspec.msgpack.encode(_Result(attempt.value, attempt.report))
 
 
 _RESULT = msgspec.msgpack.Decoder(_Result)

@@ -23,7 +23,7 @@ from megatron_flashckpt.collectives import (
     gather_objects,
     raise_agreed,
     reduce_largest,
-    together,
+    run_and_agree,
 )
 from megatron_flashckpt.load.gpu_buffers import host_buffer
 
@@ -141,7 +141,7 @@ def transfer(
         send_and_receive(sent, received, group)
         if failure is None:
             failure = attempt(functools.partial(_hand_out, receives, received, take)).error
-    together(functools.partial(_raise, failure), group)
+    run_and_agree(functools.partial(_raise, failure), group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _agreed_pace(
     least = min((pace.least for pace in paces), default=0)
     failed, turns, least = reduce_largest([outcome.error is not None, turns, -least], group)
     if failed:
-        raise_agreed(gather_objects(outcome.said, group), outcome.error)
+        raise_agreed(gather_objects(outcome.report, group), outcome.error)
     assert outcome.value is not None
     return Pace(turns, -least), outcome.value[2]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
-from megatron_flashckpt.collectives import from_first
+from megatron_flashckpt.collectives import run_on_rank_0
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -290,7 +290,7 @@ class Candidates:
             older = [iteration for iteration in untried if gone or iteration < min(tried)]
             return max(older or untried, default=None)
 
-        return from_first(find)
+        return run_on_rank_0(find)
 
     def _raise_nothing_left(self, error: FlashCkptError) -> None:
         tried = [refused for refused in self._refused if refused.damage]

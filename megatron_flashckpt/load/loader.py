@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_flashckpt.collectives import together
+from megatron_flashckpt.collectives import run_and_agree
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource, Origin, ReadReport
@@ -39,9 +39,9 @@ def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
     side, plan = _checked_plan(request, source)
     request.overwritten.update(plan.names)
     reach("load.planned")
-    with together(lambda: _opened(plan, source)) as reader:
+    with run_and_agree(lambda: _opened(plan, source)) as reader:
         report = source.fill(plan, reader)
-    together(plan.finish)
+    run_and_agree(plan.finish)
     reach("load.filled")
     # The next save stores all copies of these tensors.
     request.model_state.differing_keys |= source.job.differing

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.collectives import gathered
+from megatron_flashckpt.collectives import run_and_gather
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
@@ -42,7 +42,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
         # nodes hold for their former ranks then show which saves to recover.
         return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
 
-    (slab, offers), replies = gathered(taken)
+    (slab, offers), replies = run_and_gather(taken)
     all_offers = [fields for fields, _ in replies]
     reach("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
@@ -55,7 +55,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
             link.recover(newest)
             return _with_gathered_fields(link.take_slab())
 
-        (slab, offers), all_offers = gathered(recovered)
+        (slab, offers), all_offers = run_and_gather(recovered)
     if slab is None:
         return []
     own = {offer.save_id: offer for offer in offers}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_flashckpt.collectives import exchange_blobs, from_first, gathered, this_rank
+from megatron_flashckpt.collectives import exchange_blobs, run_and_gather, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopySum, compared
@@ -72,7 +72,7 @@ def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
         FlashCkptError: a slot differs from its agent's offer; on every rank alike.
     """
     rank, offer = this_rank(), checkpoint.offer
-    (slot, items), descriptions = gathered(
+    (slot, items), descriptions = run_and_gather(
         lambda: _described(HeldSlot(checkpoint.slab, offer, rank))
     )
     templates = _templates(descriptions, rank, slot.meta.template, items)
@@ -90,7 +90,7 @@ def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
         reader_threads(config),
         Origin(offer.iteration, offer.save_id, "memory"),
         job,
-        from_first(lambda: slot.meta.common),
+        run_on_rank_0(lambda: slot.meta.common),
         job.is_same([description.now_at for description in descriptions], parallel.model_cut()),
     )
 

@@ -11,12 +11,12 @@ import msgspec
 import torch
 
 from megatron_flashckpt.collectives import (
-    Said,
+    ErrorReport,
     attempt,
     cut_list,
-    gathered,
     raise_agreed,
     reduce_flags,
+    run_and_gather,
     this_rank,
     world_size,
 )
@@ -82,7 +82,7 @@ def plan_load(
             overwritten.
     """
     planner = _RankPlanner(request, job)
-    planned, findings = gathered(lambda: planner.plan(param_groups, state_types))
+    planned, findings = run_and_gather(lambda: planner.plan(param_groups, state_types))
     unexpected, replaced = _agreed_names(planner, job, planned, findings)
     _raise_missing(request, job, findings, unexpected)
     raise_agreed([finding.refusal for finding in findings], planned.refusal)
@@ -114,7 +114,7 @@ class _Findings:
     """True if the shards that the rank checked hold tensors that its model does not have."""
     missing: tuple[str, ...]
     """Requested names that the checkpoint does not have."""
-    refusal: Said | None = None
+    refusal: ErrorReport | None = None
     """The reason, apart from differences, why the rank refuses the load."""
     replaces: bool = False
     """True if the rank gets the main copy of a tensor in place of its own copy."""
@@ -161,7 +161,7 @@ class _RankPlanner:
         replaced = self._replaced(wanted)
         return (
             _Planned(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, missing_names, checked.said, bool(replaced)),
+            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
         )
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:

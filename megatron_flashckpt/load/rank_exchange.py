@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.collectives import Group, device_of, gather_named, together
+from megatron_flashckpt.collectives import Group, device_of, gather_named, run_and_agree
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
@@ -58,7 +58,7 @@ def exchange(
             lambda group: _exchange(reader, own, rank, plan, wanted, targets, askers, group)
         )
     else:
-        together(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
+        run_and_agree(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
         reach("load.half")
     synchronize()
     return sum(read.nbytes for reads in requests.values() for read in reads)
@@ -111,7 +111,7 @@ def _exchange_requests(
     """
     device = device_of(group)
     # All ranks call this before the first message, because it connects the group.
-    own_counts, counts = together(
+    own_counts, counts = run_and_agree(
         lambda: (
             torch.tensor([len(spans) for spans in requested.values()], dtype=torch.int64).to(
                 device
@@ -132,7 +132,7 @@ def _exchange_requests(
         received = torch.zeros(sum(lengths), dtype=torch.int64)
         return torch.tensor(numbers, dtype=torch.int64).to(device), received.to(device), lengths
 
-    sent, received, lengths = together(make_messages, group)
+    sent, received, lengths = run_and_agree(make_messages, group)
     send_and_receive(
         _by_peer(sent, requested, [2 * len(spans) for spans in requested.values()]),
         _by_peer(received, askers, lengths),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import from_first, this_rank, together
+from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.load import argument_source, loader, training_state
@@ -64,7 +64,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         _refuse_foreign(candidates, request)
         if getattr(margs, "use_checkpoint_args", False):
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
-            together(request.raise_refusal)
+            run_and_agree(request.raise_refusal)
         if _saves_where_it_loads(margs, load_dir):
             _forget_saves(margs)
         return None
@@ -130,7 +130,7 @@ def _candidates(
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
-    named, sources = from_first(lambda: (find_named(), argument_source.taken()))
+    named, sources = run_on_rank_0(lambda: (find_named(), argument_source.taken()))
     # A job that names an iteration, or finetunes a model, accepts no other checkpoint.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)

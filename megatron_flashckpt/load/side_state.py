@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import gathered, this_rank, together, world_size
+from megatron_flashckpt.collectives import run_and_agree, run_and_gather, this_rank, world_size
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.layout.piece import Piece
@@ -72,7 +72,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
         own, assigned = reads.states()
         return (common, reads, own), (assigned, request.state_types(source.job))
 
-    (common, reads, own), by_rank = gathered(read)
+    (common, reads, own), by_rank = run_and_gather(read)
     state = reads.merged(common, own, [assigned for assigned, _ in by_rank])
     types: StateTypes = defaultdict(dict)
     for _, rank_types in by_rank:
@@ -94,7 +94,7 @@ def _read_together(source: CheckpointSource) -> _SideReads:
         reads = _SideReads(source.job)
         return reads, source.open(reads.plan)
 
-    reads, reader = together(opened)
+    reads, reader = run_and_agree(opened)
     with reader:
         source.fill(reads.plan, reader)
     return reads

@@ -6,7 +6,7 @@ import logging
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.takeover import take
-from megatron_flashckpt.collectives import from_first
+from megatron_flashckpt.collectives import run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.save import run_id
@@ -45,7 +45,7 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
             return claimed_id, 0
         return claimed_id, key.epoch
 
-    claimed_id, epoch = from_first(claim)
+    claimed_id, epoch = run_on_rank_0(claim)
     if epoch:
         link.agent.hold(RunKey(epoch, claimed_id))
     return claimed_id

@@ -12,7 +12,7 @@ import errno
 import platform
 from collections.abc import Sequence
 
-from megatron_flashckpt.collectives import gathered
+from megatron_flashckpt.collectives import run_and_gather
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits, shown
 
@@ -93,7 +93,7 @@ def gather_needs(
         sizes = (slab_nbytes, held_nbytes, is_there)
         return None, Need(platform.node(), *sizes, *bounds, agent, holder, compared_nbytes)
 
-    return gathered(measure)[1]
+    return run_and_gather(measure)[1]
 
 
 def neighbours(needs: Sequence[Need], rank: int) -> tuple[int, ...]:

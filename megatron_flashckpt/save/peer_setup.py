@@ -13,7 +13,7 @@ import socket
 
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
-from megatron_flashckpt.collectives import gather_objects, together
+from megatron_flashckpt.collectives import gather_objects, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -30,7 +30,7 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
     Raises:
         ConfigError: pyzmq is missing on the node of a rank; on all ranks.
     """
-    together(require_pyzmq)
+    run_and_agree(require_pyzmq)
     own: tuple[str, int, str] | None = None
     try:
         address = config.agent.address or own_address()

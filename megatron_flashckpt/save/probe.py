@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megatron_flashckpt.collectives import from_first, gathered
+from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.storage.base import Storage, probe_name
 from megatron_flashckpt.storage.patient import PatientStorage
@@ -60,8 +60,8 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float 
         return None, name
 
     try:
-        _, names = gathered(probe_storage)
-        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(patient, names, wait_s))
+        _, names = run_and_gather(probe_storage)
+        seen_s = run_on_rank_0(lambda: 0.0 if wait_s is None else _await(patient, names, wait_s))
     finally:
         if name is not None:
             # In the background: hanging storage must not delay training.

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
-from megatron_flashckpt.collectives import gather_objects, reduce_int, together
+from megatron_flashckpt.collectives import gather_objects, reduce_int, run_and_agree
 from megatron_flashckpt.megatron_lm import parallel, self_check, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -119,7 +119,7 @@ class Startup:
 
     def _check_ranks(self, job: _Job) -> None:
         """Check every rank's own part; gather quantized keys and nodes if a rank needs them."""
-        keys = together(lambda: self._check_own(job))
+        keys = run_and_agree(lambda: self._check_own(job))
         # One number first: gathering is rarely needed.
         must_gather = reduce_int(bool(keys) or self._state.lacks_nodes, "max")
         gathered = gather_objects((keys, self._node())) if must_gather else []
@@ -128,7 +128,7 @@ class Startup:
         if gathered:
             self._note_nodes([node for _, node in gathered])
         if quantized:
-            together(lambda: self._check_derived(job))
+            run_and_agree(lambda: self._check_derived(job))
 
     def _check_own(self, job: _Job) -> frozenset[str]:
         """Check this rank; return the keys of its FP8 and FP4 weights."""
@@ -155,7 +155,7 @@ class Startup:
 
     def _check_coverage(self, job: _Job) -> Expected:
         """Check that all ranks together save every element; return this rank's expected save."""
-        expected = together(lambda: expect(self._state, job.chunks, job.optimizer))
+        expected = run_and_agree(lambda: expect(self._state, job.chunks, job.optimizer))
         geometry = self._state.geometry(job.chunks)
         coverage_check.check(self._state, geometry, job.chunks, expected.pieces)
         return expected

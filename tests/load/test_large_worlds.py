@@ -24,8 +24,8 @@ from megatron_flashckpt.collectives import (
     PART_NBYTES,
     gather_named,
     gather_objects,
-    gathered,
-    together,
+    run_and_agree,
+    run_and_gather,
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
@@ -127,7 +127,7 @@ def test_other_ranks_do_not_pad_to_one_long_value() -> None:
 
 def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
     with many_ranks() as others, pytest.raises(CorruptCheckpointError) as raised:
-        together(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
+        run_and_agree(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
     assert len(str(raised.value)) == 100_000, "the failed rank keeps the whole message"
     # Here all ranks have such an error: 1.6 GB in all.
     assert sum(others.nbytes) < 3 * PART_NBYTES
@@ -135,7 +135,7 @@ def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
 
 
 def test_a_shortened_error_names_the_missing_characters() -> None:
-    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
+    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).report
     assert failure is not None
     assert failure.message.endswith(" more characters)")
     assert len(failure.message) < 2100
@@ -164,7 +164,7 @@ def test_requests_between_ranks_take_one_bit_per_pair() -> None:
 
 def test_results_of_agreements_are_one_small_call() -> None:
     with many_ranks() as others:
-        assert gathered(lambda: (1, None))[1] == [None] * WORLD
+        assert run_and_gather(lambda: (1, None))[1] == [None] * WORLD
     assert len(others.nbytes) == 1
 
 
