@@ -66,7 +66,7 @@ def main() -> int:
     # survive the signals by which schedulers announce the end of a job (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    failpoints.this_is("agent")
+    failpoints.set_process_name("agent")
     raise_limit()
     process = AgentProcess(options)
     # The parent exits as soon as trainers can connect: its starter reaps it, and the agent has no

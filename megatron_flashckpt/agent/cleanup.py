@@ -22,7 +22,7 @@ from typing import TypeVar
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
 from megatron_flashckpt.storage.parallel import for_all
@@ -80,7 +80,7 @@ def retried(step: Callable[[], _T]) -> _T:
 
 def _delete(storage: Storage, name: str) -> None:
     retried(lambda: storage.delete(name))
-    reach("leftover.file")
+    hit("leftover.file")
 
 
 def _delete_directory(storage: Storage, name: str) -> None:

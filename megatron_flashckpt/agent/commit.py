@@ -48,7 +48,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     SaveFailedError,
 )
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.tracing import phase
 
@@ -116,7 +116,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             durable = file_names.ranks_with_record(present, save.save_id, world_size)
             save.missing = [rank for rank in range(world_size) if rank not in durable]
             if not save.missing:
-                reach("commit.ready")
+                hit("commit.ready")
                 commit(save, present)
                 return True, None
         if save.listed_all and not is_unmarked:  # a commit removes the records
@@ -243,7 +243,7 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
             # after that.
             common = f"{save.directory}/{file_names.common_name(save.save_id)}"
             storage.put(common, meta.common, durable="contents")
-            reach("commit.common")
+            hit("commit.common")
             remove_markers(storage, save.directory)
             storage.put(
                 f"{save.directory}/{file_names.MANIFEST}",
@@ -251,7 +251,7 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
                 guard=lambda: _check_wanted(save),
             )
         save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
-        reach("commit.manifest")
+        hit("commit.manifest")
         _publish(save, encoded)
 
 
@@ -280,7 +280,7 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
             storage.put(
                 file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
             )
-        reach("commit.tracker")
+        hit("commit.tracker")
 
 
 def _check_commits(save: PendingSave) -> None:

@@ -18,7 +18,7 @@ from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Committer:
             if error != save.given_up:
                 level = logging.INFO if save.outlived else logging.ERROR
                 logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
-            reach("save.failed")
+            hit("save.failed")
         persisted = set(save.persisted)
         if error is not None:
             # Free the space before trainers learn the result: on a full disk the next save needs
@@ -243,7 +243,7 @@ class Committer:
             self.tell(rank, outcome)
             if rank.slots is not None:
                 rank.slots.mark(save.staged_as, state)
-        reach("save.marked")
+        hit("save.marked")
         self._node.changed.notify_all()
 
     def _failed_ranks(self, save: PendingSave) -> set[int]:

@@ -11,7 +11,7 @@ from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.parallel import for_all
@@ -114,7 +114,7 @@ def forget(save: PendingSave) -> None:
     def delete(name: str) -> None:
         try:
             retried(lambda: save.storage.delete(f"{save.directory}/{name}"))
-            reach("forget.file")
+            hit("forget.file")
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot remove a file of a failed save: %s", error)
 

@@ -107,7 +107,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     )
     for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    failpoints.this_is("agent")
+    failpoints.set_process_name("agent")
     raise_limit()
     own = process.AgentProcess(options)
     agents = _SuccessiveAgents(upkeep, options, own)

@@ -29,7 +29,7 @@ from megatron_flashckpt.agent.write_limits import give_way
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
@@ -149,7 +149,7 @@ class Saves:
         if not info.claimed:
             info.claimed, info.persisting = True, save is not None
             info.persisting_since = time.monotonic()
-            reach("agent.enqueued")
+            hit("agent.enqueued")
             if save is None:
                 self._digest_pool.submit(self._keep, number, slots, slot, header, time.monotonic())
             else:

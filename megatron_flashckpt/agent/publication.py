@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from megatron_flashckpt.agent.failed_save import shown_error
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_records
 from megatron_flashckpt.file_format.file_names import iteration_dir, record_name, runs_of
 from megatron_flashckpt.storage.base import Storage
@@ -44,7 +44,7 @@ def put_records(storage: Storage, records: Sequence[CommitRecord]) -> None:
         storage.put(
             f"{iteration_dir(first.iteration)}/{name}", encode_records(records), durable="nothing"
         )
-    reach("persist.record")
+    hit("persist.record")
 
 
 def is_due(save: PendingSave, connected: Collection[int]) -> bool:

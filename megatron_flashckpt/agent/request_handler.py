@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import decoded_meta
 
@@ -47,7 +47,7 @@ class RequestHandler:
         """Return the reply, with a descriptor to send if there is one."""
         if isinstance(request, p.AttachSlab) and fd is not None:
             taken = self._attach(number, Slab.attach(fd), process, request)
-            reach("agent.attached")
+            hit("agent.attached")
             return (p.Attached(taken),)
         if isinstance(request, p.AttachSlab):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -246,7 +246,7 @@ class RequestHandler:
             if not self._node.changed.wait(deadline - time.monotonic()) or rank.slots is None:
                 return p.Granted(-1)
             self._served(number, process)
-        reach("agent.granted")
+        hit("agent.granted")
         return p.Granted(index)
 
     def _hold(self, number: int, key: RunKey) -> None:

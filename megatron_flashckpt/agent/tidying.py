@@ -22,7 +22,7 @@ from megatron_flashckpt.catalog.retention import finish, hide
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.tracing import phase
@@ -84,7 +84,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
     try:
         with phase("tidy up"):
             _obsolete_files(save, pending).remove(storage)
-        reach("commit.tidy")
+        hit("commit.tidy")
         with phase("retention"):
             with save.manifests.changing:
                 hide(
@@ -96,7 +96,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
                     manifests=save.manifests,
                 )
             finish(storage)
-        reach("commit.done")
+        hit("commit.done")
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; a failed removal must not make it look failed.
         logger.warning(

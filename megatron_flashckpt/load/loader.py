@@ -10,7 +10,7 @@ import dataclasses
 
 from megatron_flashckpt.collectives import run_and_agree
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource, Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
@@ -38,11 +38,11 @@ def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
     """
     side, plan = _checked_plan(request, source)
     request.overwritten.update(plan.names)
-    reach("load.planned")
+    hit("load.planned")
     with run_and_agree(lambda: _opened(plan, source)) as reader:
         report = source.fill(plan, reader)
     run_and_agree(plan.finish)
-    reach("load.filled")
+    hit("load.filled")
     # The next save stores all copies of these tensors.
     request.model_state.differing_keys |= source.job.differing
     return Loaded(source.origin, side, report)

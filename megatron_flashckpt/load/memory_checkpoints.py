@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.collectives import run_and_gather
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.checkpointer import Checkpointer
@@ -44,7 +44,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
 
     (slab, offers), replies = run_and_gather(taken)
     all_offers = [fields for fields, _ in replies]
-    reach("load.taken")
+    hit("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
     recovering = lacking_ranks(all_offers, newest)
     if is_redundant and newest and recovering:

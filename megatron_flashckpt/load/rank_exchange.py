@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_flashckpt.collectives import Group, device_of, gather_named, run_and_agree
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import ReadPlan
@@ -59,7 +59,7 @@ def exchange(
         )
     else:
         run_and_agree(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
-        reach("load.half")
+        hit("load.half")
     synchronize()
     return sum(read.nbytes for reads in requests.values() for read in reads)
 
@@ -86,7 +86,7 @@ def _exchange(
     def read() -> int:
         # `transfer` agrees on the round sizes, and there also on the success of these reads.
         reader.read(_own_chunks(rank, plan, wanted, spans), targets)
-        reach("load.half")
+        hit("load.half")
         return _round_nbytes()
 
     def take(peer: int, number: int, start: int, part: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
 from megatron_flashckpt.load.candidates import Candidates, Named, named_in, with_save
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
@@ -222,14 +222,14 @@ def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> Non
     Args:
         is_other_history: True if the saves in memory belong to another history than the loaded one.
     """
-    reach("load.unadopted")
+    hit("load.unadopted")
     if is_other_history:
         _forget_saves(margs)
     origin = loaded.origin
     session.checkpointer(margs.save).link.resume_from(origin.save_id, origin.iteration)
     if origin.source == "storage":
         session.resumed(margs.save, origin.iteration)
-    reach("load.adopted")
+    hit("load.adopted")
 
 
 def _summary(loaded: Loaded) -> str:

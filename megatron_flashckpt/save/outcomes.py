@@ -19,7 +19,7 @@ from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog.history import PastSave, told_of
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
@@ -170,7 +170,7 @@ class PendingSaves:
             handed_over: open saves that had been handed to an agent before the request.
         """
         if reply.finished:
-            reach("save.told")
+            hit("save.told")
         for outcome in reply.finished:
             self._open.pop(outcome.save_id, None)
         self._unreported += reply.finished

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
@@ -79,12 +79,12 @@ class SlotAcquisition:
         if index is None:
             return None
         slot = slab.slots[index]
-        reach("save.granted")
+        hit("save.granted")
         slot.set_header(
             SlotHeader(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
         )
         slot.set_meta(meta)
-        reach("save.staging")
+        hit("save.staging")
         return slot
 
     def _granted(self, iteration: int, save_id: str, *, may_skip: bool) -> int | None:

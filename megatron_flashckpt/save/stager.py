@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.pinning import PinnedSlab
 from megatron_flashckpt.memory.runs import Aside, Copy, Run, runs
@@ -166,7 +166,7 @@ class Stager:
                 self._copy_early(
                     [copy for copy in copies if copy.early], Aside(early_aside, aside.content)
                 )
-            reach("stage.half")
+            hit("stage.half")
         except Exception as failure:
             job.error = failure
         self._current = job

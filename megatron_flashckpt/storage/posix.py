@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_flashckpt.error_classes import class_of, is_unsupported
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, DirectIo, is_aligned
 from megatron_flashckpt.storage.fallocate import fallocate
@@ -142,7 +142,7 @@ class PosixWriter:
             os.fdatasync(self._fd)
             self._drop_cached()
             self._close()
-            reach("file.synced")
+            hit("file.synced")
             _sync_directory(self._path.parent)
 
     def _close(self) -> None:
@@ -219,11 +219,11 @@ class PosixStorage:
                     file.flush()
                     if durable != "nothing":
                         os.fsync(file.fileno())
-                reach("put.written")
+                hit("put.written")
                 if guard is not None:
                     guard()
                 os.replace(temporary, path)
-                reach("put.renamed")
+                hit("put.renamed")
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise

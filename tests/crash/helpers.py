@@ -22,22 +22,22 @@ def fork_at(step: str, home: Path) -> None:
 
     The first helper keeps running after the rank has ended; its pid is appended to `helpers` in
     `home`. The second helper ends with `sys.exit`, which runs the rank's `atexit` functions; the
-    rank waits for this helper. Call this before a module of the package binds `failpoints.reach`.
+    rank waits for this helper. Call this before a module of the package binds `failpoints.hit`.
     """
     from megatron_flashckpt import failpoints
 
     point, count = step.split(":")
-    reach, left = failpoints.reach, int(count)
+    hit, left = failpoints.hit, int(count)
 
-    def fork_and_reach(name: str) -> None:
+    def fork_and_hit(name: str) -> None:
         nonlocal left
         if name == point:
             left -= 1
             if left == 0:
                 _fork_both(home)
-        reach(name)
+        hit(name)
 
-    failpoints.reach = fork_and_reach
+    failpoints.hit = fork_and_hit
 
 
 def _fork_both(home: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.peers.holder import combine
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.transport import PeerError
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 
@@ -141,7 +141,7 @@ def recover(
             continue
         logger.info("rank %d: recovered iteration %d from nodes %s", *subject)
         label, slot = plan.label, slab.slots[index]
-        reach("recover.filled")
+        hit("recover.filled")
         # The bytes are verified; from here on, the slot's own digest covers the description.
         slot.set_meta(slot_bytes.description(slab, index, label))
         slot.set_header(

@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.peers.transport import (
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Redundancy:
     def _send(self, rank: int, slots: RankSlots, index: int, iteration: int) -> None:
         try:
             label = self._labelled(rank, slots, index)
-            reach("send.labelled")
+            hit("send.labelled")
             with self._lock:
                 plan = self._plan
                 if label is None or plan is None or rank not in plan.nodes[plan.me].ranks:
@@ -201,15 +201,15 @@ class Redundancy:
             match request:
                 case m.Begin():
                     begun = self._begin(request)
-                    reach("hold.begun")
+                    hit("hold.begun")
                     return m.Taken(already=not begun), b""
                 case m.Chunk():
                     part = (request.lane, request.rank, request.save_id)
                     self._holdings.add(*part, request.start, payload)
-                    reach("hold.chunk")
+                    hit("hold.chunk")
                 case m.End():
                     self._holdings.end(request.lane, request.rank, request.save_id)
-                    reach("hold.ended")
+                    hit("hold.ended")
                 case m.SendAgain():
                     self._send_again(request)
                 case m.Find():
@@ -219,7 +219,7 @@ class Redundancy:
                 case m.ReadHeld():
                     span = (request.start, request.nbytes)
                     data = self._holdings.read(request.lane, request.save_id, *span)
-                    reach("hold.read")
+                    hit("hold.read")
                     return m.Taken(), data
         except HoldError as error:
             return m.Declined(str(error)), b""
@@ -287,7 +287,7 @@ class Redundancy:
                 nodes = range(len(plan.nodes))
                 asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
                 replies = {node: reply for node, reply in enumerate(asked) if reply is not None}
-            reach("recover.asked")
+            hit("recover.asked")
             by_save = recovery.plans(rank, replies)
             slots = recovery.recover(
                 rank,
@@ -298,7 +298,7 @@ class Redundancy:
             )
             if slots is not None:
                 self._install(rank, slots)
-                reach("recover.installed")
+                hit("recover.installed")
             elif not set(by_save).intersection(request.saves):
                 logger.warning("rank %d: no node has any of its requested checkpoints", rank)
         except Exception:

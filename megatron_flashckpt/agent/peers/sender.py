@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.peers import slot_bytes
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -147,11 +147,11 @@ class Link:
         if isinstance(reply, m.Taken) and reply.already:
             return
         _check(reply)
-        reach("send.begun")
+        hit("send.begun")
         for reply, _ in self._connection.pipeline(self._chunks(request)):
             _check(reply)
         _check(self._connection.ask(m.End(part.lane, label.rank, label.save_id))[0])
-        reach("send.ended")
+        hit("send.ended")
 
     def _chunks(self, request: SendRequest) -> Iterator[tuple[m.Request, bytes]]:
         label, part = request.label, request.part
@@ -162,7 +162,7 @@ class Link:
             data = slot_bytes.read(request.slab, request.index, label, start, nbytes)
             if data is None:
                 raise _OvertakenError(_TAKEN)
-            reach("send.chunk")
+            hit("send.chunk")
             yield m.Chunk(part.lane, label.rank, label.save_id, start - begin), data
 
 
