@@ -25,7 +25,7 @@ from megatron_flashckpt.agent.shard_writer import (
 )
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.state import Node, Trainer
-from megatron_flashckpt.agent.write_limits import give_way
+from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError
@@ -62,7 +62,7 @@ class Saves:
 
         def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
             nice = options.writer_nice
-            return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
+            return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
 
         self._pool = pool(options.persist_threads, "persist")
         # Digests and notes take a second and must not wait for shards, which take minutes.

@@ -99,7 +99,7 @@ class Agent:
         """
         wait_s = 0.0 if self._deadline is not None else self._node.options.sigterm_timeout_s
         self._deadline = time.monotonic() + wait_s
-        self._node.flow.pace.lift()
+        self._node.flow.rate_limit.lift()
 
     def _may_leave(self) -> bool:
         with self._node.changed:

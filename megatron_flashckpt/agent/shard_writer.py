@@ -141,7 +141,7 @@ def _write_chunks(
                 with chunk:
                     with phase("digest"):
                         digests[number] = chunk_digest(chunk)
-                    flow.pace.wait(chunk.nbytes)
+                    flow.rate_limit.wait(chunk.nbytes)
                     with phase("write"):
                         writer.write_at(data_offset + number * CHUNK_NBYTES, chunk)
                 hit("persist.chunk")

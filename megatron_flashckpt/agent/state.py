@@ -19,7 +19,7 @@ from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
-from megatron_flashckpt.agent.write_limits import Flow, Pace
+from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -79,7 +79,7 @@ class Node:
         self.fence = Fence()
         self.storage = self.storage_at(options.root)
         self.held = HeldDirectory(options.root)
-        self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
+        self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
@@ -118,8 +118,8 @@ class Node:
         if settings.direct_io != former.direct_io:  # otherwise keep the measurements
             self.direct_io = DirectIo(settings.direct_io)
         self.options = options_of(settings, former.root, foreground=former.foreground)
-        self.flow.pace.limit(settings.write_mib_per_s)
-        self.flow = Flow(settings.write_threads, self.flow.pace)
+        self.flow.rate_limit.limit(settings.write_mib_per_s)
+        self.flow = Flow(settings.write_threads, self.flow.rate_limit)
         self.traces.configure(settings.trace)
         if self._process is not None:
             self._process.apply(settings)

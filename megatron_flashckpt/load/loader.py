@@ -20,7 +20,7 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint whose tensors are in place, with its side state, which is not applied yet."""
 
     origin: Origin
@@ -29,7 +29,7 @@ class Loaded:
 
 
 @gc_paused()
-def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
+def load(request: LoadRequest, source: CheckpointSource) -> LoadedCheckpoint:
     """Fill the model and optimizer of `request`; return the side state, too. Collective.
 
     Raises:
@@ -45,7 +45,7 @@ def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
     hit("load.filled")
     # The next save stores all copies of these tensors.
     request.model_state.differing_keys |= source.job.differing
-    return Loaded(source.origin, side, report)
+    return LoadedCheckpoint(source.origin, side, report)
 
 
 def _checked_plan(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, LoadPlan]:

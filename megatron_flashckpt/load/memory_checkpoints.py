@@ -8,13 +8,13 @@ from typing import Any
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.collectives import run_and_gather
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
+from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.checkpointer import Checkpointer
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemory:
+class MemoryCheckpoint:
     """A checkpoint that every rank holds in a slot, with this rank's slab and slot offer."""
 
     slab: Slab
@@ -25,7 +25,7 @@ class InMemory:
     """Ancestors of this save that agents know of; see `protocol.Offer`."""
 
 
-def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
+def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
     """Return the checkpoints that *all* ranks hold, newest first. Collective.
 
     With `redundancy`, ranks of a lost node, and ranks that run on another node than before, first
@@ -46,7 +46,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     all_offers = [fields for fields, _ in replies]
     hit("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
-    recovering = lacking_ranks(all_offers, newest)
+    recovering = missing_ranks(all_offers, newest)
     if is_redundant and newest and recovering:
 
         def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
@@ -60,7 +60,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
         return []
     own = {offer.save_id: offer for offer in offers}
     return [
-        InMemory(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
+        MemoryCheckpoint(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
         for by_rank in common_saves(all_offers)
     ]
 

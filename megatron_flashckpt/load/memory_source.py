@@ -19,10 +19,10 @@ from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -32,7 +32,7 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 class MemorySource:
     """See `checkpoint_source.CheckpointSource`."""
 
-    slot: HeldSlot
+    slot: OfferedSlot
     """The slot of this rank."""
     threads: int
     origin: Origin
@@ -65,7 +65,7 @@ class MemorySource:
 
 
 @gc_paused()
-def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
+def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
     """Open the checkpoint that the slots of all ranks hold. Collective.
 
     Raises:
@@ -73,7 +73,7 @@ def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
     """
     rank, offer = this_rank(), checkpoint.offer
     (slot, items), descriptions = run_and_gather(
-        lambda: _described(HeldSlot(checkpoint.slab, offer, rank))
+        lambda: _described(OfferedSlot(checkpoint.slab, offer, rank))
     )
     templates = _templates(descriptions, rank, slot.meta.template, items)
     job = SavedJob(
@@ -110,7 +110,7 @@ class _Description(NamedTuple):
     sums: tuple[CopySum, ...] | None
 
 
-def _described(slot: HeldSlot) -> tuple[tuple[HeldSlot, bytes], _Description]:
+def _described(slot: OfferedSlot) -> tuple[tuple[OfferedSlot, bytes], _Description]:
     """Return the slot with its template's encoded items, and the description to gather."""
     meta = slot.meta
     items = msgspec.msgpack.encode(meta.template.items)

@@ -23,7 +23,12 @@ from megatron_flashckpt.collectives import (
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece
-from megatron_flashckpt.layout.read_plan import ReadPlan, missing_state, read_plan, superfluous
+from megatron_flashckpt.layout.read_plan import (
+    ReadPlan,
+    missing_state,
+    read_plan,
+    unexpected_tensors,
+)
 from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.load.targets import Targets
@@ -197,7 +202,7 @@ class _RankPlanner:
         shard.
         """
         shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
-        return bool(superfluous(names, shards, self._kinds))
+        return bool(unexpected_tensors(names, shards, self._kinds))
 
     def _reads(self, wanted: list[LocalPiece], pieces: list[Piece]) -> LoadPlan:
         """Return the plan that fills `wanted` from the stored `pieces`.
@@ -208,7 +213,7 @@ class _RankPlanner:
         job = self._job
         saver = job.matching_rank(parallel.coordinates(), parallel.model_cut())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
-        reads = read_plan(pieces, job.sources, job.place, resizable, job.held_by(saver))
+        reads = read_plan(pieces, job.sources, job.place, resizable, job.pieces_of_rank(saver))
         names = {(local.piece.kind, local.piece.key) for local in wanted}
         copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
         targets = Targets(pieces, [local.tensor for local in wanted])

@@ -43,7 +43,7 @@ _Chunk = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharing:
+class ReplicaGroup:
     """The group of this rank's replicas, and the rules by which they share reads."""
 
     group: Group
@@ -59,7 +59,7 @@ class Sharing:
 
 
 def read_with_replicas(
-    reader: ChunkReader, chunks: list[ChunkReads], targets: Targets, sharing: Sharing
+    reader: ChunkReader, chunks: list[ChunkReads], targets: Targets, sharing: ReplicaGroup
 ) -> ReadReport:
     """Read `chunks` into `targets`. Collective over the replicas.
 
@@ -124,7 +124,7 @@ class _Rounds:
         needs: list[set[_Chunk]],
         readers: dict[_Chunk, int],
         targets: Targets,
-        sharing: Sharing,
+        sharing: ReplicaGroup,
         report: ReadReport,
     ) -> None:
         self._reader = reader

@@ -15,10 +15,10 @@ from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_ra
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
-from megatron_flashckpt.load.candidates import Candidates, Named, named_in, with_save
+from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in, with_save
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
-from megatron_flashckpt.load.loader import Loaded
-from megatron_flashckpt.load.memory_checkpoints import InMemory, held_in_memory
+from megatron_flashckpt.load.loader import LoadedCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint, held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
@@ -84,7 +84,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 # ---------------------------------------------------------------------- choose
 
 
-def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
+def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoint]:
     """Return the checkpoints in memory, if the job loads from its save directory. Collective."""
     usable = (
         session.config.restore_from_memory
@@ -101,7 +101,7 @@ def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
         return []
 
 
-def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str | None:
+def _load_directory(call: LoadCall, margs: Any, memory: list[MemoryCheckpoint]) -> str | None:
     """Return the load directory; that of a pretrained model if there is no other checkpoint."""
     stock = checkpointing()
     load_dir: str | None = getattr(margs, call.load_arg)
@@ -118,15 +118,15 @@ def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str |
 
 
 def _candidates(
-    margs: Any, load_dir: str | None, memory: list[InMemory]
+    margs: Any, load_dir: str | None, memory: list[MemoryCheckpoint]
 ) -> tuple[Candidates, FlashCkptError | None]:
     """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else _patient(margs, load_dir)
 
-    def find_named() -> Named:
+    def find_named() -> NamedCheckpoint:
         if storage is None:
-            return Named(None)
+            return NamedCheckpoint(None)
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
@@ -167,7 +167,7 @@ def _model_state(margs: Any) -> ModelState:
 
 def _load_first_undamaged(
     candidates: Candidates, request: LoadRequest, margs: Any, load_dir: str | None
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Fill the model from the first undamaged candidate; None if there is no candidate. Collective.
 
     Raises:
@@ -187,7 +187,7 @@ def _load_first_undamaged(
 def _opened(candidates: Candidates) -> CheckpointSource:
     """Open the current candidate, on which all ranks agree. Collective."""
     candidate = candidates.current
-    if isinstance(candidate, InMemory):
+    if isinstance(candidate, MemoryCheckpoint):
         return open_memory(candidate, session.config)
     assert candidate is not None
     assert candidates.storage is not None
@@ -216,7 +216,7 @@ def _forget_saves(margs: Any) -> None:
     session.checkpointer(margs.save).link.resume_from(None, 0)
 
 
-def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> None:
+def _continue_from(loaded: LoadedCheckpoint, margs: Any, *, is_other_history: bool) -> None:
     """Tell the agent from which save training resumes.
 
     Args:
@@ -232,7 +232,7 @@ def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> Non
     hit("load.adopted")
 
 
-def _summary(loaded: Loaded) -> str:
+def _summary(loaded: LoadedCheckpoint) -> str:
     """Return a log line with the bytes, seconds and memory of the load on rank 0."""
     report = loaded.report
     if loaded.origin.source == "memory":

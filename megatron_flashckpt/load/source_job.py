@@ -14,10 +14,10 @@ from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import is_copy, split_kind
 from megatron_flashckpt.layout.exact_match import (
-    NOTHING_HELD,
-    Held,
+    NOTHING_STORED,
+    StoredPieces,
     Tensors,
-    held_once,
+    pieces_stored_once,
     stored_tensors,
     typed_runs,
 )
@@ -145,9 +145,11 @@ class SavedJob:
             if copy and kinds == copies.get("")
         )
 
-    def held_by(self, rank: int | None) -> Held:
+    def pieces_of_rank(self, rank: int | None) -> StoredPieces:
         """Return the pieces that only `rank` stores; empty if `rank` is None."""
-        return NOTHING_HELD if rank is None else held_once(self.sources[rank], self.tensors)
+        return (
+            NOTHING_STORED if rank is None else pieces_stored_once(self.sources[rank], self.tensors)
+        )
 
     def rank_state(self, rank: int) -> tuple[Piece, int] | None:
         """Return the piece with the side state of `rank`, and its byte offset in the rank's data.

@@ -10,7 +10,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -37,7 +37,9 @@ class StorageSource:
     def _read(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
         """Read the plan's chunks. Collective over the replicas of this rank."""
         memory_nbytes = self.config.read_memory_mib * 2**20 - reader.nbytes
-        sharing = Sharing(parallel.data_parallel_group(), self.config.share_reads, memory_nbytes)
+        sharing = ReplicaGroup(
+            parallel.data_parallel_group(), self.config.share_reads, memory_nbytes
+        )
         return read_with_replicas(
             reader, chunk_reads(plan.reads, plan.pieces), plan.targets, sharing
         )

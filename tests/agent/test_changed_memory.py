@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
@@ -42,7 +42,7 @@ from tests.support.trainer import (
 def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
     """Return the bytes that a load would take from the only chunk of a slot."""
     assert trainer.slab is not None
-    held = HeldSlot(trainer.slab, offer, trainer.rank)
+    held = OfferedSlot(trainer.slab, offer, trainer.rank)
     data = bytearray(held.data_nbytes(trainer.rank))
     held.read_chunk(trainer.rank, 0, [memoryview(data)])
     return bytes(data)

@@ -24,7 +24,7 @@ import msgspec
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
-from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
+from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
@@ -298,7 +298,7 @@ class _Scenario:
         self._start()
         offers = self._offers()
         newest = newest_saves(offers, _SLOTS)
-        for rank in lacking_ranks(offers, newest) if newest else ():
+        for rank in missing_ranks(offers, newest) if newest else ():
             made.trainers[rank].client.recover(newest)
         check_storage(made.root)
         shared = common_saves(self._offers())

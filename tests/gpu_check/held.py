@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slot import SlotState
 from tests.gpu_check.rank import Node
 
@@ -39,7 +39,7 @@ def held(node: Node) -> Held:
         return Held([], {})
     values: dict[int, list[float]] = {}
     for offer in offers:
-        slot = HeldSlot(slab, offer, 0)
+        slot = OfferedSlot(slab, offer, 0)
         values[offer.iteration] = []
         for item in slot.meta.template.items:
             if item.kind == MASTER:

@@ -36,7 +36,7 @@ from megatron_flashckpt.file_format.commit_record import decode_records, encode_
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates, named_in
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
@@ -434,7 +434,7 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
         lies.flip_bits(changed, dice)
         slab.memory[begin + low : begin + high] = bytes(changed)
         try:
-            held = HeldSlot(slab, offer, 0)
+            held = OfferedSlot(slab, offer, 0)
             read = [bytearray(min(CHUNK_NBYTES, len(data) - at)) for at in starts]
             for number, chunk in enumerate(read):
                 held.read_chunk(0, number, [memoryview(chunk)])

@@ -21,7 +21,7 @@ from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.load import gpu_buffers
 from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, read_all
 from megatron_flashckpt.load.gpu_buffers import Gpu
-from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.simulated_gpu import Node, simulated_gpus
@@ -216,7 +216,7 @@ def test_after_a_load_any_stream_sees_the_loaded_tensors(
         targets = Targets([STORED[1]], [padding])
         targets.zero(0)
         with ChunkReader(made.stored(), threads, targets.gpu) as reader:
-            read_with_replicas(reader, [], targets, Sharing(None, "never", 0))
+            read_with_replicas(reader, [], targets, ReplicaGroup(None, "never", 0))
         with torch.cuda.stream(torch.cuda.Stream()):
             return padding.cpu()
 
@@ -246,7 +246,7 @@ def test_a_load_s_time_includes_its_work_on_the_gpu(made: Made) -> None:
         targets = Targets([piece], [tensor])
         chunks = chunk_reads(read_plan([piece], source.sources(), "it"), [piece])
         with ChunkReader(source, 1, targets.gpu) as reader:
-            report = read_with_replicas(reader, chunks, targets, Sharing(None, "never", 0))
+            report = read_with_replicas(reader, chunks, targets, ReplicaGroup(None, "never", 0))
         assert len(chunks) == 1
         assert report.seconds >= seconds
         assert all(stream.query() for stream in node.devices[RANK].streams)

@@ -28,7 +28,7 @@ from megatron_flashckpt.collectives import (
     run_and_gather,
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, RoundSizes, Stream
 
 WORLD = 16_384
 RANK = 77
@@ -173,24 +173,26 @@ lengths = st.lists(st.integers(1, 10_000), max_size=20)
 
 @given(lengths, lengths, st.integers(1, 20_000), st.integers(1, 20_000))
 def test_the_bytes_of_a_round_fit_into_every_rank_s_room(one, other, room, other_room):
-    """The streams have any length; the slowest rank's pace determines the number of rounds."""
+    """The streams have any length; the smallest buffers determine the number of rounds."""
     streams = [
         {peer: Stream([(0, nbytes)]) for peer, nbytes in enumerate(each)} for each in (one, other)
     ]
     rooms = (room, other_room)
-    paces = [Pace.of(each, nbytes) for each, nbytes in zip(streams, rooms, strict=True)]
-    agreed = Pace(max(it.turns for it in paces), min(it.least for it in paces))
+    proposals = [RoundSizes.of(each, nbytes) for each, nbytes in zip(streams, rooms, strict=True)]
+    agreed = RoundSizes(
+        max(sizes.most_rounds for sizes in proposals), min(sizes.least for sizes in proposals)
+    )
     for each, nbytes in zip(streams, rooms, strict=True):
         sent = dict.fromkeys(each, 0)
-        for turn in range(agreed.rounds(each)):
-            cuts = agreed.cuts(each, turn)
+        for number in range(agreed.rounds(each)):
+            cuts = agreed.cuts(each, number)
             sizes = {peer: sum(b - a for *_, a, b in of_peer) for peer, of_peer in cuts.items()}
             assert all(sizes.values()), "no empty messages"
             assert sum(sizes.values()) <= max(nbytes, 4 * ALIGNMENT * len(each))
             for peer, size in sizes.items():
                 sent[peer] += size
         assert sent == {peer: dict(enumerate(lengths_of(each)))[peer] for peer in each}
-        assert agreed.rounds(each) <= agreed.turns
+        assert agreed.rounds(each) <= agreed.most_rounds
 
 
 def lengths_of(streams: dict[int, Stream]) -> list[int]:
@@ -202,7 +204,7 @@ def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:
     heavy, light, room = 120 * 2**20, 20_000, 64 * 2**20
     sizes = np.array([heavy] * 16 + [light] * 1007)
     streams = {peer: Stream([(0, int(nbytes))]) for peer, nbytes in enumerate(sizes)}
-    pace = Pace.of(streams, room)
-    assert pace.rounds(streams) <= 1.4 * sizes.sum() / room
+    round_sizes = RoundSizes.of(streams, room)
+    assert round_sizes.rounds(streams) <= 1.4 * sizes.sum() / room
     # With equal shares of the room for all peers, the exchange would take this many rounds.
     assert heavy // (room // len(streams)) > 1900

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.load.offers import lacking_ranks, newest_saves
+from megatron_flashckpt.load.offers import missing_ranks, newest_saves
 from megatron_flashckpt.save import peer_setup
 
 
@@ -67,7 +67,7 @@ def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
     ]
     newest = newest_saves(everyone, 2)
     assert newest == ("s30", "s20")
-    assert lacking_ranks(everyone, newest) == [2, 3]
+    assert missing_ranks(everyone, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()
 
 

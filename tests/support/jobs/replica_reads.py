@@ -115,7 +115,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     slow = mock.patch.object(replica_sharing, "transfer", slow_transfer)
     many = mock.patch.object(replica_sharing, "MANY_REPLICAS", case.get("many", 64))
     with slow, many, ChunkReader(stored, 1, targets.gpu) as reader:
-        sharing = replica_sharing.Sharing(None, case["mode"], memory)
+        sharing = replica_sharing.ReplicaGroup(None, case["mode"], memory)
         try:
             report = replica_sharing.read_with_replicas(reader, chunks, targets, sharing)
             event.update(report.__dict__)
