@@ -253,8 +253,8 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "Sweeper.sweep",
-            "leftovers.remove(self._storage)",
-            "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
+            "orphans.remove(self._storage)",
+            "see `OrphanedFiles.remove`; a checkpoint always has its manifest",
             "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept",
         ),
     ),
@@ -278,7 +278,7 @@ REVIEWED: dict[Call, Reason] = {
         (
             "tidy",
             "_obsolete_files(save, pending).remove(storage)",
-            "of `_is_of_an_attempt` or another save's id, which is not under way; see `Leftovers.remove`",
+            "of `_is_of_an_attempt` or another save's id, which is not under way; see `OrphanedFiles.remove`",
             "agent/test_tidying.py::test_a_save_under_way_of_the_same_iteration_is_spared",
         ),
     ),

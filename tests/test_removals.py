@@ -28,7 +28,7 @@ REMOVING |= {"write_bytes", "write_text", "copyfile", "copy2", "copytree"}
 IN_MEMORY = {"msgspec.structs", "dataclasses", "stock", "Slab", "records", "rank.retired"}
 IN_MEMORY |= {"rank.awaited", "answer", "self._found", "self._templates", "self._jobs"}
 IN_MEMORY |= {"self._failed_copies", "self._agent_failures", "self._buffers", "sink", "link"}
-IN_MEMORY |= {"self._strangers", "self._work"}
+IN_MEMORY |= {"self._silent", "self._work"}
 
 
 def is_text(node: ast.Call) -> bool:

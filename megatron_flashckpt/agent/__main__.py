@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.state import options_of
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 
 
-class _ErrorSeen(logging.Handler):
+class _ErrorFlag(logging.Handler):
     """Remembers whether an error was logged, so that the log is kept."""
 
     seen = False
@@ -60,7 +60,7 @@ def main() -> int:
         stream=sys.stderr,
         format=LOG_FORMAT,
     )
-    errors = _ErrorSeen(logging.ERROR)
+    errors = _ErrorFlag(logging.ERROR)
     logging.getLogger().addHandler(errors)
     # The agent must survive Ctrl-C in the training terminal and a SIGHUP of its shell. It must also
     # survive the signals by which schedulers announce the end of a job (Slurm's --signal).

@@ -39,7 +39,7 @@ _OF_ATTEMPTS = (".commit", ".failed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leftovers:
+class OrphanedFiles:
     """Orphaned files that may be removed; may be empty."""
 
     files: list[str] = dataclasses.field(default_factory=list)
@@ -101,7 +101,7 @@ class Sweeper:
         self._committed: int | None = None
         #: Iteration that the job has just resumed from; its directory is never incomplete.
         self._resumed: int | None = None
-        self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[OrphanedFiles] = queue.SimpleQueue()
 
     def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
         """Find files of all dead saves, if storage answers within `_LOOK_S`.
@@ -115,7 +115,7 @@ class Sweeper:
         self._resumed = resumed
         # Files of an agent on another node may have become visible after the last look.
         self._clean = set()
-        answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[OrphanedFiles] = queue.SimpleQueue()
         threading.Thread(
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
         ).start()
@@ -147,28 +147,28 @@ class Sweeper:
         if until is not None:
             # Training may have resumed from an older save, and other nodes may have begun the next
             # ones.
-            leftovers = self._find(is_pending, min(until, committed))
+            orphans = self._find(is_pending, min(until, committed))
         elif former is not None:
-            leftovers = self._find(is_pending, former, only=former)
+            orphans = self._find(is_pending, former, only=former)
         else:
             return
         if is_current():
-            self._found.put(leftovers)
+            self._found.put(orphans)
 
     def _find(
         self, is_pending: Callable[[int], bool], until: int | None, only: int | None = None
-    ) -> Leftovers:
-        leftovers = Leftovers()
+    ) -> OrphanedFiles:
+        orphans = OrphanedFiles()
         # The lock keeps this agent from writing temporary files during the listing.
         with self._manifests.changing:
             if only is None:
-                self._find_now(is_pending, until, leftovers)
+                self._find_now(is_pending, until, orphans)
             else:
-                self._find_beside(is_pending, only, leftovers)
-        return leftovers
+                self._find_beside(is_pending, only, orphans)
+        return orphans
 
     def _find_beside(
-        self, is_pending: Callable[[int], bool], iteration: int, leftovers: Leftovers
+        self, is_pending: Callable[[int], bool], iteration: int, orphans: OrphanedFiles
     ) -> None:
         """Find orphaned files next to one checkpoint; nothing if it has no manifest."""
         directory = file_names.iteration_dir(iteration)
@@ -176,12 +176,12 @@ class Sweeper:
             if self._storage.kind(directory) != "directory" or is_pending(iteration):
                 return
             if self._storage.present(directory, [file_names.MANIFEST]):
-                self._look_into(directory, iteration, leftovers)
+                self._look_into(directory, iteration, orphans)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
     def _find_now(
-        self, is_pending: Callable[[int], bool], until: int | None, leftovers: Leftovers
+        self, is_pending: Callable[[int], bool], until: int | None, orphans: OrphanedFiles
     ) -> None:
         try:
             listed = self._storage.list("")
@@ -194,7 +194,7 @@ class Sweeper:
                 if former in (file_names.TRACKER, file_names.HISTORY) or (
                     until is None and of_a_start
                 ):
-                    leftovers.files.append(name)
+                    orphans.files.append(name)
                 elif (
                     iteration is not None
                     and iteration not in self._clean
@@ -202,11 +202,11 @@ class Sweeper:
                     and not is_pending(iteration)
                     and self._storage.kind(name) == "directory"
                 ):
-                    self._look_into(name, iteration, leftovers)
+                    self._look_into(name, iteration, orphans)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
-    def _look_into(self, directory: str, iteration: int, leftovers: Leftovers) -> None:
+    def _look_into(self, directory: str, iteration: int, orphans: OrphanedFiles) -> None:
         listed = self._storage.list(directory)
         if file_names.MANIFEST not in listed:
             if iteration == self._resumed:
@@ -235,22 +235,22 @@ class Sweeper:
             ]
             files = [name for name in names if self._storage.kind(name) == "file"]
             if files:  # another agent may be about to fill an empty directory
-                leftovers.incomplete[directory] = files
+                orphans.incomplete[directory] = files
             return
-        leftovers.examined.append(iteration)
+        orphans.examined.append(iteration)
         # The file names tell whether anything must be removed; the manifest need not be read.
         saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
-            leftovers.files.extend(beside(self._storage, directory, facts.save_id))
+            orphans.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
         """Remove the files that were found."""
         while not self._found.empty():
-            leftovers = self._found.get()
+            orphans = self._found.get()
             try:
-                count = leftovers.remove(self._storage)
-                self._clean.update(leftovers.examined)
+                count = orphans.remove(self._storage)
+                self._clean.update(orphans.examined)
                 if count:
                     logger.info("removed %d orphaned files of earlier crashes", count)
             except OSError as error:

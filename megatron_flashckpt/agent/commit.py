@@ -73,7 +73,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
     Called repeatedly by the agent's commit thread. Never raises: an error is the result.
     """
     try:
-        if save.outlived:
+        if save.is_abandoned:
             return _is_over(save), _ABANDONED
         if save.superseded_by == save.iteration:
             place = f"{save.storage.place}/{save.directory}"
@@ -292,7 +292,7 @@ def _check_commits(save: PendingSave) -> None:
 def _check_wanted(save: PendingSave) -> None:
     """Raise unless `save` may become a checkpoint now; commits of large jobs take seconds."""
     _check_commits(save)
-    if save.outlived:
+    if save.is_abandoned:
         raise SaveFailedError(_ABANDONED)
     if save.given_up is not None:
         raise SaveFailedError(save.given_up)

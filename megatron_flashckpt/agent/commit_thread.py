@@ -64,7 +64,7 @@ class Committer:
             self._thread.join(_TIDY_S)
             self._tidier.close(_TIDY_S)
 
-    def look_for_leftovers(self, resumed: int | None) -> None:
+    def look_for_orphans(self, resumed: int | None) -> None:
         """Have orphaned files of crashes removed: a job resumes, and none of its ranks is saving.
 
         Args:
@@ -152,7 +152,7 @@ class Committer:
             return False
         if error is not None:
             if error != save.given_up:
-                level = logging.INFO if save.outlived else logging.ERROR
+                level = logging.INFO if save.is_abandoned else logging.ERROR
                 logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
             hit("save.failed")
         persisted = set(save.persisted)
@@ -161,7 +161,7 @@ class Committer:
             # it.
             forget(save)
             tell_again(save)
-        if not save.outlived and save.past is None:
+        if not save.is_abandoned and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
@@ -236,7 +236,7 @@ class Committer:
             lasts=error is not None and save.lasts,
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
-        if save.outlived:
+        if save.is_abandoned:
             state = SlotState.EMPTY
         for number in save.metas:
             rank = self._node.ranks[number]

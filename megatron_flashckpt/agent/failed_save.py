@@ -138,7 +138,7 @@ def may_remove(save: PendingSave) -> bool:
     # A rank may fail after its record was published: the `put` took effect and reported an error,
     # or a former agent had published the record. The set is a copy, because threads that write
     # shards add failures meanwhile.
-    ranks = set(save.metas if save.outlived else save.failed)
+    ranks = set(save.metas if save.is_abandoned else save.failed)
     world_size = next(iter(save.metas.values())).world_size
     known = set(save.record_names)
     present = save.storage.present(save.directory, {note, *known})

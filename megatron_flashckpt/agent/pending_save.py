@@ -56,7 +56,7 @@ class PendingSave:
     """Ranks of this node whose part has failed, perhaps after their record was published."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
-    outlived: bool = False
+    is_abandoned: bool = False
     """Abandoned after a restart: training has resumed from an older save."""
     abandoned_at: float | None = None
     """Time at which the agent began to conclude the abandoned save; `time.monotonic`."""
@@ -145,7 +145,7 @@ class PendingSave:
             self.error is not None
             or self.given_up is not None
             or self.past is not None
-            or self.outlived
+            or self.is_abandoned
         )
 
     @property

@@ -11,7 +11,7 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit_thread import Committer
-from megatron_flashckpt.agent.departed import Departed
+from megatron_flashckpt.agent.departed import DepartedRanks
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.persister import Saves
@@ -39,7 +39,7 @@ class RequestHandler:
         self._saves = saves
         self._committer = committer
         self._templates = TemplateStore(node.changed)
-        self.departed = Departed(node, committer)
+        self.departed = DepartedRanks(node, committer)
 
     def answer(
         self, number: int, request: p.Request, fd: int | None, process: RankProcess | None
@@ -69,7 +69,7 @@ class RequestHandler:
         if isinstance(request, p.Adopt) and number == 0:
             # No rank has a save under way yet, because no rank has resumed.
             is_resumed = request.save_id is not None
-            self._committer.look_for_leftovers(request.iteration if is_resumed else None)
+            self._committer.look_for_orphans(request.iteration if is_resumed else None)
         with self._node.changed:
             rank = self._served(number, process)
             match request:
@@ -285,7 +285,7 @@ class RequestHandler:
             # would commit the save have given it up, or are gone.
             staged &= is_here or not save.is_from_before(self._node.fence.newest)
             if save.staged_as != request.save_id and not staged:
-                save.outlived = save.save_id not in awaited
+                save.is_abandoned = save.save_id not in awaited
         if self._node.peers is not None:
             self._node.peers.adopt(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():

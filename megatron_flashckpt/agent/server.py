@@ -10,13 +10,13 @@ import logging
 import time
 
 from megatron_flashckpt.agent.commit_thread import Committer
-from megatron_flashckpt.agent.conversations import Conversations
+from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.pending_save import awaited_by
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
-from megatron_flashckpt.agent.reception import Reception, Strangers
+from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import AgentOptions, Node
 from megatron_flashckpt.agent.upkeep import Upkeep
@@ -51,13 +51,13 @@ class Agent:
         self._committer = Committer(self._node)
         self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
-        strangers = Strangers()
+        silent = SilentConnections()
         second_starts = SecondStarts(lambda: upkeep.directory)
         self._handler = RequestHandler(self._node, self._saves, self._committer)
-        self._conversations = Conversations(
-            self._node, self._saves, self._handler, strangers, second_starts
+        self._conversations = TrainerConnections(
+            self._node, self._saves, self._handler, silent, second_starts
         )
-        self._reception = Reception(upkeep.listen(), strangers)
+        self._reception = Acceptor(upkeep.listen(), silent)
         self._unclaimed_s = unclaimed_s
         #: Latest time to end; set by a signal.
         self._deadline: float | None = None

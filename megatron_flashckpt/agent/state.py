@@ -14,7 +14,7 @@ from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
-from megatron_flashckpt.agent.life import AgentFacts, own_life
+from megatron_flashckpt.agent.life import AgentFacts, own_unit
 from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slot_table import RankSlots
@@ -90,7 +90,7 @@ class Node:
         """The newest save that was seen committed; None if none was."""
         self.resumed_from: str | None = None
         """The save that training resumed from; "": from none; None: not reported."""
-        self._facts = AgentFacts(time.time(), options.foreground, own_life())
+        self._facts = AgentFacts(time.time(), options.foreground, own_unit())
 
     @property
     def lineage(self) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def is_live(storage: Storage) -> Claim | None:
 
     Takes as long as a renewal can take, or less if the state is certain earlier.
     """
-    watch = _Watch(storage)
+    watch = _ClaimWatcher(storage)
     while True:
         claim = watch.look()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
@@ -108,7 +108,7 @@ def _await_end(
         OtherWriterError: the run of the claim trains, and `policy` is `refuse`.
     """
     deadline = time.monotonic() + wait_s
-    watch = _Watch(storage)
+    watch = _ClaimWatcher(storage)
     while True:
         claim = watch.look()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
@@ -145,7 +145,7 @@ def _await_end(
         time.sleep(_LOOK_S)
 
 
-class _Watch:
+class _ClaimWatcher:
     """Reads a claim repeatedly, to see whether it is renewed, by the clock of this host."""
 
     def __init__(self, storage: Storage) -> None:

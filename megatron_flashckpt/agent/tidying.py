@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.cleanup import Leftovers, beside
+from megatron_flashckpt.agent.cleanup import OrphanedFiles, beside
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
@@ -104,7 +104,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
         )
 
 
-def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Leftovers:
+def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> OrphanedFiles:
     """Return the files of other attempts in the directory of a committed save.
 
     Empty if another save of the same iteration has been committed since.
@@ -114,19 +114,19 @@ def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Lef
         try:
             committed = save.manifests.facts(save.storage, save.directory).save_id
         except FileNotFoundError:  # retention has removed the checkpoint since
-            return Leftovers()
+            return OrphanedFiles()
         if committed != save.save_id:
-            return Leftovers()
+            return OrphanedFiles()
         files = beside(save.storage, save.directory, save.save_id)
         # Query pending saves and the run after the listing. Until a job starts again, this agent
         # knows every save of the iteration before its files can be listed. After a start, other
         # nodes may have begun a save that this agent does not know.
         spared = pending()
         if not save.is_of_newest_run:
-            return Leftovers(
+            return OrphanedFiles(
                 [name for name in files if file_names.save_id_in(name) == save.save_id]
             )
-    return Leftovers([name for name in files if file_names.save_id_in(name) not in spared])
+    return OrphanedFiles([name for name in files if file_names.save_id_in(name) not in spared])
 
 
 class Tidier:

@@ -93,7 +93,7 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
     The bytes are unmapped with the last view of them. Forked children do not inherit the mapping,
-    and core dumps leave it out. Called under `forks.held_off`.
+    and core dumps leave it out. Called under `forks.forks_blocked`.
 
     Raises:
         OSError: the kernel refuses.

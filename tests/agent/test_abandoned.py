@@ -123,7 +123,7 @@ class _Telling(PosixStorage):
 def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
     storage = _Telling(root)
     save = persisted(storage, SAVE)
-    storage.tell = lambda: setattr(save, "outlived", True)
+    storage.tell = lambda: setattr(save, "is_abandoned", True)
     finished, error = outcome_of(save, 60.0)
     assert (finished, "resumed from an older" in (error or "")) == (True, True)
     forget(save)
@@ -133,7 +133,7 @@ def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
 def test_other_nodes_remove_their_part_after_rank_0_reports_the_end(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE, rank, 2) for rank in range(2)]
     for save in saves:
-        save.outlived = True
+        save.is_abandoned = True
     assert outcome_of(saves[1], 60.0)[0] is False
     forget(saves[1])
     shards = [
@@ -149,7 +149,7 @@ def test_other_nodes_remove_their_part_after_rank_0_reports_the_end(root: Path) 
 def test_a_shard_without_a_commit_record_is_removed_at_once(root: Path) -> None:
     """No agent can commit a shard that lacks a record."""
     save = persisted(PosixStorage(root), SAVE, 1, 2)
-    save.outlived = True
+    save.is_abandoned = True
     (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE)).unlink()
     assert outcome_of(save, 60.0)[0]
     forget(save)
@@ -161,7 +161,7 @@ def test_a_node_waits_for_rank_0_only_for_a_limited_time(
 ) -> None:
     monkeypatch.setattr("megatron_flashckpt.agent.commit._ABANDONED_S", 0.0)
     save = persisted(PosixStorage(root), SAVE, 1, 2)
-    save.outlived = True
+    save.is_abandoned = True
     assert outcome_of(save, 60.0)[0]
     forget(save)
     assert (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists(), (

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent.claim import INTERVAL_S
-from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
+from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import joining
@@ -356,23 +356,32 @@ def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
 @pytest.mark.parametrize(
     ("life", "remedy"),
     [
-        (Life("Slurm step", "7.0"), "'srun --overlap flashckpt agent --save /s --foreground'"),
-        (Life("container", "pod"), "'flashckpt agent --save /s --foreground' runs in a container"),
-        (Life("systemd unit", "a.service"), "'flashckpt agent --save /s --foreground' runs in a u"),
+        (
+            EnclosingUnit("Slurm step", "7.0"),
+            "'srun --overlap flashckpt agent --save /s --foreground'",
+        ),
+        (
+            EnclosingUnit("container", "pod"),
+            "'flashckpt agent --save /s --foreground' runs in a container",
+        ),
+        (
+            EnclosingUnit("systemd unit", "a.service"),
+            "'flashckpt agent --save /s --foreground' runs in a u",
+        ),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_an_agent_that_would_end_with_its_ranks_is_named_with_the_remedy(
-    life: Life, remedy: str
+    life: EnclosingUnit, remedy: str
 ) -> None:
     facts = AgentFacts(0.0, False, life, (2, 4))
     first, second = joining.lines(5, facts, life, "/s")
     assert first.endswith("its memory holds iterations 2, 4")
     assert second.startswith(f"agent 5 ends with the {life} that this rank runs in")
     assert remedy in second
-    for apart in (Life(life.kind, "another"), Life()):
+    for apart in (EnclosingUnit(life.kind, "another"), EnclosingUnit()):
         assert len(joining.lines(5, facts, apart, "/s")) == 1
-    own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), Life(), "/s")
+    own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), EnclosingUnit(), "/s")
     assert len(own) == 1
     assert f"a foreground one in {life}," in own[0]
 
@@ -405,5 +414,5 @@ MACHINE = 0xEFFFFFFC
 def test_the_control_groups_of_a_process_show_what_ends_it(
     cgroups: str, namespace: int, expected: str | None
 ) -> None:
-    life = life_of(cgroups, namespace, {"HOSTNAME": "host"})
+    life = unit_of(cgroups, namespace, {"HOSTNAME": "host"})
     assert str(life) == (expected or "container cri-containerd-ab.scope")

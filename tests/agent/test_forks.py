@@ -198,7 +198,7 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
         seen.append(in_child(lambda: registered))
 
     thread = threading.Thread(target=fork)
-    with forks.held_off():
+    with forks.forks_blocked():
         thread.start()
         assert about_to_fork.wait(PATIENCE_S)
         for _ in range(1000):

@@ -218,7 +218,7 @@ NONSENSE = {
 
 
 @contextlib.contextmanager
-def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
+def open_raw_connection(node: Node, root: Path) -> Iterator[socket.socket]:
     """A connection to the agent from a process other than a trainer."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20.0)
@@ -238,7 +238,7 @@ def _hang_up_and_read(sock: socket.socket) -> bytes:
 
 @pytest.fixture
 def busy(node: Node, root: Path) -> FakeTrainer:
-    """A rank with a committed checkpoint, whose agent gets connections from strangers."""
+    """A rank with a committed checkpoint, whose agent gets connections of other programs."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     return trainer
@@ -249,7 +249,7 @@ def test_garbage_ends_only_its_own_connection(
     node: Node, root: Path, busy: FakeTrainer, kind: str
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(NONSENSE[kind])
         received = _hang_up_and_read(sock)
     assert b"Granted" not in received
@@ -263,7 +263,7 @@ def test_garbage_ends_only_its_own_connection(
 def test_a_silent_stranger_does_not_delay_a_rank(node: Node, root: Path, busy: FakeTrainer) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(stranger(node, root))
+            stack.enter_context(open_raw_connection(node, root))
         assert busy.save(2).error is None
         other = node.trainer(root, 1, 1)
         assert other.client.poll().pending == 0
@@ -273,7 +273,7 @@ def test_a_client_of_another_protocol_gets_a_refusal(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
     for _ in range(100):
-        with stranger(node, root) as sock:
+        with open_raw_connection(node, root) as sock:
             frames.send(sock, p.Hello(0, 999))
             reply = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(reply, p.Refused)
@@ -313,7 +313,7 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
     fd = NOT_SLABS[kind]()
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(_HELLO)
         assert b"Welcome" in frames.receive(sock)[0]
         frames.send(sock, p.AttachSlab(), fd)
@@ -342,7 +342,7 @@ def test_an_unrequested_descriptor_is_closed(
     node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
-    with stranger(node, root) as sock, open(os.devnull) as file:
+    with open_raw_connection(node, root) as sock, open(os.devnull) as file:
         if greeted:
             sock.sendall(_HELLO)
             assert b"Welcome" in frames.receive(sock)[0]
@@ -352,10 +352,10 @@ def test_an_unrequested_descriptor_is_closed(
     assert is_alive(busy.client.agent_pid)
 
 
-def test_an_agent_ends_with_its_ranks_despite_connected_strangers(
+def test_an_agent_ends_with_its_ranks_despite_garbage_on_a_connection(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(b"\xff" * 100)
         _hang_up_and_read(sock)
     agent = busy.client.agent_pid

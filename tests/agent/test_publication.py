@@ -225,7 +225,7 @@ def test_a_longer_save_waits_longer_within_bounds(
     assert save.publish_by == by, "later ranks do not extend the wait of the first"
 
 
-@pytest.mark.parametrize("why", ["error", "given_up", "past", "outlived"])
+@pytest.mark.parametrize("why", ["error", "given_up", "past", "is_abandoned"])
 def test_a_save_that_cannot_be_committed_publishes_no_record(root: Path, why: str) -> None:
     save = written(PosixStorage(root), SAVE_ID)
     setattr(save, why, True)

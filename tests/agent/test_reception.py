@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.reception import MOST_SILENT, Reception, Strangers
+from megatron_flashckpt.agent.reception import MOST_SILENT, Acceptor, SilentConnections
 from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
@@ -88,7 +88,7 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     assert is_alive(agent)
     log = (node.directory(root) / "agent.log").read_text()
     assert "Too many open files" in log
-    assert log.count("turned away") < 5, "a flood of connections does not fill the log"
+    assert log.count("refused ") < 5, "a flood of connections does not fill the log"
     again = node.trainer(root)  # the last connections of the crowd are still open
     assert again.client.agent_pid == agent
     assert [offer.iteration for offer in again.take()] == [1]
@@ -242,7 +242,7 @@ class Listener:
 )
 def test_no_error_of_accept_ends_the_agent(number: int) -> None:
     listener = Listener(*(OSError(number, os.strerror(number)) for _ in range(3)))
-    reception = Reception(listener, Strangers())
+    reception = Acceptor(listener, SilentConnections())
     assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
 
 
