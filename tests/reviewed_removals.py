@@ -499,7 +499,7 @@ REVIEWED: dict[Call, Reason] = {
         "storage.patient",
         *(
             (
-                f"PatientStorage.{method}",
+                f"RetryingStorage.{method}",
                 f"self._storage.{call}",
                 CALLER,
                 "storage/test_contract.py::test_delete_removes_that_file_only",

@@ -164,10 +164,10 @@ class Sweeper:
             if only is None:
                 self._find_now(is_pending, until, orphans)
             else:
-                self._find_beside(is_pending, only, orphans)
+                self._find_next_to(is_pending, only, orphans)
         return orphans
 
-    def _find_beside(
+    def _find_next_to(
         self, is_pending: Callable[[int], bool], iteration: int, orphans: OrphanedFiles
     ) -> None:
         """Find orphaned files next to one checkpoint; nothing if it has no manifest."""
@@ -242,7 +242,7 @@ class Sweeper:
         saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
-            orphans.files.extend(beside(self._storage, directory, facts.save_id))
+            orphans.files.extend(files_of_other_saves(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
         """Remove the files that were found."""
@@ -267,7 +267,7 @@ def _committed_once(listed: list[str]) -> set[str]:
     return set(filter(None, map(file_names.save_id_of_common, listed))) - attempts
 
 
-def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
+def files_of_other_saves(storage: Storage, directory: str, save_id: str) -> list[str]:
     """Return the package's files in a directory that are not part of its save `save_id`."""
     return [
         f"{directory}/{name}"

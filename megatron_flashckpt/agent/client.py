@@ -198,7 +198,7 @@ class AgentClient:
             os.close(fd)
         return reply.saves
 
-    def adopt(self, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, save_id: str | None, iteration: int) -> None:
         """Report the save that training resumes from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)
 

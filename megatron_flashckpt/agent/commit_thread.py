@@ -11,8 +11,8 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, tell_again
-from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.failed_save import forget, note_failure_again
+from megatron_flashckpt.agent.pending_save import PendingSave, gave_up, wait_reason
 from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
@@ -102,7 +102,7 @@ class Committer:
                 waited = time.monotonic() - save.staged_at
                 if waited > self._node.options.slow_save_s and not save.called_slow:
                     save.called_slow = True
-                    notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
+                    notice = f"not durable {waited:.0f} s after it was staged: {wait_reason(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
                     # Rank 0 gets the notice for the job, and the first slow rank gets it for its
                     # node.
@@ -160,7 +160,7 @@ class Committer:
             # Free the space before trainers learn the result: on a full disk the next save needs
             # it.
             forget(save)
-            tell_again(save)
+            note_failure_again(save)
         if not save.is_abandoned and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
@@ -240,7 +240,7 @@ class Committer:
             state = SlotState.EMPTY
         for number in save.metas:
             rank = self._node.ranks[number]
-            self.tell(rank, outcome)
+            self.queue_result(rank, outcome)
             if rank.slots is not None:
                 rank.slots.mark(save.staged_as, state)
         hit("save.marked")
@@ -260,7 +260,7 @@ class Committer:
         with self._node.changed:
             return any(save.iteration == iteration for save in self.pending.values())
 
-    def owed(self, number: int) -> set[str]:
+    def open_saves(self, number: int) -> set[str]:
         """Return the saves of a rank that have no result yet. The caller holds the lock.
 
         Saves that an earlier connection of the rank staged are included. The rank may look for a
@@ -269,11 +269,11 @@ class Committer:
         staged = {save.staged_as for save in self.pending.values() if number in save.metas}
         return self._node.ranks[number].awaited | staged
 
-    def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
+    def queue_result(self, rank: Trainer, outcome: p.Outcome) -> None:
         """Report `outcome` at the trainer's next poll, if that trainer staged the save."""
         if outcome.save_id in rank.awaited:
             rank.awaited.remove(outcome.save_id)
-            rank.untold.append(outcome)
+            rank.unreported.append(outcome)
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep older pending saves from moving the tracker back."""

@@ -83,7 +83,7 @@ class TrainerConnections:
                     answer = (p.Refused(str(error)),)
                 frames.send(connection, *answer)
                 if isinstance(request, p.Poll):
-                    self._node.traces.write_told()
+                    self._node.traces.write_reported()
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError, FlashCkptError) as error:

@@ -46,15 +46,15 @@ def lasts_elsewhere(reason: str) -> bool:
     return match is not None and will_last(int(match[1]))
 
 
-def tell_others(save: PendingSave, rank: int, reason: str) -> None:
-    is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
-    save.untold = None if is_told else (rank, reason)
+def note_failure(save: PendingSave, rank: int, reason: str) -> None:
+    is_stored = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
+    save.unsent_note = None if is_stored else (rank, reason)
 
 
-def tell_again(save: PendingSave) -> None:
+def note_failure_again(save: PendingSave) -> None:
     """Write the failure note again if there was no space; `forget` has freed some."""
-    if save.untold is not None:
-        tell_others(save, *save.untold)
+    if save.unsent_note is not None:
+        note_failure(save, *save.unsent_note)
 
 
 def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
@@ -132,7 +132,7 @@ def may_remove(save: PendingSave) -> bool:
         return True  # this agent commits, or the committing agent has given the save up
     if save.superseded_by == save.iteration or save.past is not None:
         return True
-    if save.missed_a_run and save.abandoned_at is not None:
+    if save.missed_run and save.abandoned_at is not None:
         return time.monotonic() - save.abandoned_at > _MISSED_S
     note = file_names.failure_name(0, save.save_id)
     # A rank may fail after its record was published: the `put` took effect and reported an error,

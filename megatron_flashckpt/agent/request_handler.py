@@ -87,7 +87,7 @@ class RequestHandler:
                     self._hold(number, RunKey(request.epoch, request.run_id))
                     return (p.Done(),)
                 case p.Adopt():
-                    self._adopt(number, request)
+                    self._resume_from(number, request)
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
@@ -200,7 +200,7 @@ class RequestHandler:
         taken: list[str] = []
         for index in slots.open():
             try:
-                taken.append(self._saves.take_over(number, index))
+                taken.append(self._saves.accept_slot(number, index))
             except FlashCkptError as error:
                 logger.error("rank %d: the staged slot %d is lost: %s", number, index, error)
                 continue
@@ -265,13 +265,13 @@ class RequestHandler:
             described = slot, header, decoded_meta(encoded, slot.index)
         with self._node.changed:
             self._served(number, process)
-            self._saves.take_over(number, request.slot, request, described)
+            self._saves.accept_slot(number, request.slot, request, described)
 
-    def _adopt(self, number: int, request: p.Adopt) -> None:
+    def _resume_from(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]
         is_here = rank.slots is not None and rank.slots.holds(request.save_id)
         if rank.slots is not None:
-            rank.slots.adopt(request.save_id, request.iteration)
+            rank.slots.resume_from(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
         self._node.resumed_from = request.save_id or ""
         awaited = set().union(*(trainer.awaited for trainer in self._node.ranks.values()))
@@ -287,23 +287,23 @@ class RequestHandler:
             if save.staged_as != request.save_id and not staged:
                 save.is_abandoned = save.save_id not in awaited
         if self._node.peers is not None:
-            self._node.peers.adopt(number, request.save_id, request.iteration)
+            self._node.peers.resume_from(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
             # The rank's own node may have been lost before this save was durable, and others wait
             # for it.
-            self._saves.take_over(number, index)
+            self._saves.accept_slot(number, index)
             rank.awaited.discard(request.save_id or "")
         self._node.changed.notify_all()
 
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
-        while not rank.untold and not rank.notices and self._committer.owed(number):
+        while not rank.unreported and not rank.notices and self._committer.open_saves(number):
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
-        outcomes, rank.untold = tuple(rank.untold), []
+        outcomes, rank.unreported = tuple(rank.unreported), []
         for outcome in outcomes:
-            self._node.traces.told(outcome.save_id, number)
+            self._node.traces.note_reported(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(outcomes, len(self._committer.owed(number)), notices)
+        return p.Outcomes(outcomes, len(self._committer.open_saves(number)), notices)

@@ -13,7 +13,7 @@ from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
-from megatron_flashckpt.agent.pending_save import awaited_by
+from megatron_flashckpt.agent.pending_save import wait_reason
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
@@ -108,7 +108,11 @@ class Agent:
                     logger.error(
                         "ended by a signal: iteration %d is not durable: %s; the agent had at "
                         "most %g s ('agent.sigterm_timeout_s')",
-                        *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
+                        *(
+                            save.iteration,
+                            wait_reason(save),
+                            self._node.options.sigterm_timeout_s,
+                        ),
                     )
                     self.unfinished = True
                 return True

@@ -219,7 +219,7 @@ class RankSlots:
         """Return whether a slot holds `save_id`."""
         return any(slot.header.save_id == save_id for slot in self.slab.slots)
 
-    def adopt(self, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, save_id: str | None, iteration: int) -> None:
         """Empty all slots that hold another save of `iteration` or a later one."""
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header

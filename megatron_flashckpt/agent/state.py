@@ -50,7 +50,7 @@ class Trainer:
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
         """Saves that the connected trainer has staged and whose results were not reported."""
-        self.untold: list[p.Outcome] = []
+        self.unreported: list[p.Outcome] = []
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
@@ -64,7 +64,7 @@ class Trainer:
         A failed save of a crashed run must not stop a job that has restarted well.
         """
         self.awaited.clear()
-        self.untold.clear()
+        self.unreported.clear()
         self.notices.clear()
 
 

@@ -60,7 +60,7 @@ def take(
         interval_s=claims.INTERVAL_S,
         pid=client.agent_pid,
         started=0 if agent is None else agent.started,
-        machine=claims.here(),
+        machine=claims.this_host(),
         epoch=key.epoch,
         host=platform.node(),
         run_id=run_id,
@@ -121,7 +121,7 @@ def _await_end(
             )
             return claim
         # A restarted job finds its agent on the same node again, and that agent continues.
-        if claim.machine == claims.here() and connect().agent_pid == claim.pid:
+        if claim.machine == claims.this_host() and connect().agent_pid == claim.pid:
             return claim
         if not watch.has_waited:
             watch.has_waited = True

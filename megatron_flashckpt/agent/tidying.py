@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.cleanup import OrphanedFiles, beside
+from megatron_flashckpt.agent.cleanup import OrphanedFiles, files_of_other_saves
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
@@ -117,7 +117,7 @@ def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Orp
             return OrphanedFiles()
         if committed != save.save_id:
             return OrphanedFiles()
-        files = beside(save.storage, save.directory, save.save_id)
+        files = files_of_other_saves(save.storage, save.directory, save.save_id)
         # Query pending saves and the run after the listing. Until a job starts again, this agent
         # knows every save of the iteration before its files can be listed. After a start, other
         # nodes may have begun a save that this agent does not know.

@@ -28,7 +28,7 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _candidates(
 ) -> tuple[Candidates, FlashCkptError | None]:
     """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
-    storage = None if load_dir is None else _patient(margs, load_dir)
+    storage = None if load_dir is None else _retrying_storage(margs, load_dir)
 
     def find_named() -> NamedCheckpoint:
         if storage is None:
@@ -137,10 +137,10 @@ def _candidates(
     return candidates, argument_source.disagreement(sources)
 
 
-def _patient(margs: Any, load_dir: str) -> PatientStorage:
+def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
     """Return the storage to load from; its retries end before other ranks' collectives time out."""
     minutes = getattr(margs, "distributed_timeout_minutes", None)
-    return PatientStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
+    return RetryingStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
 def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:

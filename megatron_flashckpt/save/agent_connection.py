@@ -9,7 +9,7 @@ import os
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
-from megatron_flashckpt.agent.run_messages import BeginRun, whose
+from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
 from megatron_flashckpt.agent.socket_dir import agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
@@ -28,7 +28,7 @@ def held_memory(client: AgentClient, wait_s: float) -> str:
         slabs = client.held(wait_s)
     except AgentError:  # the agent is gone, and its memory with it
         return ""
-    return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
+    return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
 
 
 class AgentConnection:

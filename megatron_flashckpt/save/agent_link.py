@@ -298,7 +298,7 @@ class NodeLink:
                 logger.error("rank %d: no agent is available: %s", self._rank, error)
                 return
             try:
-                client.adopt(save_id, iteration)
+                client.resume_from(save_id, iteration)
             except AgentError as error:
                 logger.warning("rank %d: %s", self._rank, error)
                 self.replace_agent(client)

@@ -12,7 +12,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
     def claim() -> tuple[str, int]:
         claimed_id = known or run_id.new()
         # A short outage of storage must not end a job that has just started.
-        storage = PatientStorage(open_storage(root))
+        storage = RetryingStorage(open_storage(root))
         try:
             wait_s = config.other_writer_wait_s
             key = take(storage, claimed_id, link.client, config.other_writer, wait_s)

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
-from megatron_flashckpt.catalog.history import PastSave, told_of
+from megatron_flashckpt.catalog.history import PastSave, past_save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -245,7 +245,7 @@ class PendingSaves:
     def _past(self, save_id: str) -> PastSave | None:
         """Return the history's entry of a save, which retention may have removed since."""
         try:
-            return told_of(open_storage(self._root), save_id)
+            return past_save(open_storage(self._root), save_id)
         except (FlashCkptError, OSError):
             return None
 

@@ -44,7 +44,7 @@ def test_a_node_removes_no_files_of_a_save_that_rank_0_is_committing(
     note = directory / file_names.failure_name(1, save_id)
     try:
         second.hang_up()
-        other_node.trainer(root, 1, 2).client.adopt(None, 0)
+        other_node.trainer(root, 1, 2).client.resume_from(None, 0)
         eventually(
             "the agent knows of the abandoned save", lambda: note.exists() or not shard.exists()
         )
@@ -70,7 +70,7 @@ def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: P
     again = [node.trainer(root, rank, 2) for rank in range(2)]
     again[1].client.hold(again[0].claim())
     for trainer in again:
-        trainer.client.adopt(None, 0)
+        trainer.client.resume_from(None, 0)
     eventually("the removal of the shard", lambda: not shard.exists())
     log = (node.directory(root) / LOG).read_text()
     assert "orphaned" not in log, "the agent removes its own shard, not an orphaned file"
@@ -96,7 +96,7 @@ def test_other_nodes_learn_that_rank_0_staged_no_part(
     key = again[0].claim()
     for trainer in again:
         trainer.client.hold(key)
-        trainer.client.adopt(None, 0)
+        trainer.client.resume_from(None, 0)
     shard = directory / file_names.shard_name(2, save_id)
     eventually(
         "the removal of shard and record", lambda: not shard.exists() and not record.exists()

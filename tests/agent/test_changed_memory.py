@@ -167,7 +167,7 @@ def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_pat
         data[50] ^= 4
     may_run.set()
     with node.changed:
-        assert node.changed.wait_for(lambda: bool(rank.untold), PATIENCE_S)
+        assert node.changed.wait_for(lambda: bool(rank.unreported), PATIENCE_S)
         assert info.digests == taken
     saves.close()
     slab.close()

@@ -89,7 +89,7 @@ def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(node: Node, r
     trainer = node.trainer(root)
     assert trainer.save(10).error is None
     plant(root, 99, *half_a_save("cccccccccccc"))
-    trainer.client.adopt(None, 10)
+    trainer.client.resume_from(None, 10)
     eventually(
         "the removal of the partial save",
         lambda: not (root / file_names.iteration_dir(99)).exists(),
@@ -100,7 +100,7 @@ def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(node: Node, r
 def test_only_rank_0_removes_orphaned_files(node: Node, root: Path) -> None:
     ranks = [node.trainer(root, rank, 2) for rank in range(2)]
     (planted,) = plant(root, 99, file_names.shard_name(0, "cccccccccccc"))
-    ranks[1].client.adopt(None, 0)
+    ranks[1].client.resume_from(None, 0)
     save_id = new_save_id()
     for rank in ranks:
         rank.stage(10, save_id)
@@ -126,7 +126,7 @@ def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root:
     manifest.rename(manifest.with_suffix(".off"))
     before = listing(root / file_names.iteration_dir(20))
     plant(root, 20, *half_a_save("cccccccccccc"))
-    trainer.client.adopt(None, 10)
+    trainer.client.resume_from(None, 10)
     log = node.directory(root) / "agent.log"
     eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
     for iteration in (30, 40):

@@ -34,7 +34,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
     "staged": lambda client: client.staged(0),
     "abandon": lambda client: client.abandon(1, new_save_id(), "a reason"),
     "take": lambda client: client.take(),
-    "adopt": lambda client: client.adopt(None, 0),
+    "resume_from": lambda client: client.resume_from(None, 0),
     "template": lambda client: client.fetch_template("x"),
     "leave": lambda client: client.leave(),
 }

@@ -347,7 +347,7 @@ def test_training_that_resumes_from_an_older_checkpoint_moves_the_tracker_back(
         assert trainer.save(iteration).error is None
     trainer.hang_up()
     again = node.trainer(root)
-    again.client.adopt(None, 10)
+    again.client.resume_from(None, 10)
     assert again.save(15).error is None
     assert_intact(root, 15, [again])
 
@@ -530,7 +530,7 @@ def test_a_resume_gives_up_a_save_that_a_crash_cut_short(node: Node, root: Path)
         trainer.hang_up()
     again: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
     for trainer in again:
-        trainer.client.adopt(kept, 1)
+        trainer.client.resume_from(kept, 1)
     shard = root / file_names.iteration_dir(2) / file_names.shard_name(0, cut_short)
     eventually("the removal of its shard", lambda: not shard.exists())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
+from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
@@ -84,7 +84,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     second = started(node, root, range(2))
     for trainer in second:
         assert [offer.iteration for offer in trainer.take()] == [1]
-        trainer.client.adopt(None, 1)
+        trainer.client.resume_from(None, 1)
     assert slabs(agent) == [0, 1, 2, 3], "the slabs stay until the run has loaded"
     second[0].client.begin_run(BeginRun("second", (0, 1)))
     assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], (
@@ -206,12 +206,12 @@ def test_holders_of_memory_are_named_by_rank_size_and_save() -> None:
         HeldSlab(2, 2 * gib, 6, False, True, True),
         HeldSlab(3, gib, 6, False, True, False),
     ]
-    assert whose(held) == (
+    assert describe_slabs(held) == (
         "5.0 GiB: 1.0 GiB of rank 0 (no checkpoint), 1.0 GiB of rank 1 (iteration 5, in "
         "storage), 2.0 GiB of rank 2 (iteration 6, being written, of an earlier run), "
         "1.0 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
     )
-    assert whose([held[0]] * 20).endswith("(no checkpoint), 12 more")
+    assert describe_slabs([held[0]] * 20).endswith("(no checkpoint), 12 more")
 
 
 def test_a_refused_slab_names_the_holders_of_memory(

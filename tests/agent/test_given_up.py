@@ -75,7 +75,7 @@ def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
         trainer.stage(2, new_save_id())
         assert "gave up" in (trainer.outcome().error or "")
         assert stuck.sized.is_set()
-        trainer.client.adopt(kept, 1)
+        trainer.client.resume_from(kept, 1)
         eventually(
             "the removal of the shards", lambda: not list((root / DIRECTORY).glob("*.safetensors"))
         )

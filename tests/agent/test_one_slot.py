@@ -50,7 +50,7 @@ def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     again = node.trainer(root, slots=1)
     assert again.take() == (), "a partial checkpoint is not offered"
     assert committed(root) == 1
-    again.client.adopt(None, 1)
+    again.client.resume_from(None, 1)
     assert again.save(2).error is None
     assert committed(root) == 2
 
@@ -63,7 +63,7 @@ def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, roo
     again = node.trainer(root, slots=1)
     (offer,) = again.take()
     assert (offer.iteration, again.bytes_in(offer.slot)) == (1, data)
-    again.client.adopt(save_id, 1)
+    again.client.resume_from(save_id, 1)
     assert again.save(2).error is None
     assert [offer.iteration for offer in again.take()] == [2]
 

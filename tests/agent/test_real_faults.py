@@ -216,7 +216,7 @@ def test_a_checkpoint_to_resume_from_is_kept_if_its_manifest_comes_late(
     half.parent.mkdir()
     half.touch()
     later = other_node.trainer(root)
-    later.client.adopt(save_id, 5)
+    later.client.resume_from(save_id, 5)
     eventually("the removal of other orphaned files", lambda: not half.parent.exists())
     faulty.heal()
     assert_intact(root, 5, [trainer])

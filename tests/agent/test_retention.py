@@ -251,7 +251,7 @@ def test_retention_spares_newer_uncommitted_linked_foreign_and_megatron_files(
     save_all(trainer, dict.fromkeys((5, 10, 20, 30, 99)))
     trainer.hang_up()
     trainer = node.trainer(root, retention=Retention(latest=1))
-    trainer.client.adopt(None, 35)  # training resumes from before 99
+    trainer.client.resume_from(None, 35)  # training resumes from before 99
     elsewhere = tmp_path / "elsewhere"
     (root / file_names.iteration_dir(10)).rename(elsewhere)
     (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
@@ -430,7 +430,7 @@ def test_a_checkpoint_saved_again_survives_its_former_unfinished_removal(
     assert not in_a_process_that_may_die(remove)
     assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
     (root / file_names.TRACKER).unlink()
-    trainer.client.adopt(None, 0)  # training starts from scratch
+    trainer.client.resume_from(None, 0)  # training starts from scratch
     save_all(trainer, {1: None, 2: None})
     assert_these_are_left_whole(root, trainer, [1, 2])
 

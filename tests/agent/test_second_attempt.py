@@ -128,7 +128,7 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         (offered,) = again.take()
         assert (offered.save_id, again.client.agent_pid) == (offer.save_id, agent)
         assert again.bytes_in(offered.slot) == content(0, 2, again.layout.nbytes)
-        again.client.adopt(offered.save_id, 2)
+        again.client.resume_from(offered.save_id, 2)
         let_go()
         assert again.slab is not None
         slot = again.slab.slots[offered.slot]

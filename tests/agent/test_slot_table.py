@@ -130,13 +130,13 @@ def test_a_resume_empties_only_newer_slots_of_other_saves(node: Node, root: Path
     def offered() -> list[int]:
         return [offer.iteration for offer in trainer.take()]
 
-    trainer.client.adopt(ids[20], 20)
+    trainer.client.resume_from(ids[20], 20)
     assert offered() == [20, 10]
-    trainer.client.adopt(ids[10], 10)
+    trainer.client.resume_from(ids[10], 10)
     assert offered() == [10], "training resumes from 10, so 20 is dropped"
-    trainer.client.adopt(None, 11)
+    trainer.client.resume_from(None, 11)
     assert offered() == [10], "10 is older than the checkpoint resumed from"
-    trainer.client.adopt(None, 10)
+    trainer.client.resume_from(None, 10)
     assert offered() == [], "iteration 10 in storage is another save than in the slot"
 
 

@@ -182,7 +182,7 @@ def test_tidying_spares_saves_of_other_nodes_after_a_resume(
             trainer.stage(iteration, ids[iteration])
         assert [rank.outcome().error for rank in (first, second)] == [None, None]
     for trainer in (second, first):
-        trainer.client.adopt(ids[10], 10)
+        trainer.client.resume_from(ids[10], 10)
     orphan = root / file_names.iteration_dir(5) / file_names.shard_name(0, A)
     orphan.parent.mkdir()
     orphan.touch()

@@ -316,7 +316,7 @@ class _Scenario:
             if data != content(rank, restored.iteration, trainer.layout.nbytes):
                 raise CellError(f"rank {rank}: other bytes than it had at {restored}")
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, restored.iteration)
+            trainer.client.resume_from(save_id, restored.iteration)
         return restored
 
     def _offers(self) -> list[list[dict[str, Any]]]:

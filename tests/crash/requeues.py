@@ -269,7 +269,7 @@ class _Scenario:
         if runs != {self._run - 1}:
             raise CellError(f"run {self._run} restored the state of runs {runs}")
         for trainer in self._ranks:
-            trainer.client.adopt(save_id, iteration)
+            trainer.client.resume_from(save_id, iteration)
         return int(iteration)
 
     def _check_tracker(self, newest: int) -> None:

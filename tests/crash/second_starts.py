@@ -81,7 +81,7 @@ class RankRun:
         if trainer.slab is not None and trainer.slab.read_only:
             trainer.slab.close()  # like `NodeLink`, which saves into a new slab
             trainer.slab = None
-        trainer.client.adopt(save_id, restored.iteration)
+        trainer.client.resume_from(save_id, restored.iteration)
         return restored
 
     def begin(self, iteration: int) -> None:

@@ -160,7 +160,7 @@ def _restored(trainer: FakeTrainer) -> int:
         data = read_rank(checkpoint, trainer)
     if data is not None and data != content(0, done, trainer.layout.nbytes):
         raise CellError(f"iteration {done} has other bytes")
-    trainer.client.adopt(save_id, done)
+    trainer.client.resume_from(save_id, done)
     return done
 
 

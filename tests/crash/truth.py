@@ -21,7 +21,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually
@@ -54,7 +54,7 @@ def committed(save: Path) -> list[int]:
 
     Reads are retried, because the process of a cell may get transient errors.
     """
-    storage = PatientStorage(PosixStorage(save))
+    storage = RetryingStorage(PosixStorage(save))
     iterations = [parse_iteration_dir(name) for name in storage.list("")]
     return sorted(
         n for n in iterations if n is not None and storage.present(iteration_dir(n), [MANIFEST])
@@ -63,7 +63,7 @@ def committed(save: Path) -> list[int]:
 
 def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
     """Open a checkpoint with retries, because the process of a cell may get transient errors."""
-    storage = PatientStorage(PosixStorage(save))
+    storage = RetryingStorage(PosixStorage(save))
     return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
 
 

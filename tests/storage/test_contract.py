@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.scatter_read import KeptFiles
 
@@ -54,15 +54,15 @@ class PosixBackend:
         }
 
 
-class PatientBackend(PosixBackend):
+class RetryingBackend(PosixBackend):
     """The same directory through the storage that loads use."""
 
     def __init__(self, outer: Path) -> None:
         super().__init__(outer)
-        self.storage = PatientStorage(self.storage)
+        self.storage = RetryingStorage(self.storage)
 
 
-BACKENDS = {"posix": PosixBackend, "patient": PatientBackend}
+BACKENDS = {"posix": PosixBackend, "patient": RetryingBackend}
 DATA = bytes(range(256)) * 40
 #: Stands for an absolute name inside the test's directory, where a faulty storage does no harm.
 ABSOLUTE = "absolute"

@@ -19,7 +19,7 @@ from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.load import resume
 from megatron_flashckpt.storage import patient
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, KeptFiles
 
@@ -33,9 +33,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PatientStorage:
+def storage(tmp_path: Path) -> RetryingStorage:
     (tmp_path / "file").write_bytes(CONTENT)
-    return PatientStorage(PosixStorage(tmp_path))
+    return RetryingStorage(PosixStorage(tmp_path))
 
 
 class Refusing:
@@ -56,7 +56,7 @@ class Refusing:
         return self._call(*args, **named)
 
 
-OPERATIONS: dict[str, tuple[str, Callable[[PatientStorage], object], object]] = {
+OPERATIONS: dict[str, tuple[str, Callable[[RetryingStorage], object], object]] = {
     "read": ("open", lambda it: it.read("file"), CONTENT),
     "size": ("stat", lambda it: it.size("file"), len(CONTENT)),
     "list": ("listdir", lambda it: it.list(""), ["file"]),
@@ -67,7 +67,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[PatientStorage], object], object]] = 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_each_read_succeeds_after_as_many_errors_as_retries(
-    storage: PatientStorage,
+    storage: RetryingStorage,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     operation: str,
@@ -84,7 +84,7 @@ def test_each_read_succeeds_after_as_many_errors_as_retries(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_lasting_error_is_raised_unchanged(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, operation: str
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     call, work, _ = OPERATIONS[operation]
     refusing = Refusing(getattr(os, call), errno.ETIMEDOUT, 100)
@@ -97,7 +97,7 @@ def test_a_lasting_error_is_raised_unchanged(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ELOOP, errno.EUCLEAN])
 def test_a_permanent_error_is_not_retried(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     refusing = Refusing(os.listdir, number, 1)
     monkeypatch.setattr(os, "listdir", refusing)
@@ -107,7 +107,7 @@ def test_a_permanent_error_is_not_retried(
 
 
 def test_a_missing_file_is_not_retried(
-    storage: PatientStorage, caplog: pytest.LogCaptureFixture
+    storage: RetryingStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(FileNotFoundError):
         storage.read("other")
@@ -119,7 +119,7 @@ def test_a_missing_file_is_not_retried(
 )
 @pytest.mark.parametrize("first", [1, 3], ids=["at once", "in mid-file"])
 def test_retries_read_and_digest_each_byte_once(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
 ) -> None:
     monkeypatch.setattr(os, "preadv", Refusing(os.preadv, number, 2, first))
     data, other = bytearray(BLOCK_NBYTES + 7), bytearray(len(CONTENT))
@@ -131,7 +131,7 @@ def test_retries_read_and_digest_each_byte_once(
 
 
 def test_a_file_replaced_by_another_host_is_opened_again(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     data, kept = bytearray(4), KeptFiles()
     storage.read_into("file", 0, [memoryview(data)], kept=kept)
@@ -161,7 +161,7 @@ class Clock:
     ids=["at once", "after 20 s", "a soft mount of NFS"],
 )
 def test_the_retries_of_a_load_end_before_waiting_ranks_time_out(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
 ) -> None:
     """Without a common limit, each of a thousand files could take up to twelve minutes."""
     clock = Clock()
@@ -194,14 +194,14 @@ def test_a_job_with_a_shorter_collective_timeout_retries_less(
     monkeypatch.setattr(os, "listdir", refusing)
     margs = SimpleNamespace(distributed_timeout_minutes=minutes)
     with pytest.raises(StorageError):
-        resume._patient(margs, str(tmp_path)).list("")
+        resume._retrying_storage(margs, str(tmp_path)).list("")
     assert refusing.calls == calls
 
 
 def test_simultaneous_pauses_of_threads_count_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = PatientStorage(PosixStorage(tmp_path), 15.0)
+    storage = RetryingStorage(PosixStorage(tmp_path), 15.0)
     asleep, slept = threading.Barrier(4), []
 
     def sleep(seconds: float) -> None:
@@ -221,7 +221,7 @@ def test_simultaneous_pauses_of_threads_count_once(
 
 
 def test_retries_leave_the_global_random_generator_alone(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = random.getstate()
     monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 2))

@@ -36,7 +36,7 @@ from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import Span
 
@@ -139,7 +139,7 @@ class FakeTrainer:
     ) -> RunKey:
         """Claim the save directory, as rank 0 does when a run starts."""
         made = run_id or uuid.uuid4().hex[:8]
-        storage = PatientStorage(PosixStorage(self.root))
+        storage = RetryingStorage(PosixStorage(self.root))
         return take(storage, made, lambda: self.client, policy, wait_s)
 
     def reconnect(self) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ class Holdings:
                 raise HoldError("a newer save took its place")
             return record.memory[start : start + nbytes].ljust(nbytes, b"\0")
 
-    def adopt(self, save_id: str | None, iteration: int, lanes: Collection[Lane]) -> None:
+    def resume_from(self, save_id: str | None, iteration: int, lanes: Collection[Lane]) -> None:
         """Drop saves of `iteration` or newer, except `save_id`, and lanes not in `lanes`.
 
         Training has resumed from `save_id`, so newer saves do not belong to it.

@@ -163,14 +163,14 @@ class Redundancy:
                 self._labels[rank, label.save_id] = label
         return label
 
-    def adopt(self, rank: int, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, rank: int, save_id: str | None, iteration: int) -> None:
         """Drop copies of saves newer than the one resumed from, and send that save again.
 
         A replaced node holds nothing for the others yet. Holders that have their part report that.
         """
         with self._lock:
             lanes = [] if self._plan is None else self._topology.lanes(self._plan.me)
-        self._holdings.adopt(save_id, iteration, lanes)
+        self._holdings.resume_from(save_id, iteration, lanes)
         slots = self._own().get(rank)
         if slots is not None and save_id is not None:
             for index in range(len(slots.infos)):

@@ -175,9 +175,9 @@ def test_resuming_drops_newer_saves_and_foreign_parity_groups() -> None:
     held = Holdings()
     for rank, iteration in ((0, 10), (0, 20), (1, 20), (2, 10)):
         give(held, (rank,), rank, iteration, b"data")
-    held.adopt("save10", 10, [(0,), (1,)])
+    held.resume_from("save10", 10, [(0,), (1,)])
     assert [iterations(held, rank) for rank in range(3)] == [[10], [], []]
-    held.adopt(None, 0, [(0,), (1,)])
+    held.resume_from(None, 0, [(0,), (1,)])
     assert iterations(held, 0) == []
 
 
@@ -198,8 +198,8 @@ class NotedMemory(mmap.mmap):
 @pytest.mark.parametrize(
     "drop",
     [
-        lambda held: held.adopt(None, 0, [(0,)]),
-        lambda held: held.adopt("save10", 10, []),
+        lambda held: held.resume_from(None, 0, [(0,)]),
+        lambda held: held.resume_from("save10", 10, []),
         lambda held: [held.begin(Part((0,), 0, 1), label(0, n, 4)) for n in (20, 30)],
         lambda held: [give(held, (0,), 0, n, b"x" * n) for n in (20, 30)],
     ],

@@ -84,7 +84,7 @@ def test_copies_that_a_lost_node_held_are_sent_again_when_training_resumes(
                 assert_recovered(made, rank, [20])
             held_before = made.said_held(20)
             for trainer in made.trainers.values():
-                trainer.client.adopt(newer, 20)
+                trainer.client.resume_from(newer, 20)
             made.await_held(20, holders, beyond=held_before)
 
 
@@ -106,7 +106,7 @@ def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
         made.trainers[1].client.recover((save_id,))
         assert_recovered(made, 1, [10])
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, 10)
+            trainer.client.resume_from(save_id, 10)
         eventually("the commit", lambda: (made.root / file_names.TRACKER).read_text() == "10")
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
@@ -165,7 +165,7 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
             for trainer in made.trainers.values():
-                trainer.client.adopt(save_id, 10)
+                trainer.client.resume_from(save_id, 10)
             assert not (made.root / file_names.TRACKER).exists()
             let_go()
         eventually("the commit", (made.root / file_names.TRACKER).exists)
@@ -204,7 +204,7 @@ def test_a_save_under_way_is_abandoned_when_rank_0_moves(
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
             for trainer in made.trainers.values():
-                trainer.client.adopt(save_id, 10)
+                trainer.client.resume_from(save_id, 10)
             let_go()
         for node in range(2):
             eventually(
