@@ -16,7 +16,7 @@ from typing import Any
 from megatron_flashckpt.load import resume
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
-from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps, left_to_megatron
+from megatron_flashckpt.megatron_lm.job_flags import changes_outside_steps, left_to_megatron
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
@@ -99,7 +99,7 @@ def _request(call: SaveCall, margs: Any) -> SaveRequest:
         data_iterator=call.data_iterator,
         has_rerun_machine=True,
         memory_only=call.non_persistent,
-        blocking=wait == "staged" or changes_beside_steps(margs) is not None,
+        blocking=wait == "staged" or changes_outside_steps(margs) is not None,
         must_wait=until_durable,
         # With `durable` the loop waits for the shard, so the shard must not wait for the loop.
         in_loop=session.loop_timer.is_running and not until_durable,

@@ -342,20 +342,20 @@ class ErrorReport(NamedTuple):
         return error
 
 
-def cut_short(text: str) -> str:
+def shorten(text: str) -> str:
     """Return `text`, shortened to `MESSAGE_LENGTH`: thousands of ranks may send a message."""
     if len(text) <= MESSAGE_LENGTH:
         return text
     return f"{text[:MESSAGE_LENGTH]} ... ({len(text) - MESSAGE_LENGTH} more characters)"
 
 
-def cut_list(lines: Sequence[str]) -> tuple[str, ...]:
+def shorten_list(lines: Sequence[str]) -> tuple[str, ...]:
     """Return `lines`, shortened to `MESSAGE_LENGTH` in total, and the number of further lines."""
     ends = itertools.accumulate(len(line) for line in lines)
     count = max(1, sum(end <= MESSAGE_LENGTH for end in ends))
     if len(lines) <= count:
-        return tuple(map(cut_short, lines))
-    return (*map(cut_short, lines[:count]), f"... and {len(lines) - count} more")
+        return tuple(map(shorten, lines))
+    return (*map(shorten, lines[:count]), f"... and {len(lines) - count} more")
 
 
 def _report_of(error: Exception) -> ErrorReport:
@@ -366,7 +366,7 @@ def _report_of(error: Exception) -> ErrorReport:
     # str() of an OSError begins with the error number.
     text = error.strerror if isinstance(error, StorageError) else str(error)
     repeats = isinstance(error, FlashCkptError) and error.repeats
-    message = cut_short(str(text) if repeats else f"rank {rank}: {name}: {text}")
+    message = shorten(str(text) if repeats else f"rank {rank}: {name}: {text}")
     return ErrorReport(
         is_damage(error), name if is_ours else FlashCkptError.__name__, number, message
     )

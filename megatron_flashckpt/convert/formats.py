@@ -83,7 +83,7 @@ DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint that is open for conversion."""
 
     format: str
@@ -99,7 +99,7 @@ class Opened:
         return sum(tensor.nbytes for tensor in self.contents.tensors)
 
 
-def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
+def open_source(root: Path, iteration: int | None, options: Options) -> OpenCheckpoint:
     """Open a checkpoint of any known format.
 
     Args:
@@ -120,7 +120,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
                     f"{directory}: holds {contents.args!r} instead of training arguments; convert "
                     "another iteration"
                 )
-            return Opened(
+            return OpenCheckpoint(
                 source.name,
                 root,
                 directory,
@@ -134,7 +134,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
 
 
 def convert(
-    opened: Opened,
+    opened: OpenCheckpoint,
     destination: Path,
     to: str,
     options: Options,

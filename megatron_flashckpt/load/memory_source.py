@@ -91,7 +91,7 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
         Origin(offer.iteration, offer.save_id, "memory"),
         job,
         run_on_rank_0(lambda: slot.meta.common),
-        job.is_same([description.now_at for description in descriptions], parallel.model_cut()),
+        job.is_same([description.now_at for description in descriptions], parallel.model_sizes()),
     )
 
 

@@ -113,8 +113,8 @@ class _SideReads:
 
     def __init__(self, job: SavedJob) -> None:
         self._job = job
-        self._cut = parallel.model_cut()
-        self._matching = job.matching_rank(parallel.coordinates(), self._cut)
+        self._model_sizes = parallel.model_sizes()
+        self._matching = job.matching_rank(parallel.coordinates(), self._model_sizes)
         # If the layout is unchanged, an assigned state is the rank's own, which it reads anyway.
         self._assigned = [
             rank for rank in job.representatives() if rank % world_size() == this_rank()
@@ -147,7 +147,9 @@ class _SideReads:
             for rank, content in self._framed.items()
         }
         own = None if self._matching is None else states.get(self._matching)
-        ranks_have_objects = self._cut == self._job.model_cut and self._job.has_all_side_state
+        ranks_have_objects = (
+            self._model_sizes == self._job.model_sizes and self._job.has_all_side_state
+        )
         needed = ("optimizer",) if ranks_have_objects else ("optimizer", "objects")
         assigned = {
             rank: {name: states[rank][name] for name in needed}
@@ -171,7 +173,7 @@ class _SideReads:
         objects: dict[str, Any] = {}
         for state in assigned:
             objects.update(state.get("objects", {}))
-        if own is not None and self._cut == self._job.model_cut:
+        if own is not None and self._model_sizes == self._job.model_sizes:
             objects = own["objects"]
             if hyper_parameters.knows_steps(own["optimizer"]):
                 groups = hyper_parameters.completed(own["optimizer"], groups)

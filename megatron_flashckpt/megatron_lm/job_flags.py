@@ -22,7 +22,7 @@ def left_to_megatron(args: Any) -> str | None:
     return next(flags, None)
 
 
-def changes_beside_steps(args: Any) -> str | None:
+def changes_outside_steps(args: Any) -> str | None:
     """Return the given flag under which tensors change outside `optimizer.step()`, or None.
 
     Only `optimizer.step()` waits for the late copies of a save.

@@ -201,7 +201,7 @@ class NodeLink:
         fits = slab is not None and slab.fits(meta_nbytes, data_nbytes, self._config.slots)
         if slab is None or slab.read_only or not fits:
             self.stager.wait()
-            self._make_way()
+            self._free_empty_slab()
             slab = new_slab(
                 *(self._connection.client(), self._config, self._rank, self._device),
                 *(data_nbytes, meta_nbytes),
@@ -216,7 +216,7 @@ class NodeLink:
         self._pin()
         return slab
 
-    def _make_way(self) -> None:
+    def _free_empty_slab(self) -> None:
         """Free a slab without a checkpoint: the node may lack the memory for two slabs."""
         slab = self._slab
         if slab is None or (_holds_checkpoint(slab) and not self._gives_up_only(slab)):

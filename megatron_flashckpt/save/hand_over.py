@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.reports import log_level
 from megatron_flashckpt.tracing import Recorder, phase
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class HandOver:
 
     def _log(self, seconds: float) -> None:
         logger.log(
-            level_on(self.rank, logging.INFO),
+            log_level(self.rank, logging.INFO),
             "rank %d: staged iteration %d, %d bytes in %.3f s",
             self.rank,
             self.header.iteration,

@@ -230,7 +230,7 @@ class PendingSaves:
         """Conclude an open save by its manifest or history; without both, by error `otherwise`."""
         iteration = self._open[save_id]
         manifest = self._committed(iteration, save_id)
-        past = None if manifest is not None else self._past(save_id)
+        past = None if manifest is not None else self._history_entry(save_id)
         if manifest is None and (past is None or past.error is not None):
             reason = past.error if past is not None else None
             self.fail(iteration, save_id, reason or otherwise)
@@ -242,7 +242,7 @@ class PendingSaves:
             outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
         self._unreported.append(outcome)
 
-    def _past(self, save_id: str) -> PastSave | None:
+    def _history_entry(self, save_id: str) -> PastSave | None:
         """Return the history's entry of a save, which retention may have removed since."""
         try:
             return past_save(open_storage(self._root), save_id)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _MOST_SHOWN = 8
 
 
-def level_on(rank: int, level: int) -> int:
+def log_level(rank: int, level: int) -> int:
     """Return `level` on rank 0 and the debug level on other ranks."""
     return level if rank == 0 else logging.DEBUG
 
@@ -87,7 +87,7 @@ class SaveReports:
         """Report a save that all ranks skipped (`busy: skip`)."""
         if self._open == iteration:
             self._reason = f"it was skipped: {refusal}"
-        level = level_on(self.rank, logging.WARNING)
+        level = log_level(self.rank, logging.WARNING)
         logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
 
     def verdict(self) -> str | None:

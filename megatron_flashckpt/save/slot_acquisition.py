@@ -20,7 +20,7 @@ from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotSt
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.reports import log_level
 from megatron_flashckpt.save.request import SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class SlotAcquisition:
         while index < 0:
             if may_skip:
                 return None
-            level = level_on(self._rank, logging.INFO)
+            level = log_level(self._rank, logging.INFO)
             logger.log(level, "iteration %d: waiting for a free slot", iteration)
             self._saves.put_back(self._saves.poll())  # polled only for its log lines
             left_s = self.ends_at - time.monotonic()
@@ -125,7 +125,7 @@ class SlotAcquisition:
                 retention=self._config.retention,
                 metrics=reported.current(),
                 differing=self._state.differing_here(request.chunks),
-                sums=None if comparison is None else comparison.room,
+                sums=None if comparison is None else comparison.placeholder_sums,
             )
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.formats import Opened, convert, open_source
+from megatron_flashckpt.convert.formats import OpenCheckpoint, convert, open_source
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -287,7 +287,10 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
 def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
     source = tmp_path / "source"
-    whole, opened = dict(vars(made.args)), Opened("flashckpt", source, source / "iter_1", made)
+    whole, opened = (
+        dict(vars(made.args)),
+        OpenCheckpoint("flashckpt", source, source / "iter_1", made),
+    )
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:
         delattr(made.args, name)

@@ -143,11 +143,11 @@ def test_a_shortened_error_names_the_missing_characters() -> None:
 
 def test_a_shortened_list_names_the_number_of_missing_entries() -> None:
     lines = [f"weight/layer.{number}" for number in range(10_000)]
-    assert collectives.cut_list(lines[:20]) == tuple(lines[:20])
-    cut = collectives.cut_list(lines)
+    assert collectives.shorten_list(lines[:20]) == tuple(lines[:20])
+    cut = collectives.shorten_list(lines)
     assert sum(map(len, cut)) < 2100
     assert cut[-1] == f"... and {len(lines) - len(cut) + 1} more"
-    assert len(collectives.cut_list(["z" * 9000])) == 1
+    assert len(collectives.shorten_list(["z" * 9000])) == 1
 
 
 def test_requests_between_ranks_take_one_bit_per_pair() -> None:

@@ -63,7 +63,7 @@ def _load(rank: int, where: Path, source: str) -> None:
     side: tuple[Any, ...] = (SideState({}, None, [], {}), {})
     with (
         mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
-        mock.patch.object(parallel, "model_cut", return_value=(1, 1, 1)),
+        mock.patch.object(parallel, "model_sizes", return_value=(1, 1, 1)),
         mock.patch.object(parallel, "data_parallel_group", return_value=None),
         mock.patch.object(loader, "read_side_state", return_value=side),
         mock.patch.object(memory_source, "ChunkReader", _reader),

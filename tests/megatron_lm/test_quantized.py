@@ -198,7 +198,7 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
     startup = Startup(cast("Any", SimpleNamespace(model_state=state)), lambda nodes: None)
     monkeypatch.setattr(startup_module.stock, "checkpointing", lambda: stock)
     monkeypatch.setattr(startup, "_check_own", lambda job: frozenset(keys))
-    monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
+    monkeypatch.setattr(parallel, "model_sizes", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
         startup.check_alone([], None)
         return

@@ -33,11 +33,11 @@ from megatron_flashckpt.convert.readers.legacy import (
     RankFiles,
     accepts,
     contents_of,
+    first_few,
     has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
-    some,
     with_weights_of_masters,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
@@ -117,7 +117,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     if extra := sorted(present - set(names)):
         raise CorruptCheckpointError(
             f"{directory}: the job had {len(names)} ranks, but the checkpoint also has "
-            f"{some(extra)}: {MIXED}; {ddp_buckets.REMEDY}"
+            f"{first_few(extra)}: {MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
     of_ranks = [_of_file(file) if file.is_file() else {} for file in files]
@@ -130,8 +130,8 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
         )
         raise CorruptCheckpointError(
             f"{directory}: {len(empty_files)} of {len(files)} ranks have no optimizer tensors "
-            f"({some(empty_files)}), so the optimizer state is not in this checkpoint ({reason}); "
-            f"{ddp_buckets.REMEDY}"
+            f"({first_few(empty_files)}), so the optimizer state is not in this checkpoint "
+            f"({reason}); {ddp_buckets.REMEDY}"
         )
     return of_ranks
 
@@ -175,7 +175,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
             held = _held(owned, replicas, order, args)
             if held is None:
                 continue
-            differing = [] if accept else _strange(held, rank)
+            differing = [] if accept else _contradicting_replicas(held, rank)
             if not differing:
                 return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
             differing_replicas.append(differing)
@@ -185,7 +185,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
         )
     # A layout in which the shards of some replicas match the weights is right.
     differing = min(differing_replicas, key=len)
-    files = some([f"rank_{numbers[replica]:05d}" for replica in differing])
+    files = first_few([f"rank_{numbers[replica]:05d}" for replica in differing])
     raise CorruptCheckpointError(
         f"{where}: the masters in {files} do not round to the weights in {rank.directory.name}: "
         f"{MIXED}; {ddp_buckets.remedy(args)}"
@@ -258,7 +258,7 @@ def _held(
     return result
 
 
-def _strange(held: _Held, rank: RankFiles) -> list[int]:
+def _contradicting_replicas(held: _Held, rank: RankFiles) -> list[int]:
     """Return the replicas with a shard that does not round to the weights of `rank`."""
     replicas = set()
     for place, shards in held.items():
