@@ -159,7 +159,7 @@ def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_pat
         rank.slots = RankSlots(slab)
         info = rank.slots.infos[0]
         saves._digest_pool.submit(may_run.wait)
-        saves.take_over(0, 0)
+        saves.accept_slot(0, 0)
         saves.digest_unread(rank)
         assert node.changed.wait_for(lambda: info.digests is not None, PATIENCE_S)
         taken = info.digests

@@ -23,7 +23,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
-from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
@@ -249,7 +249,7 @@ def test_an_error_promises_a_late_write_only_if_an_agent_lives(
     reports.requested(2)
     reports.skipped(2, "no reason")
     startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[job.checkpointer.root] = _Open(job.checkpointer, reports, startup)
+    session._open[job.checkpointer.root] = _OpenCheckpointer(job.checkpointer, reports, startup)
     session._reports[job.checkpointer.root] = reports
     assert not session.end()
     assert ("try to write it after this exit" in caplog.text) == has_agent

@@ -34,7 +34,7 @@ from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.reports import SaveReports
-from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
@@ -213,7 +213,7 @@ def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The session of this process with one checkpointer, set up as for the launcher."""
     made = Session(Config())
     startup = Startup(job.checkpointer, made.note_nodes)
-    made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0), startup)
+    made._open[str(root)] = _OpenCheckpointer(job.checkpointer, SaveReports(str(root), 0), startup)
     monkeypatch.setattr(session_module, "session", made)
     return made
 

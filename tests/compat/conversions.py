@@ -29,7 +29,9 @@ def follows_dlrover(release: Release) -> None:
         tree,
         site,
         release.where,
-        lambda env: release.run("dlrover", TP2, save=theirs, tree=tree, door="stock", env=env),
+        lambda env: release.run(
+            "dlrover", TP2, save=theirs, tree=tree, entry_point="stock", env=env
+        ),
     )
     if run.figures != release.stock.figures:
         raise CellError(run.reason("with DLRover it trains otherwise than stock"))
@@ -49,7 +51,7 @@ def leaves_to_torch(release: Release) -> None:
     _only_legacy(release)
     save = release.where / "M"
     _convert(release, release.where / "A", save, "torch")
-    run = release.run("M", TP2, save=save, door="stock")
+    run = release.run("M", TP2, save=save, entry_point="stock")
     release.same_figures(run)
 
 

@@ -88,9 +88,9 @@ def make(name: str, where: Path) -> None:
     site = real_dlrover.install(where.parent)
     ranks = 2 if "-dp2-" in name else 4
 
-    def job(of: Tree, door: str, env: dict[str, str]) -> Run:
-        arguments = ["--save", str(where / door)]
-        return of.run(arguments, where / f"{door}.log", "stock", env, ranks=ranks)
+    def job(of: Tree, entry_point: str, env: dict[str, str]) -> Run:
+        arguments = ["--save", str(where / entry_point)]
+        return of.run(arguments, where / f"{entry_point}.log", "stock", env, ranks=ranks)
 
     runs = [
         job(tree, "stock", {}),

@@ -50,7 +50,7 @@ class Jobs:
             *(*arguments, "--use-distributed-optimizer", "--train-iters", "4"),
             *("--save", save, "--load", save, "--save-interval", "2"),
         ]
-        return succeeded(run_job(self.tmp_path, name, job, ranks=2, door=entry_point))
+        return succeeded(run_job(self.tmp_path, name, job, ranks=2, entry_point=entry_point))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))

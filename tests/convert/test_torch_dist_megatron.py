@@ -72,7 +72,9 @@ class Jobs:
 
 def run(tmp_path: Path, name: str, arguments: list[str], entry_point: str) -> Result:
     env = GROUP_MARKS if entry_point == "stock" else {}
-    job = run_job(tmp_path, name, arguments, ranks=2, door=entry_point, env=env, timeout_s=400)
+    job = run_job(
+        tmp_path, name, arguments, ranks=2, entry_point=entry_point, env=env, timeout_s=400
+    )
     return succeeded(job)
 
 

@@ -228,7 +228,7 @@ class Ran:
                 name,
                 [*model, "--train-iters", "2"],
                 ranks=RANKS,
-                door="stock",
+                entry_point="stock",
                 env={"CASES": str(cases)},
                 script=REPO / "tests/support/jobs/many_loads.py",
             )

@@ -183,7 +183,7 @@ class Ran:
                 "cases",
                 MODEL,
                 ranks=RANKS,
-                door="stock",
+                entry_point="stock",
                 env={"CASES": str(tmp_path / "cases.json")},
                 script=REPO / "tests/support/jobs/many_loads.py",
             )

@@ -18,7 +18,16 @@ import torch
 from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import UNUSED
-from tests.integration.flag_runs import DIST, DOORS, EVERY_2, TORCH, Job, Runs, resumed, run_jobs
+from tests.integration.flag_runs import (
+    DIST,
+    ENTRY_POINTS,
+    EVERY_2,
+    TORCH,
+    Job,
+    Runs,
+    resumed,
+    run_jobs,
+)
 from tests.support.megatron_jobs import assemble, differing, tensors
 
 #: Multi-token prediction with tied embeddings.
@@ -61,11 +70,11 @@ RESUMED_BY_2 = [
 #: Jobs that load the save of `mtp` under other stages, and save it unchanged.
 _AS_IT_IS = "--save {save} --save-interval 3"
 OTHER_STAGES = [
-    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
+    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", entry_points=("ours",)),
     Job(
         "mtp-two-stages",
         f"{_MTP} --pipeline-model-parallel-size 2 --load {{mtp-one-stage}} {_AS_IT_IS}",
-        doors=("ours",),
+        entry_points=("ours",),
     ),
 ]
 #: After a resume, stock trains differently from the uninterrupted job; ours must not.
@@ -117,30 +126,30 @@ ALIKE = [
 ]
 #: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
-    "doors": ("ours",),
+    "entry_points": ("ours",),
     "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
 }
 OTHER = [
     Job("graphs", f"{TORCH} {EVERY_2} --cuda-graph-impl local", **_GRAPHS),
     Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
-    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", doors=("ours",)),
+    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", entry_points=("ours",)),
     Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
     Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
     Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
     Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
-    Job("from-torch", f"{TORCH} --load {{stock:whole}} --ckpt-step 2", doors=("ours",)),
-    Job("from-torch-dist", f"{DIST} --load {{stock:async}} --ckpt-step 2", doors=("ours",)),
+    Job("from-torch", f"{TORCH} --load {{stock:whole}} --ckpt-step 2", entry_points=("ours",)),
+    Job("from-torch-dist", f"{DIST} --load {{stock:async}} --ckpt-step 2", entry_points=("ours",)),
     Job(
         "aware-fp16",
         f"{_AWARE} --exp-avg-dtype fp16 {EVERY_2}",
-        doors=("ours",),
+        entry_points=("ours",),
         options={"stand_in": "fused_adam"},
     ),
     # Megatron has evaluated this argument before the cell sets it.
     Job(
         "fsdp",
         f"{TORCH} {EVERY_2}",
-        doors=("ours",),
+        entry_points=("ours",),
         options={"attributes": {"use_custom_fsdp": True}},
     ),
 ]
@@ -157,7 +166,7 @@ def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def assert_alike(runs: Runs, name: str) -> None:
-    stock, ours = (runs[name][door] for door in DOORS)
+    stock, ours = (runs[name][entry_point] for entry_point in ENTRY_POINTS)
     assert ours.ended == stock.ended, ours.output[-3000:]
     assert ours.losses == stock.losses
     assert ours.iteration == stock.iteration
@@ -257,8 +266,8 @@ def test_a_load_without_saved_optimizer_state_names_the_flag_to_add(
 
 
 def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: Runs) -> None:
-    for door in DOORS:
-        assert runs["non-persistent"][door].ended == ["exit", 0]
+    for entry_point in ENTRY_POINTS:
+        assert runs["non-persistent"][entry_point].ended == ["exit", 0]
     assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
     assert (runs["non-persistent"]["stock"].save / "non_persistent/iter_0000004").is_dir()
     # The last save was only in memory when the job ended, and was then written to storage.

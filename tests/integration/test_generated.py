@@ -48,7 +48,7 @@ def ran(where: Path) -> Wrong:
             done = run_job(
                 *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "10", *flags]),
                 ranks=ranks,
-                door="stock",
+                entry_point="stock",
                 script=REPO / "tests/support/jobs/generated_models.py",
                 env={
                     "CASES": str(where / cases),

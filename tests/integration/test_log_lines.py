@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.flag_runs import DIST, DOORS, EVERY_2, Job, Ran, Runs, run_jobs
+from tests.integration.flag_runs import DIST, ENTRY_POINTS, EVERY_2, Job, Ran, Runs, run_jobs
 
 FLAGS = f"{DIST} --use-distributed-optimizer --log-progress"
 ASYNC = f"{FLAGS} --async-save --use-persistent-ckpt-worker --async-strategy mcore"
@@ -71,7 +71,7 @@ def lines(run: Ran) -> set[str]:
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_log_lines_equal_those_of_stock(runs: Runs, name: str) -> None:
-    stock, ours = (lines(runs[name][door]) for door in DOORS)
+    stock, ours = (lines(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     overlapping = {OVERLAPPING} if name == "async" else set()
     assert stock - ours <= ONLY_STOCK | overlapping
     assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS | overlapping
@@ -104,7 +104,7 @@ def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
     def timers(run: Ran) -> Counter[str]:
         return Counter(re.findall(r"^ +([\w/-]+) \.+:", run.logged, re.MULTILINE))
 
-    stock, ours = (timers(runs[name][door]) for door in DOORS)
+    stock, ours = (timers(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     expected = {"whole": "save-checkpoint", "resumed": "load-checkpoint"}.get(name)
     assert expected is None or stock[expected] > 0
@@ -119,7 +119,7 @@ def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
             for line in text.splitlines()
         )
 
-    stock, ours = (progress(runs[name][door]) for door in DOORS)
+    stock, ours = (progress(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     assert any("Iteration: 4" in line for line in stock)
 
@@ -129,7 +129,7 @@ def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
     def hooks(run: Ran) -> Counter[str]:
         return Counter(plain(str(call), run) for call in run.hooks)
 
-    stock, ours = (hooks(runs[name][door]) for door in DOORS)
+    stock, ours = (hooks(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     wandb = [call for call in runs[name]["ours"].hooks if call[0].startswith("wandb_utils.on_save")]
     iterations = [arguments[-1] for _, arguments, _ in wandb]
@@ -137,7 +137,7 @@ def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
 
 
 def test_curves_are_those_of_stock_plus_ours(runs: Runs) -> None:
-    stock, ours = (set(runs["whole"][door].scalars) for door in DOORS)
+    stock, ours = (set(runs["whole"][entry_point].scalars) for entry_point in ENTRY_POINTS)
     assert "lm loss" in stock
     assert stock <= ours
     assert ours - stock

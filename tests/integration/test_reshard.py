@@ -76,7 +76,7 @@ class Ran:
             name,
             [],
             ranks=job.ranks,
-            door="stock",
+            entry_point="stock",
             env={
                 "CASES": str(cases),
                 "CPU_CUDA_STUBS": "triton apex" if job.fused_adam else "triton",
