@@ -130,7 +130,7 @@ def _size(storage: Storage, directory: str, name: str) -> int:
 def removal_error(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
     """Return an error that names this node's removed records; None if none was removed.
 
-    No agent can commit a save without them. If the history knows the save, `save.past` gets its
+    Every commit needs these records. If the history knows the save, `save.past` gets its
     entry, because retention may have removed the files. A listing during another host's changes may
     lack a name, so a record counts as removed after `_GONE_S`.
 

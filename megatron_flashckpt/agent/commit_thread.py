@@ -264,7 +264,7 @@ class Committer:
         """Return the saves of a rank that have no result yet. The caller holds the lock.
 
         Saves that an earlier connection of the rank staged are included. The rank may look for a
-        save in storage as soon as that save is no longer owed.
+        save in storage as soon as that save is no longer open.
         """
         staged = {save.staged_as for save in self.pending.values() if number in save.metas}
         return self._node.ranks[number].awaited | staged

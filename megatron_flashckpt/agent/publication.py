@@ -1,8 +1,8 @@
 """Publishes the commit records of a node's ranks: one file for all, if they end in time.
 
-With 16,384 ranks, a file per rank would mean 16,384 files created, renamed, read and removed in one
-directory for every save; a file per node of eight ranks is an eighth of that. Only the commit
-thread publishes, so no two threads write records of one save.
+With a file per rank, a save of 16,384 ranks would create, rename, read and remove as many files in
+one directory. A file per node of eight ranks makes it an eighth of that. Only the commit thread
+publishes, so no two threads write records of one save.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _shared_base() -> Path:
 def _creation_lock() -> Iterator[None]:
     """Keep other processes of this machine from creating a shared base meanwhile.
 
-    The lock is that of the temporary directory itself, which nobody can remove. The wait is short,
+    The lock is that of the temporary directory itself, which no user can remove. The wait is short,
     because every user can hold this lock.
     """
     fd = os.open(_TEMPORARY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

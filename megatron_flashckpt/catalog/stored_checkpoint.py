@@ -65,7 +65,7 @@ class StoredCheckpoint:
     def check_whole(self) -> None:
         """Raise CorruptCheckpointError if an element of a tensor is missing or stored twice.
 
-        If a load misses an element, this tells a damaged checkpoint from a wrong request.
+        If a load misses an element, this distinguishes a damaged checkpoint from a wrong request.
         """
         problems = incomplete(self.sources())
         if problems:

@@ -248,7 +248,7 @@ def _checked_shard(
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(template.nbytes):
         raise CorruptCheckpointError(
-            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
+            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not match "
             f"{template.nbytes} bytes of data; {OLDER}"
         )
     return Shard(metadata, template, placement, digests, data_offset)

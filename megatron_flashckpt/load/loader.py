@@ -33,7 +33,7 @@ def load(request: LoadRequest, source: CheckpointSource) -> LoadedCheckpoint:
     """Fill the model and optimizer of `request`; return the side state, too. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike. Tensors were overwritten only if reading failed or
+        FlashCkptError: on every rank. Tensors were overwritten only if reading failed or
             found damaged bytes; storage and slots are unchanged.
     """
     side, plan = _checked_plan(request, source)

@@ -69,7 +69,7 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
     """Open the checkpoint that the slots of all ranks hold. Collective.
 
     Raises:
-        FlashCkptError: a slot differs from its agent's offer; on every rank alike.
+        FlashCkptError: a slot differs from its agent's offer; on every rank.
     """
     rank, offer = this_rank(), checkpoint.offer
     (slot, items), descriptions = run_and_gather(

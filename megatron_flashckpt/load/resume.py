@@ -171,7 +171,7 @@ def _load_first_undamaged(
     """Fill the model from the first undamaged candidate; None if there is no candidate. Collective.
 
     Raises:
-        FlashCkptError: a candidate failed, and no other may be loaded; on every rank alike.
+        FlashCkptError: a candidate failed, and no other may be loaded; on every rank.
     """
     while (iteration := candidates.iteration) is not None:
         announcements.announce_loading(margs, load_dir, iteration)

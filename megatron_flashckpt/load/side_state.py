@@ -55,10 +55,11 @@ class SideState:
 def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, StateTypes]:
     """Return this rank's side state, and the optimizer states that any rank must fill.
 
-    Collective. An error on one rank is raised on all, so no rank continues without its state.
+    Collective. An error on one rank is raised on all, so a rank never continues without its
+    state.
 
     Raises:
-        FlashCkptError: on every rank alike.
+        FlashCkptError: on every rank.
     """
     collective_reads = None if source.reads_alone else _read_together(source)
 

@@ -56,7 +56,7 @@ def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSour
     """Open a committed checkpoint; rank 0 alone reads its manifest. Collective.
 
     Raises:
-        FlashCkptError: the checkpoint is missing or damaged; on every rank alike.
+        FlashCkptError: the checkpoint is missing or damaged; on every rank.
     """
     encoded, common_state = run_on_rank_0(lambda: _manifest_and_common_state(storage, iteration))
     stored, job = run_and_agree(lambda: _decoded(storage, iteration, encoded))

@@ -349,7 +349,7 @@ class NodeLink:
         self._preparing.start()
 
     def withdraw(self, save_id: str) -> None:
-        """Keep later agents from writing a staged save that other ranks are told has failed."""
+        """Keep later agents from writing a staged save that other ranks report as failed."""
         if self._slab is not None and not self._slab.read_only:
             for slot in self._slab.slots:
                 if (slot.header.save_id, slot.header.state) == (save_id, SlotState.STAGED):

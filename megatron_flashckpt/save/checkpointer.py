@@ -260,7 +260,7 @@ class Checkpointer:
             return None
         if isinstance(plan, _PlannedSave):
             plan.slot.set_header(EMPTY_HEADER)
-        # On all ranks alike: the next call for this state saves it.
+        # Equal on all ranks: the next call for this state saves it.
         self._last, self._unwritten = None, (request, self.hook.steps)
         return _BUSY if reason == _SkipReason.BUSY else _NOT_BEGUN
 

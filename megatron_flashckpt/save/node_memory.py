@@ -35,7 +35,7 @@ class Need:
     agent: str = ""
     """Directory of the agent of this rank; ranks of one host may have several."""
     holder: str = ""
-    """Memory that the agent holds already, and for which ranks; empty if not asked for."""
+    """Memory that the agent holds already, and for which ranks; empty if unknown."""
     compared_nbytes: int = 0
     """Bytes of copies that the first save compares outside of its slot."""
 

@@ -1,8 +1,8 @@
 """One rank's pending saves, and the sources of their outcomes.
 
-The agent reports the outcome of a save. This rank itself concludes a save if planning, the slot or
-a copy failed; if the agent is lost and its successor finds neither the slot nor the checkpoint; or,
-by reading storage, if no agent owes an outcome.
+The agent reports the outcome of a save. This rank itself concludes a save in three cases:
+planning, the slot or a copy failed; the agent's successor has neither the slot nor the checkpoint;
+or no agent will report an outcome, so this rank reads storage.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PendingSaves:
         self._loss = ""
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
-        #: Tells other nodes while there is no agent.
+        #: Reports failures to other nodes while there is no agent.
         self._notes = FailureNotes(root, rank)
         self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
@@ -290,7 +290,7 @@ class PendingSaves:
             self._notes.add(iteration, save_id, reason, agent.run)
 
     def close(self) -> None:
-        """Return when the other nodes have been told of failures, or after a bounded wait."""
+        """Return when failures have been reported to the other nodes, or after a bounded wait."""
         self._notes.close()
 
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:

@@ -284,7 +284,7 @@ class Session:
     def _report_last_saves(self) -> bool:
         """Report on rank 0 the last saves that are not durable; return False to exit with 1.
 
-        Rank 0 decides alone, because no save is committed without rank 0. If other ranks exited
+        Rank 0 decides alone, because every commit needs rank 0. If other ranks exited
         with their own status, the launcher might end rank 0 before its report.
         """
         reports = [report for report in self._reports.values() if report.rank == 0]

@@ -206,7 +206,7 @@ DAMAGES = {
     ),
     "a header with fewer digests": Damage(
         lambda made: forge_metadata(made, lambda fields: fields.update(digests="")),
-        rf"{SHARD_1}: 0 digests of \d+ bytes do not stand for \d+ bytes of data; {OLDER}",
+        rf"{SHARD_1}: 0 digests of \d+ bytes do not match \d+ bytes of data; {OLDER}",
     ),
     "a header that moves a tensor": Damage(
         lambda made: forge_metadata(made, lambda fields: fields["pieces"][-1].__setitem__(3, 1)),

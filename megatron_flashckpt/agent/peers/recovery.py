@@ -1,7 +1,7 @@
 """Rebuilds a rank's checkpoints from the memory of other nodes.
 
 Recovery goes by ranks, not by nodes: after a node was replaced, the launcher may assign a rank to
-another node. So every agent is asked what it has of a rank: its slots, a copy of them, or parity.
+another node. So every agent reports its slots, copies and parity of a rank.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megatron_flashckpt.failpoints import hit
 
 logger = logging.getLogger(__name__)
 
-#: Nodes that are asked in parallel during a recovery.
+#: Nodes that get requests in parallel during a recovery.
 _ASKED_AT_ONCE = 16
 
 

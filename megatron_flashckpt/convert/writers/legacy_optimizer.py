@@ -88,7 +88,7 @@ def _in_order_of_use(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
     """Return `saved` with its groups in the order in which this rank's parameters use them.
 
     Until core 0.13 Megatron creates the groups of a rank in that order, and its distributed
-    optimizer loads them by number: on a stage without embedding the group without weight decay is
+    optimizer loads them by number. On a stage without embedding, the group without weight decay is
     first. Later releases load groups by their settings.
     """
     first = next((parameters[0] for _, parameters in chunks if parameters), None)
