@@ -20,7 +20,7 @@ class Call(NamedTuple):
 class Reason(NamedTuple):
     why: str
     test: str
-    """`file::function` below tests/; the test fails if the call hits a file of somebody else."""
+    """`file::function` below tests/. That test fails if the call removes files of other programs."""
 
 
 def review(module: str, *lines: tuple[str, str, str, str]) -> dict[Call, Reason]:

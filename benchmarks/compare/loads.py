@@ -1,7 +1,7 @@
 """Loads of all systems in turn: page cache cold and warm, and from memory.
 
-Each load is compared with its limit, which is measured right before it: all ranks at once copy the
-state, or read the same number of bytes, into memory that is already mapped.
+Each load is compared with its limit, which is measured right before it. For the limit, all ranks at
+once copy the state, or read the same number of bytes, into memory that is already mapped.
 """
 
 from __future__ import annotations

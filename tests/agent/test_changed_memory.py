@@ -1,7 +1,7 @@
 """Memory that changes after its trainer has gone: neither restored nor written.
 
-When a trainer hangs up, the agent digests the slots that are not fully persisted, and offers them
-with these digests.
+When a trainer disconnects, the agent digests the slots that are not fully persisted, and offers
+them with these digests.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
 
 
 class _Hasty(socket.socket):
-    """A socket whose peer reads the frame and hangs up before `send` returns."""
+    """A socket whose peer reads the frame and disconnects before `send` returns."""
 
     other: socket.socket
 
@@ -227,7 +227,7 @@ def open_raw_connection(node: Node, root: Path) -> Iterator[socket.socket]:
 
 
 def _hang_up_and_read(sock: socket.socket) -> bytes:
-    """Stop sending; return all bytes that the agent sends before it hangs up too."""
+    """Stop sending; return all bytes that the agent sends before it disconnects, too."""
     sock.shutdown(socket.SHUT_WR)
     received = b""
     with contextlib.suppress(ConnectionResetError):

@@ -41,7 +41,7 @@ def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
 def test_a_slot_with_a_failed_copy_is_reused_before_the_only_complete_one(
     node: Node, root: Path
 ) -> None:
-    """A failed copy leaves a slot in STAGING, although its trainer lives and saves again."""
+    """A failed copy leaves a slot in STAGING, although its trainer runs and saves again."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     torn = trainer.begin(2, new_save_id())

@@ -307,7 +307,7 @@ def test_a_retried_claim_does_not_replace_a_claim_put_meanwhile(
 def test_a_run_keeps_a_recreated_directory_that_it_claimed(
     node: Node, other_node: Node, root: Path, storage: PosixStorage
 ) -> None:
-    """The epoch of its claim is lower than that of the former run, whose agent still lives."""
+    """The epoch of its claim is lower than that of the former run, whose agent still runs."""
     first = node.trainer(root)
     for _ in range(3):
         first.claim()

@@ -68,7 +68,7 @@ class RivalCell:
     def cleaned_up(self) -> bool:
         """True if the second job removes the first job's files before the first agent wakes.
 
-        Without its temporary files, the first job could not continue even without any check.
+        Without its temporary files, the first job fails even if nothing checks the claim.
         """
         return self.point != "put.written"
 

@@ -1,4 +1,4 @@
-"""Probe of the save directory before the first step; two gloo ranks stand for two nodes."""
+"""Probe of the save directory before the first step; two gloo ranks represent two nodes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RetryingBackend(PosixBackend):
 
 BACKENDS = {"posix": PosixBackend, "patient": RetryingBackend}
 DATA = bytes(range(256)) * 40
-#: Stands for an absolute name inside the test's directory, where a faulty storage does no harm.
+#: Represents an absolute name inside the test's directory, where a faulty storage does no harm.
 ABSOLUTE = "absolute"
 ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
 

@@ -177,7 +177,7 @@ def test_the_other_agents_accept_the_successor_of_a_killed_agent(
         before = made.said_held(10)
         made.succeed(1)
         for rank in before:
-            # The agents of other nodes are asked again too, and report that they have their part.
+            # The agents of other nodes get a request again, and report that they have their part.
             more = before[rank] + (1 if rank == 1 else len(sizes) - 1)
             eventually(
                 "the saves are held again", lambda r=rank, n=more: made.said_held(10)[r] >= n
