@@ -103,7 +103,7 @@ def test_other_nodes_learn_that_rank_0_staged_no_part(
     )
 
 
-class _Telling(PosixStorage):
+class _CallingStorage(PosixStorage):
     """Real storage that calls `tell` before it puts the common state."""
 
     tell: Callable[[], None]
@@ -121,7 +121,7 @@ class _Telling(PosixStorage):
 
 
 def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
-    storage = _Telling(root)
+    storage = _CallingStorage(root)
     save = persisted(storage, SAVE)
     storage.tell = lambda: setattr(save, "is_abandoned", True)
     finished, error = outcome_of(save, 60.0)

@@ -194,12 +194,12 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
     (orphan,) = plant(root, 5, file_names.shard_name(7, "aaaaaaaaaaaa"))
     storage, looked = PosixStorage(root), threading.Event()
 
-    class Slow(PosixStorage):
+    class SlowStorage(PosixStorage):
         def list(self, directory: str) -> list[str]:
             looked.wait(PATIENCE_S)
             return super().list(directory)
 
-    sweeper = Sweeper(Slow(root))
+    sweeper = Sweeper(SlowStorage(root))
     sweeper.look_soon(lambda _: False)
     (late,) = (thread for thread in threading.enumerate() if thread.name == "look")
     looked.set()

@@ -424,7 +424,7 @@ def test_a_symlink_in_place_of_an_iteration_directory_is_left_alone(
 # ---------------------------------------------------------------------- the order of steps
 
 
-class _Failing(PosixStorage):
+class _RefusingStorage(PosixStorage):
     """Real storage that refuses to put one name, and records the order of its calls."""
 
     def __init__(self, root: Path, refused: str) -> None:
@@ -453,7 +453,7 @@ class _Failing(PosixStorage):
 def test_a_commit_puts_shards_then_manifest_then_tracker_then_tidies(
     root: Path,
 ) -> None:
-    storage = _Failing(root, "nothing")
+    storage = _RefusingStorage(root, "nothing")
     save = persisted(storage, "a" * 12)
     commit(save)
     tidy(CommittedSave.of(save))
@@ -471,7 +471,7 @@ def test_a_commit_puts_shards_then_manifest_then_tracker_then_tidies(
     "refused", [file_names.common_name("a" * 12), file_names.MANIFEST, file_names.TRACKER]
 )
 def test_a_commit_that_fails_midway_never_moves_the_tracker(root: Path, refused: str) -> None:
-    storage = _Failing(root, refused)
+    storage = _RefusingStorage(root, refused)
     finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
     assert finished
     assert error is not None
@@ -483,15 +483,15 @@ def test_a_commit_that_fails_midway_never_moves_the_tracker(root: Path, refused:
 
 
 def test_the_manifest_names_the_digest_of_the_common_state(root: Path) -> None:
-    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    commit(persisted(_RefusingStorage(root, "nothing"), "a" * 12))
     common = (root / file_names.iteration_dir(5) / file_names.common_name("a" * 12)).read_bytes()
     assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
 
 
 def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(root: Path) -> None:
-    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    commit(persisted(_RefusingStorage(root, "nothing"), "a" * 12))
     with pytest.raises(StorageError):
-        commit(persisted(_Failing(root, file_names.MANIFEST), "b" * 12))
+        commit(persisted(_RefusingStorage(root, file_names.MANIFEST), "b" * 12))
     assert stored(root, 5).manifest.save_id == "a" * 12
     assert stored(root, 5).common() == b"a" * 12
 

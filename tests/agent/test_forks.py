@@ -79,7 +79,7 @@ def sockets_of(pid: int | str) -> list[str]:
     return [link for link in sockets if link.startswith("socket:")]
 
 
-class Tie:
+class Descriptors:
     """Descriptors that tie a trainer to its node: the agent's socket, and the slab."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -104,7 +104,7 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job
 
 def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None:
     assert job.save(1) is None
-    tie = Tie(job.checkpointer)
+    tie = Descriptors(job.checkpointer)
     assert len(tie.kept_by("self")) == 3, "descriptor, mapping, socket"
     assert in_child(lambda: tie.kept_by("self")) == []
     assert len(tie.kept_by("self")) == 3
@@ -112,10 +112,10 @@ def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None
     job.assert_stored(root, 2)
 
 
-class Keeping(Dataset[torch.Tensor]):
+class DescriptorCounts(Dataset[torch.Tensor]):
     """Items count the descriptors and mappings of the tie that a worker keeps."""
 
-    def __init__(self, tie: Tie) -> None:
+    def __init__(self, tie: Descriptors) -> None:
         self._tie = tie
 
     def __len__(self) -> int:
@@ -129,10 +129,13 @@ def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
     job: Job, root: Path
 ) -> None:
     assert job.save(1) is None
-    former, agent = Tie(job.checkpointer).inode, job.checkpointer.link.client().agent_pid
+    former, agent = (
+        Descriptors(job.checkpointer).inode,
+        job.checkpointer.link.client().agent_pid,
+    )
     assert former in slabs_of("self")
     assert former in slabs_of(agent)
-    items = iter(DataLoader(Keeping(Tie(job.checkpointer)), num_workers=1))
+    items = iter(DataLoader(DescriptorCounts(Descriptors(job.checkpointer)), num_workers=1))
     worker, kept = next(items)[0].tolist()
     assert worker != os.getpid()
     assert kept == 0

@@ -164,7 +164,7 @@ def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
     sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
 
 
-class _Hasty(socket.socket):
+class _HastySocket(socket.socket):
     """A socket whose peer reads the frame and disconnects before `send` returns."""
 
     other: socket.socket
@@ -178,7 +178,7 @@ class _Hasty(socket.socket):
 def test_a_send_succeeds_if_the_peer_read_all_and_hung_up() -> None:
     """Otherwise the sender does not read the refusal that the peer sent before it hung up."""
     left, right = socket.socketpair()
-    with _Hasty(left.family, left.type, 0, left.detach()) as sender:
+    with _HastySocket(left.family, left.type, 0, left.detach()) as sender:
         sender.other = right
         frames.send(sender, p.Hello(0, 1))
         assert right.fileno() == -1

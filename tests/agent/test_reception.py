@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 MIB = 2**20
 
 
-class Crowd:
+class ConnectionFlood:
     """Connections to an agent under control of the test, which closes them at its end."""
 
     def __init__(self, path: Path) -> None:
@@ -61,8 +61,8 @@ def trainer(node: Node, root: Path) -> FakeTrainer:
 
 
 @pytest.fixture
-def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[Crowd]:
-    made = Crowd(node.directory(root) / SOCKET)
+def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[ConnectionFlood]:
+    made = ConnectionFlood(node.directory(root) / SOCKET)
     yield made
     made.go()
 
@@ -74,7 +74,7 @@ def limit_files(pid: int, count: int) -> None:
 
 
 def test_memory_of_dead_trainers_survives_a_flood_of_connections(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.keep(1).error is None
@@ -142,7 +142,7 @@ def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, ro
 
 
 def test_an_agent_limits_silent_connections_and_still_serves_ranks(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
@@ -162,7 +162,7 @@ def test_an_agent_limits_silent_connections_and_still_serves_ranks(
 
 
 def test_an_agent_ends_a_silent_connection_after_a_timeout(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     crowd.come(1)
     crowd.come(1, b"\x14")
@@ -191,7 +191,7 @@ BAD = {
 
 @pytest.mark.parametrize("sent", BAD.values(), ids=list(BAD))
 def test_an_invalid_greeting_ends_only_its_connection(
-    trainer: FakeTrainer, crowd: Crowd, sent: bytes
+    trainer: FakeTrainer, crowd: ConnectionFlood, sent: bytes
 ) -> None:
     memory = rss_nbytes(trainer.client.agent_pid)
     crowd.come(5, sent)
@@ -204,7 +204,7 @@ def test_an_invalid_greeting_ends_only_its_connection(
 
 
 def test_peers_that_die_while_they_send_leave_no_descriptor(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
@@ -224,7 +224,7 @@ def test_peers_that_die_while_they_send_leave_no_descriptor(
     assert trainer.save(2).error is None
 
 
-class Listener:
+class FailingListener:
     """A listening socket that raises the given errors in order, and then accepts no connection."""
 
     def __init__(self, *errors: OSError) -> None:
@@ -241,13 +241,13 @@ class Listener:
     "number", [errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM]
 )
 def test_no_error_of_accept_ends_the_agent(number: int) -> None:
-    listener = Listener(*(OSError(number, os.strerror(number)) for _ in range(3)))
+    listener = FailingListener(*(OSError(number, os.strerror(number)) for _ in range(3)))
     reception = Acceptor(listener, SilentConnections())
     assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
 
 
 def test_a_large_frame_before_the_greeting_is_refused(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     crowd.come(1, BAD["oversize"])
     assert crowd.is_hung_up(0)

@@ -318,7 +318,7 @@ def test_a_failed_removal_does_not_fail_the_save(node: Node, root: Path) -> None
 # ---------------------------------------------------------------------- cut short
 
 
-class _Dying(PosixStorage):
+class _KilledStorage(PosixStorage):
     """Real storage of a process that is killed before its n-th change."""
 
     def __init__(self, root: Path, changes: int) -> None:
@@ -389,7 +389,13 @@ def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
 
     def remove(changes: int, tracked: int) -> None:
         rules = Retention(latest=1)
-        retire(_Dying(root, changes), rules, retain_interval=None, tracked=tracked, previous=None)
+        retire(
+            _KilledStorage(root, changes),
+            rules,
+            retain_interval=None,
+            tracked=tracked,
+            previous=None,
+        )
 
     iteration, changes, died = 1, 0, True
     save(iteration)
@@ -425,7 +431,7 @@ def test_a_checkpoint_saved_again_survives_its_former_unfinished_removal(
 
     def remove() -> None:
         rules = Retention(latest=1)
-        retire(_Dying(root, 2), rules, retain_interval=None, tracked=2, previous=None)
+        retire(_KilledStorage(root, 2), rules, retain_interval=None, tracked=2, previous=None)
 
     assert not in_a_process_that_may_die(remove)
     assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()

@@ -279,7 +279,7 @@ def test_two_simultaneous_starts_leave_one_writer(node: Node, other_node: Node, 
     assert saved.count(True) == 1
 
 
-class _BusyOnce(PosixStorage):
+class _BusyOnceStorage(PosixStorage):
     """Storage that refuses the first put, and calls `meanwhile` before the second one."""
 
     meanwhile: Callable[[], object] | None = None
@@ -297,7 +297,7 @@ def test_a_retried_claim_does_not_replace_a_claim_put_meanwhile(
 ) -> None:
     monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
     first, other = node.trainer(root), other_node.trainer(root)
-    storage = _BusyOnce(root)
+    storage = _BusyOnceStorage(root)
     storage.meanwhile = other.claim
     with pytest.raises(OtherWriterError, match="trains and saves there"):
         take(RetryingStorage(storage), "aaaaaaaa", lambda: first.client, "refuse", 0.0)

@@ -21,7 +21,7 @@ POLLS = 50
 OPEN = (False, None)
 
 
-class _Counting(PosixStorage):
+class _CountingStorage(PosixStorage):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.listed = 0
@@ -40,7 +40,7 @@ def never_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("never_lists")
 def test_waiting_nodes_ask_for_three_names_and_rarely_list(root: Path) -> None:
-    first, second = _Counting(root), _Counting(root)
+    first, second = _CountingStorage(root), _CountingStorage(root)
     committing = persisted(first, SAVE_ID, 0, 2)
     waiting = persisted(second, SAVE_ID, 1, 2)
     (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE_ID)).rename(root / "later")
@@ -60,7 +60,7 @@ def test_listings_wait_longer_in_larger_jobs_and_each_time(
     now = 1000.0
     monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
     for world_size, longest_s in ((2, 0.1), (64, 3.2), (16_384, 10.0)):
-        storage = _Counting(root)
+        storage = _CountingStorage(root)
         waiting = persisted(storage, SAVE_ID, 1, world_size)
         listed_after: list[float] = []
         began = now
@@ -86,7 +86,7 @@ def test_nodes_list_at_different_times(root: Path) -> None:
 
 def test_the_committing_node_asks_for_the_last_records_by_name(root: Path) -> None:
     """A listing may be old: NFS compares directory times, which may have ticks of 4 ms."""
-    storage = _Counting(root)
+    storage = _CountingStorage(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
     listed = storage.listed
@@ -125,7 +125,7 @@ def test_records_that_a_node_publishes_in_parts_are_listed_soon(
 
 
 def test_a_note_of_a_last_missing_rank_is_asked_for_by_name(root: Path) -> None:
-    storage = _Counting(root)
+    storage = _CountingStorage(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
     listed = storage.listed

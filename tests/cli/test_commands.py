@@ -34,12 +34,12 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.test_fence import OLD, claim_of
-from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
+from tests.support.checkpoints import MadeSave, make, persist, pieces_of_rank, snapshot
 
-Run = Callable[..., "Ran"]
+Run = Callable[..., "CommandResult"]
 
 
-class Ran:
+class CommandResult:
     """Output and exit status of a command."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
@@ -60,10 +60,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: object) -> Ran:
+    def run(*arguments: object) -> CommandResult:
         capsys.readouterr()
         status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 
@@ -73,7 +73,7 @@ def save(tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
-def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
+def only_line(ran: CommandResult, pattern: str, status: int = 1) -> None:
     """Assert that a command failed with exactly one line, on stderr."""
     assert ran.status == status
     assert ran.out == ""
@@ -408,7 +408,7 @@ def test_verify_prints_one_line_for_an_intact_checkpoint_and_changes_nothing(
     assert snapshot(save) == before
 
 
-def damage_twice(made: Made) -> None:
+def damage_twice(made: MadeSave) -> None:
     made.shard(1).unlink()
     content = bytearray(made.shard(2).read_bytes())
     content[-1] ^= 1

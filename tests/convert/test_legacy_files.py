@@ -265,11 +265,11 @@ def test_a_truncated_file_is_named(save: Path) -> None:
 def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
-    class Evil:
+    class PickledCall:
         def __reduce__(self) -> Any:
             return Path.touch, (ran,)
 
-    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", Evil()))
+    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", PickledCall()))
     ran.unlink(missing_ok=True)
     assert "could run code" in refused(save, UnsupportedError)
     assert not ran.exists()

@@ -14,7 +14,7 @@ from tests.gpu_check.rank import Node
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldSlots:
     """Slots of a rank."""
 
     states: list[str]
@@ -31,12 +31,12 @@ class Held:
         return f"slots {', '.join(self.states)}; offered: {found}"
 
 
-def held(node: Node) -> Held:
+def held(node: Node) -> HeldSlots:
     """Return the slots of rank 0 in the agent of `node`; the rank's process has ended."""
     rank = node.rank([])
     slab, offers = rank.checkpointer.link.take_slab()
     if slab is None:
-        return Held([], {})
+        return HeldSlots([], {})
     values: dict[int, list[float]] = {}
     for offer in offers:
         slot = OfferedSlot(slab, offer, 0)
@@ -48,10 +48,10 @@ def held(node: Node) -> Held:
                 values[offer.iteration] += [float(low), float(high)]
     states = [SlotState(slot.header.state).name for slot in slab.slots]
     rank.close()
-    return Held(states, values)
+    return HeldSlots(states, values)
 
 
-def held_in(where: Path) -> Held:
+def held_in(where: Path) -> HeldSlots:
     """Return the slots in the agent of a child that ran in `where`, and end that agent."""
     node = Node(where)
     try:

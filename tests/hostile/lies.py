@@ -19,7 +19,7 @@ import xxhash
 
 from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, record_name, shard_name
 from megatron_flashckpt.file_format.manifest import seal
-from tests.support.checkpoints import Made
+from tests.support.checkpoints import MadeSave
 
 OTHER_SAVE = "ba9876543210"
 
@@ -28,9 +28,9 @@ OTHER_SAVE = "ba9876543210"
 class Scene:
     """Two committed checkpoints in one directory, and files outside of it."""
 
-    older: Made
-    newest: Made
-    other: Made
+    older: MadeSave
+    newest: MadeSave
+    other: MadeSave
     """Another save of the newest iteration, in a different directory."""
     outside: Path
     """Directory that must never change; a pickle bomb would create a directory here."""

@@ -44,7 +44,15 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
-from tests.support.checkpoints import Made, expected, make, pieces_of_rank, read, snapshot, stage
+from tests.support.checkpoints import (
+    MadeSave,
+    expected,
+    make,
+    pieces_of_rank,
+    read,
+    snapshot,
+    stage,
+)
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
 RANKS = [pieces_of_rank(rank) for rank in range(4)]
@@ -77,7 +85,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-class Copies:
+class FreshCopies:
     """Fresh copies of the good save directory for each seed; files outside of it stay."""
 
     def __init__(self, good: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
@@ -92,16 +100,16 @@ class Copies:
         shutil.rmtree(outside / "moved", ignore_errors=True)
         shutil.copytree(self._good / "save", save)
         older, newest = (
-            Made(save, iteration, "0123456789ab", RANKS, iteration)
+            MadeSave(save, iteration, "0123456789ab", RANKS, iteration)
             for iteration in self._iterations
         )
-        other = Made(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
+        other = MadeSave(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
         return Scene(older, newest, other, outside)
 
 
 @pytest.fixture
-def copies(good: Path, tmp_path: Path) -> Iterator[Copies]:
-    yield Copies(good, tmp_path / "copy")
+def copies(good: Path, tmp_path: Path) -> Iterator[FreshCopies]:
+    yield FreshCopies(good, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy")  # pipes would block a grep in these directories
 
 
@@ -159,7 +167,7 @@ def damages(scene: Scene) -> list[FlashCkptError]:
 
 
 def run_seeds(
-    copies: Copies,
+    copies: FreshCopies,
     kinds: list[Damage],
     seeds: range,
     check: Callable[[Scene, Damage, random.Random], None],
@@ -181,7 +189,7 @@ def run_seeds(
     assert peak_kib() - before < MEMORY_KIB
 
 
-def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Copies) -> None:
+def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: FreshCopies) -> None:
     """Digests cover every bit of a checkpoint, including padding."""
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -195,7 +203,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Co
     run_seeds(copies, PLAIN, range(SEEDS // 2), check)
 
 
-def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -> None:
+def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: FreshCopies) -> None:
     """A forgery may change fields that no load reads, such as the description."""
     refused = 0
 
@@ -218,7 +226,7 @@ def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -
     assert refused > SEEDS // 4 / 2
 
 
-def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
+def test_a_damaged_tracker_hides_no_checkpoint(copies: FreshCopies) -> None:
     """A tracker has no digest, so a load follows a tracker that names another iteration."""
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -235,7 +243,7 @@ def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
     run_seeds(copies, [lies.tracker], range(SEEDS // 10), check)
 
 
-def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
+def test_foreign_files_do_not_change_a_load(copies: FreshCopies) -> None:
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         iteration, tensors = load(scene)
         assert iteration == 20
@@ -249,7 +257,7 @@ def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
 
 
 def test_the_command_line_reports_damage_without_a_traceback(
-    copies: Copies, capsys: pytest.CaptureFixture[str]
+    copies: FreshCopies, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
@@ -272,7 +280,7 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         (tmp_path / "good" / name).mkdir(parents=True)
     (tmp_path / "good/outside/precious").write_bytes(b"precious")
     save_as_ranks(made, tmp_path / "good/save", 4)
-    copies = Copies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
+    copies = FreshCopies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
     converted = 0
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -373,7 +381,7 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
     shutil.copytree(good, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
     share_records(tmp_path / "good/save/iter_0000030", of_node)
-    copies = Copies(tmp_path / "good", tmp_path / "copy")
+    copies = FreshCopies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:

@@ -44,7 +44,7 @@ def resumed(name: str, flags: str, **options: Any) -> list[Job]:
 
 
 @dataclasses.dataclass
-class Ran:
+class JobResult:
     """Result of a job at one entry point."""
 
     save: Path
@@ -65,7 +65,7 @@ class Ran:
         return names, tracker.read_text() if tracker.exists() else None
 
 
-Runs = dict[str, dict[str, Ran]]
+Runs = dict[str, dict[str, JobResult]]
 
 
 def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
@@ -107,7 +107,9 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
     for event in done.events:
         name, entry_point = event.pop("event"), event.pop("entry_point")
         if event.pop("rank") == 0:
-            runs.setdefault(name, {})[entry_point] = Ran(save=where / entry_point / name, **event)
+            runs.setdefault(name, {})[entry_point] = JobResult(
+                save=where / entry_point / name, **event
+            )
         elif not runs[name][entry_point].losses:  # under pipelining only the last stage has losses
             runs[name][entry_point].losses = event["losses"]
     return runs

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.flag_runs import DIST, ENTRY_POINTS, EVERY_2, Job, Ran, Runs, run_jobs
+from tests.integration.flag_runs import DIST, ENTRY_POINTS, EVERY_2, Job, JobResult, Runs, run_jobs
 
 FLAGS = f"{DIST} --use-distributed-optimizer --log-progress"
 ASYNC = f"{FLAGS} --async-save --use-persistent-ckpt-worker --async-strategy mcore"
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_jobs(tmp_path_factory.mktemp("lines"), JOBS, ranks=1)
 
 
-def plain(text: str, run: Ran) -> str:
+def plain(text: str, run: JobResult) -> str:
     """Return `text` without parts that differ from run to run: times, numbers and paths."""
     root = str(run.save.parent)
     text = re.sub(rf"{re.escape(root)}/[\w-]+", "SAVE", text)
@@ -64,7 +64,7 @@ def plain(text: str, run: Ran) -> str:
     return re.sub(r"(?<![\w.])-?\d[\d.e+-]*", "N", re.sub(" +", " ", text)).strip()
 
 
-def lines(run: Ran) -> set[str]:
+def lines(run: JobResult) -> set[str]:
     logged = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
     return {plain(line, run) for line in logged if re.search("checkpoint|flashckpt", line)}
 
@@ -101,7 +101,7 @@ def ours_of(runs: Runs, name: str) -> str:
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
-    def timers(run: Ran) -> Counter[str]:
+    def timers(run: JobResult) -> Counter[str]:
         return Counter(re.findall(r"^ +([\w/-]+) \.+:", run.logged, re.MULTILINE))
 
     stock, ours = (timers(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
@@ -112,7 +112,7 @@ def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "resumed", "async"])
 def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
-    def progress(run: Ran) -> Counter[str]:
+    def progress(run: JobResult) -> Counter[str]:
         text = (run.save / "progress.txt").read_text()
         return Counter(
             re.sub(r"throughput: \S+", "throughput: N", "\t".join(line.split("\t")[2:]))
@@ -126,7 +126,7 @@ def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
-    def hooks(run: Ran) -> Counter[str]:
+    def hooks(run: JobResult) -> Counter[str]:
         return Counter(plain(str(call), run) for call in run.hooks)
 
     stock, ours = (hooks(runs[name][entry_point]) for entry_point in ENTRY_POINTS)

@@ -38,7 +38,7 @@ ODD = 12_345
 SUMMARY = ("0" * 32, 4096, tuple(range(1000, 1060)))
 
 
-class Others:
+class EqualRanksGroup:
     """A process group in which all ranks but one send the same value as this rank."""
 
     def __init__(self, odd: bytes | None) -> None:
@@ -76,9 +76,9 @@ class Others:
 
 
 @contextlib.contextmanager
-def many_ranks(odd: Any = None, same: Any = None) -> Iterator[Others]:
+def many_ranks(odd: Any = None, same: Any = None) -> Iterator[EqualRanksGroup]:
     """Make this process one of many ranks: one rank sends `odd`, all others send `same`."""
-    others = Others(None if odd is None else pickle.dumps(odd))
+    others = EqualRanksGroup(None if odd is None else pickle.dumps(odd))
     others.each = len(pickle.dumps(same))
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     replaced: dict[str, Any] = {

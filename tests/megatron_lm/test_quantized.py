@@ -76,11 +76,11 @@ def check(job: Job, optimizer: Any) -> None:
 
 
 def test_only_classes_with_their_own_operators_count_as_quantized() -> None:
-    class Labelled(torch.Tensor):
+    class LabelledTensor(torch.Tensor):
         pass
 
     plain = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), torch.nn.Buffer(torch.zeros(2))]
-    plain.append(torch.zeros(2).as_subclass(Labelled))
+    plain.append(torch.zeros(2).as_subclass(LabelledTensor))
     assert [is_quantized(tensor) for tensor in plain] == [False] * len(plain)
     values = torch.zeros(2, 32)
     doubles = [kind.of(values) for kind in (QuantizedDouble, BlockDouble)]

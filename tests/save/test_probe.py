@@ -22,7 +22,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.trainer import eventually
 
 
-class _Refusing(PosixStorage):
+class _RefusingStorage(PosixStorage):
     """Real storage on which one operation fails, as on some mounts of object stores."""
 
     def __init__(self, root: Path, refused: str, number: int = errno.EPERM) -> None:
@@ -85,7 +85,7 @@ def test_a_refusal_names_the_operation_that_the_file_system_lacks(
 ) -> None:
     root = tmp_path / "save"
     with pytest.raises(StorageError, match=message) as raised:
-        check(_Refusing(root, refused))
+        check(_RefusingStorage(root, refused))
     assert str(root) in str(raised.value)
     assert "shared by all nodes" in str(raised.value)
     eventually("nothing is left", lambda: not left(root))
@@ -132,8 +132,8 @@ def rank_main(rank: int, directory: str) -> None:
     cases = {
         "shared": PosixStorage(shared),
         "own": PosixStorage(own),
-        "late": _Refusing(shared, "see"),
-        "one fails": _Refusing(shared, "rename" if rank else "nothing"),
+        "late": _RefusingStorage(shared, "see"),
+        "one fails": _RefusingStorage(shared, "rename" if rank else "nothing"),
     }
     results: dict[str, str | None] = {}
     for name, storage in cases.items():
@@ -149,7 +149,7 @@ def rank_main(rank: int, directory: str) -> None:
         results["one node"] = str(error)
     for off in (0, 1):
         wait_s = None if rank == off else 0.3
-        storage = PosixStorage(own) if rank == off else _Refusing(shared, "rename")
+        storage = PosixStorage(own) if rank == off else _RefusingStorage(shared, "rename")
         try:
             probe.check(storage, rank, is_first_of_node=True, wait_s=wait_s)
             results[f"off on {off}"] = None

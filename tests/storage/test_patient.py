@@ -38,7 +38,7 @@ def storage(tmp_path: Path) -> RetryingStorage:
     return RetryingStorage(PosixStorage(tmp_path))
 
 
-class Refusing:
+class FailingFunction:
     """A function that fails `count` times, from its call number `first` on."""
 
     def __init__(self, call: Callable[..., Any], number: int, count: int, first: int = 1) -> None:
@@ -73,7 +73,7 @@ def test_each_read_succeeds_after_as_many_errors_as_retries(
     operation: str,
 ) -> None:
     call, work, expected = OPERATIONS[operation]
-    refusing = Refusing(getattr(os, call), errno.EIO, 3)
+    refusing = FailingFunction(getattr(os, call), errno.EIO, 3)
     monkeypatch.setattr(os, call, refusing)
     with caplog.at_level(logging.WARNING):
         assert work(storage) == expected
@@ -87,7 +87,7 @@ def test_a_lasting_error_is_raised_unchanged(
     storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     call, work, _ = OPERATIONS[operation]
-    refusing = Refusing(getattr(os, call), errno.ETIMEDOUT, 100)
+    refusing = FailingFunction(getattr(os, call), errno.ETIMEDOUT, 100)
     monkeypatch.setattr(os, call, refusing)
     with pytest.raises(StorageError, match="storage is unavailable") as caught:
         work(storage)
@@ -99,7 +99,7 @@ def test_a_lasting_error_is_raised_unchanged(
 def test_a_permanent_error_is_not_retried(
     storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    refusing = Refusing(os.listdir, number, 1)
+    refusing = FailingFunction(os.listdir, number, 1)
     monkeypatch.setattr(os, "listdir", refusing)
     with pytest.raises(StorageError):
         storage.list("")
@@ -121,7 +121,7 @@ def test_a_missing_file_is_not_retried(
 def test_retries_read_and_digest_each_byte_once(
     storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
 ) -> None:
-    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, number, 2, first))
+    monkeypatch.setattr(os, "preadv", FailingFunction(os.preadv, number, 2, first))
     data, other = bytearray(BLOCK_NBYTES + 7), bytearray(len(CONTENT))
     digest, kept = xxhash.xxh3_64(), KeptFiles()
     parts = [memoryview(data), memoryview(other)]
@@ -137,7 +137,7 @@ def test_a_file_replaced_by_another_host_is_opened_again(
     storage.read_into("file", 0, [memoryview(data)], kept=kept)
     (tmp_path / "new").write_bytes(b"abcd")
     os.replace(tmp_path / "new", tmp_path / "file")
-    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, errno.ESTALE, 1))
+    monkeypatch.setattr(os, "preadv", FailingFunction(os.preadv, errno.ESTALE, 1))
     assert storage.read_into("file", 0, [memoryview(data)], kept=kept) == 4
     assert data == b"abcd"
 
@@ -173,7 +173,7 @@ def test_the_retries_of_a_load_end_before_waiting_ranks_time_out(
         clock.now += attempt_s
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    refusing = Refusing(refuse, errno.EIO, 0)
+    refusing = FailingFunction(refuse, errno.EIO, 0)
     monkeypatch.setattr(os, "listdir", refusing)
     counts = []
     for _ in calls:
@@ -190,7 +190,7 @@ def test_a_job_with_a_shorter_collective_timeout_retries_less(
 ) -> None:
     monkeypatch.setattr(patient, "time", Clock())
     monkeypatch.setattr(patient, "RETRIES_S", (2.0, 8.0, 20.0))
-    refusing = Refusing(os.listdir, errno.EIO, 1000)
+    refusing = FailingFunction(os.listdir, errno.EIO, 1000)
     monkeypatch.setattr(os, "listdir", refusing)
     margs = SimpleNamespace(distributed_timeout_minutes=minutes)
     with pytest.raises(StorageError):
@@ -210,7 +210,7 @@ def test_simultaneous_pauses_of_threads_count_once(
 
     monkeypatch.setattr(patient, "RETRIES_S", (2.0,))
     monkeypatch.setattr(patient.time, "sleep", sleep)
-    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 4))
+    monkeypatch.setattr(os, "listdir", FailingFunction(os.listdir, errno.EIO, 4))
     threads = [threading.Thread(target=storage.list, args=("",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -224,6 +224,6 @@ def test_retries_leave_the_global_random_generator_alone(
     storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = random.getstate()
-    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 2))
+    monkeypatch.setattr(os, "listdir", FailingFunction(os.listdir, errno.EIO, 2))
     storage.list("")
     assert random.getstate() == before

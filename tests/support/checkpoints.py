@@ -95,7 +95,7 @@ def pieces_of_rank(rank: int) -> list[Piece]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class MadeSave:
     """A committed checkpoint, and accessors of its files."""
 
     root: Path
@@ -152,13 +152,13 @@ def make(
     ranks: list[list[Piece]] | None = None,
     seed: int = 0,
     common: bytes | None = None,
-) -> Made:
+) -> MadeSave:
     """Return a committed checkpoint under `root`."""
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
     save = stage(root, iteration, save_id, pieces, seed, common)
     commit(save)
     tidy(CommittedSave.of(save))
-    return Made(root, iteration, save_id, pieces, seed)
+    return MadeSave(root, iteration, save_id, pieces, seed)
 
 
 def stage(
@@ -226,7 +226,7 @@ def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> lis
     return tensors
 
 
-def read_all(made: Made, threads: int = 2) -> list[torch.Tensor]:
+def read_all(made: MadeSave, threads: int = 2) -> list[torch.Tensor]:
     """Read all data that a job would read, the common file included."""
     stored = made.stored()
     stored.common()

@@ -186,7 +186,7 @@ def test_resuming_drops_newer_saves_and_foreign_parity_groups() -> None:
     assert iterations(held, 0) == []
 
 
-class NotedMemory(mmap.mmap):
+class RecordedMemory(mmap.mmap):
     """Memory that records which threads free it: the kernel needs 0.1 s for a GB."""
 
     freed_by: ClassVar[list[threading.Thread]] = []
@@ -214,11 +214,11 @@ def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for a `resume_from` request, and other nodes wait for `begin`."""
-    monkeypatch.setattr(holder.mmap, "mmap", NotedMemory)
-    NotedMemory.freed_by.clear()
+    monkeypatch.setattr(holder.mmap, "mmap", RecordedMemory)
+    RecordedMemory.freed_by.clear()
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
     drop(held)
-    eventually("the memory is freed", lambda: NotedMemory.freed_by)
-    assert len(NotedMemory.freed_by) == 1
-    assert NotedMemory.freed_by[0] is not threading.current_thread()
+    eventually("the memory is freed", lambda: RecordedMemory.freed_by)
+    assert len(RecordedMemory.freed_by) == 1
+    assert RecordedMemory.freed_by[0] is not threading.current_thread()
