@@ -116,11 +116,11 @@ def _save_dataloader(call: SaveCall, margs: Any) -> None:
 def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
     """Log on rank 0 the time that a staged save has blocked training, once it is known."""
 
-    def announce(seconds: float, where: str) -> None:
+    def announce(seconds: float, wait: str) -> None:
         kept = " for host memory only" if call.non_persistent else ""
         checkpointing().print_rank_0(
             f"  flashckpt: iteration {call.iteration} staged{kept}, "
-            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {where}"
+            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {wait}"
         )
 
     if until_durable:

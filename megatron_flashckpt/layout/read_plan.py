@@ -110,16 +110,16 @@ def read_plan(
 
 
 def missing_state(
-    place: str, found: Iterable[str], unexpected: Iterable[str] = ()
+    place: str, problems: Iterable[str], unexpected: Iterable[str] = ()
 ) -> MissingStateError:
     """Return the error that lists all differences; its `differences` holds them too.
 
     Args:
-        found: one line per tensor that the checkpoint cannot provide.
+        problems: one line per tensor that the checkpoint cannot provide.
         unexpected: names of stored tensors that no rank's model has (see `unexpected_tensors`).
     """
     lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unexpected)]
-    differences = tuple(dict.fromkeys([*lines, *found]))
+    differences = tuple(dict.fromkeys([*lines, *problems]))
     error = MissingStateError(
         f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
         + "\n  ".join(differences)

@@ -321,14 +321,14 @@ class Candidates:
         if resumed is None:
             lines.append("TRAINING STARTS FROM SCRATCH: there is no other checkpoint")
         else:
-            where = "memory" if isinstance(self.current, MemoryCheckpoint) else "storage"
+            source = "memory" if isinstance(self.current, MemoryCheckpoint) else "storage"
             newest = max(damaged, default=None)
             lost = "nothing is lost"
             if newest is not None and newest.iteration > resumed:
                 at_most = "at most " if newest.gone else ""
                 count = newest.iteration - resumed
                 lost = f"{at_most}{count} iteration{'s are' if count > 1 else ' is'} lost"
-            lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {where}: {lost}")
+            lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {source}: {lost}")
         lines.append(
             "all damaged data was left unchanged; set 'damaged: stop' to stop the job instead"
         )

@@ -116,14 +116,14 @@ class Stager:
                 "restart the job on another GPU"
             ) from error
 
-    def pin(self, turns: Path | None) -> None:
+    def pin(self, lock_directory: Path | None) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
-            turns: directory of the lock that the ranks of a node share; None for a single rank.
+            lock_directory: shared by the ranks of a node; None for a single rank.
         """
         if self._device is not None and self._slab is not None and self._pinned is None:
-            self._pinned = PinnedSlab(self._slab, self._device, turns)
+            self._pinned = PinnedSlab(self._slab, self._device, lock_directory)
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Wait until page-locking has ended: afterwards only the copy thread calls CUDA.

@@ -80,7 +80,7 @@ class FileSystem:
         logger.info("%s: refuses O_DIRECT, so all writes go through the page cache", self._name)
 
     @contextlib.contextmanager
-    def turn(self, fd: int, nbytes: int) -> Iterator[bool]:
+    def timed_write(self, fd: int, nbytes: int) -> Iterator[bool]:
         """Yield whether to write `nbytes` directly; during the trial, time the write.
 
         Args:
@@ -104,7 +104,9 @@ class FileSystem:
     def _decide(self) -> None:
         if self._direct is not None or min(map(len, self._took_s.values())) < _TRIALS:
             return
-        direct, buffered = (statistics.median(self._took_s[way]) for way in (True, False))
+        direct, buffered = (
+            statistics.median(self._took_s[is_direct]) for is_direct in (True, False)
+        )
         self._direct = direct <= _MARGIN * buffered
         logger.info(
             "%s: %.0f MiB/s with O_DIRECT, %.0f MiB/s through the page cache; further writes use "

@@ -102,7 +102,7 @@ class PosixWriter:
             pages = 0
             if self._direct_fd >= 0 and is_aligned(offset, view):
                 pages = view.nbytes - view.nbytes % ALIGNMENT
-                with self._file_system.turn(self._fd, pages) as direct:
+                with self._file_system.timed_write(self._fd, pages) as direct:
                     write = self._write_past_cache if direct else self._write_through_cache
                     write(offset, view[:pages])
             self._write_through_cache(offset + pages, view[pages:])

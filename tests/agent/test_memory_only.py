@@ -271,8 +271,10 @@ def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
     """Rank 1 died during the copy of iteration 7; its node cannot know that 6 remains elsewhere."""
     nodes = (node, other_node)
     trainers = [
-        each.trainer(root, rank, 2, config=each.config(grace_s=0.5, commit_timeout_s=2.0))
-        for rank, each in enumerate(nodes)
+        saves_of_node.trainer(
+            root, rank, 2, config=saves_of_node.config(grace_s=0.5, commit_timeout_s=2.0)
+        )
+        for rank, saves_of_node in enumerate(nodes)
     ]
     six, seven = new_save_id(), new_save_id()
     for trainer in trainers:

@@ -402,12 +402,12 @@ def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_lives(
 
 def test_a_rank_fetches_a_template_that_another_rank_published(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
-    mine, theirs = first.layout, second.layout
+    first_layout, second_layout = first.layout, second.layout
     assert (first.plans.counters.misses, first.plans.counters.shared_hits) == (1, 0)
     assert (second.plans.counters.misses, second.plans.counters.shared_hits) == (0, 1)
-    assert mine.template == theirs.template
-    assert mine.placement != theirs.placement
-    assert second.layout is theirs
+    assert first_layout.template == second_layout.template
+    assert first_layout.placement != second_layout.placement
+    assert second.layout is second_layout
     assert second.plans.counters.local_hits == 1
 
 

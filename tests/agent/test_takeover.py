@@ -145,9 +145,9 @@ def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(
 ) -> None:
     me = process_with(os.getpid())
     assert me is not None
-    mine = claim_of(OLD, machine=claims.this_host(), started=me.started)
+    own_claim = claim_of(OLD, machine=claims.this_host(), started=me.started)
     gone = claim_of(OLD, machine=claims.this_host(), started=me.started - 1, interval_s=1e3)
-    assert not mine.is_of_dead_process
+    assert not own_claim.is_of_dead_process
     assert gone.is_of_dead_process
     claims.put(storage, gone)
     assert node.trainer(root).claim().epoch == OLD.epoch + 1

@@ -573,7 +573,7 @@ def test_config_check_reads_the_file_named_by_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             b"slotts: 3",
@@ -593,11 +593,11 @@ def test_config_check_reads_the_file_named_by_the_environment(
     ],
 )
 def test_a_wrong_configuration_gives_one_line_and_status_2(
-    run: Run, tmp_path: Path, content: bytes, said: str
+    run: Run, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(content)
-    only_line(run("config", "check", file), said, 2)
+    only_line(run("config", "check", file), message, 2)
 
 
 def test_a_wrong_variable_gives_one_line_and_status_2(

@@ -160,5 +160,5 @@ def test_state_that_megatron_damages_with_several_buckets_is_refused(
     assert not (tmp_path / "ours").exists()
     options = Options(weights_only=True)
     convert(open_source(tmp_path / "stock", 2, options), tmp_path / "ours", "flashckpt", options)
-    weights = [it for it in source.contents.tensors if it.kind in ("weight", "buffer")]
+    weights = [tensor for tensor in source.contents.tensors if tensor.kind in ("weight", "buffer")]
     assert differing(weights, opened(tmp_path / "ours", 2).tensors) == []

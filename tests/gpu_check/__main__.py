@@ -28,7 +28,11 @@ _FILE = "gpu_check.jsonl"
 def main(arguments: list[str]) -> int:
     """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
-    wanted = [it for it in sections(given.package) if not given.only or it.label in given.only]
+    wanted = [
+        candidate
+        for candidate in sections(given.package)
+        if not given.only or candidate.label in given.only
+    ]
     file = given.json
     if file is not None:
         file.write_text("")

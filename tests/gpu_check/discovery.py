@@ -63,9 +63,11 @@ def sections(package: str) -> list[Section]:
     paths = [
         path for place in spec.submodule_search_locations or () for path in Path(place).iterdir()
     ]
-    found = [_section(path) for path in paths if path.suffix == ".py" and path.stem != "__init__"]
-    again = [_on_another_device(it) for it in found if it.label in _ON_ANOTHER_DEVICE]
-    return sorted(found + again, key=_place)
+    listed = [_section(path) for path in paths if path.suffix == ".py" and path.stem != "__init__"]
+    again = [
+        _on_another_device(section) for section in listed if section.label in _ON_ANOTHER_DEVICE
+    ]
+    return sorted(listed + again, key=_place)
 
 
 def _section(path: Path) -> Section:

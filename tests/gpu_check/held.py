@@ -27,8 +27,8 @@ class HeldSlots:
         return values is not None and set(values) == {float(iteration)}
 
     def __str__(self) -> str:
-        found = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
-        return f"slots {', '.join(self.states)}; offered: {found}"
+        by_iteration = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
+        return f"slots {', '.join(self.states)}; offered: {by_iteration}"
 
 
 def held(node: Node) -> HeldSlots:

@@ -119,14 +119,14 @@ def test_simulated_sections_pass_and_skipped_ones_are_listed(tmp_path: Path) -> 
     ended = gpu_check("--budget", "3000", "--json", str(file))
     assert ended.returncode == 0, ended.stdout
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    everything = sections(PACKAGE)
-    simulated = [it.label for it in everything if it.simulated]
+    all_sections = sections(PACKAGE)
+    simulated = [listed.label for listed in all_sections if listed.simulated]
     assert set(simulated) >= set("EDFRSTG")
     ran = dict.fromkeys(line["section"] for line in lines)
     assert list(ran) == simulated
     for label in simulated:
         assert any(line["ok"] for line in lines if line["section"] == label), label
-    for section in everything:
+    for section in all_sections:
         if not section.simulated:
             why = "needs 2 GPUs" if section.gpus == 2 else "needs a GPU"
             assert f"  {section.label} {section.title}: {why}\n" in ended.stdout
@@ -210,4 +210,4 @@ def test_sections_run_in_the_order_of_their_letters(
     monkeypatch.syspath_prepend(tmp_path)
     for letter in "MTDEZ":
         write_section(tmp_path / "ordered", letter, "pass")
-    assert [it.label for it in sections("ordered")] == ["E", "D", "T", "Z", "D1", "T1", "M"]
+    assert [listed.label for listed in sections("ordered")] == ["E", "D", "T", "Z", "D1", "T1", "M"]

@@ -315,16 +315,16 @@ HOSTILE: list[Any] = [
 
 def spots(tree: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a JSON tree."""
-    found = []
+    places = []
     items: Any = ()
     if isinstance(tree, dict):
         items = list(tree.items())
     elif isinstance(tree, list):
         items = list(enumerate(tree))
     for key, value in items:
-        found.append((tree, key))
-        found += spots(value)
-    return found
+        places.append((tree, key))
+        places += spots(value)
+    return places
 
 
 def mutate(tree: Any, dice: random.Random) -> None:

@@ -72,7 +72,7 @@ def common_of(iteration: int, **args: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory that is copied for every seed."""
     home = tmp_path_factory.mktemp("good")
     make(home / "save", 10, seed=10, common=common_of(10))
@@ -88,11 +88,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class FreshCopies:
     """Fresh copies of the good save directory for each seed; files outside of it stay."""
 
-    def __init__(self, good: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
+    def __init__(self, intact: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
         self._iterations = iterations
-        self._good = good
+        self._good = intact
         self._home = home
-        shutil.copytree(good, home)
+        shutil.copytree(intact, home)
 
     def scene(self) -> Scene:
         save, outside = self._home / "save", self._home / "outside"
@@ -108,8 +108,8 @@ class FreshCopies:
 
 
 @pytest.fixture
-def copies(good: Path, tmp_path: Path) -> Iterator[FreshCopies]:
-    yield FreshCopies(good, tmp_path / "copy")
+def copies(intact: Path, tmp_path: Path) -> Iterator[FreshCopies]:
+    yield FreshCopies(intact, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy")  # pipes would block a grep in these directories
 
 
@@ -296,8 +296,8 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         assert snapshot(scene.root) == save
         shutil.rmtree(result, ignore_errors=True)
 
-    beside = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
-    kinds = [damage for damage in PLAIN + FORGED if damage not in beside]
+    of_other_files = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
+    kinds = [damage for damage in PLAIN + FORGED if damage not in of_other_files]
     run_seeds(copies, kinds, range(20_000, 20_000 + SEEDS // 12), check)
     assert converted < SEEDS // 24
 
@@ -376,9 +376,9 @@ def place_lie(scene: Scene, dice: random.Random) -> None:
 @pytest.mark.parametrize("of_node", [1, 2])
 @pytest.mark.parametrize("damage", [record_lie, record_forgery, place_lie])
 def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
-    good: Path, tmp_path: Path, damage: Damage, of_node: int
+    intact: Path, tmp_path: Path, damage: Damage, of_node: int
 ) -> None:
-    shutil.copytree(good, tmp_path / "good")
+    shutil.copytree(intact, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
     share_records(tmp_path / "good/save/iter_0000030", of_node)
     copies = FreshCopies(tmp_path / "good", tmp_path / "copy")
@@ -427,7 +427,7 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
         target[:] = data
     offer = Offer(0, 30, SAVE_30, True, digests)
     begin = slab.geometry.slot_offset(0)
-    good = bytes(slab.memory[begin:])
+    intact = bytes(slab.memory[begin:])
     for seed in range(SEEDS // 2):
         dice = random.Random(seed)
         low, high = dice.choice(
@@ -438,7 +438,7 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
                 (slot.data_offset - begin, slot.data_offset - begin + len(data)),
             ]
         )
-        changed = bytearray(good[low:high])
+        changed = bytearray(intact[low:high])
         lies.flip_bits(changed, dice)
         slab.memory[begin + low : begin + high] = bytes(changed)
         try:
@@ -452,5 +452,5 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
             assert held.meta == pending.metas[0], f"seed {seed}"
             assert b"".join(read) == data, f"seed {seed}"
             assert low == 0, f"seed {seed}: damage under a digest was accepted"
-        slab.memory[begin + low : begin + high] = good[low:high]
+        slab.memory[begin + low : begin + high] = intact[low:high]
     slab.close()

@@ -316,16 +316,16 @@ DAMAGES = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("good") / "save")
 
 
 @pytest.fixture
-def made(good: MadeSave, tmp_path: Path) -> Iterator[MadeSave]:
+def made(intact: MadeSave, tmp_path: Path) -> Iterator[MadeSave]:
     """Yield a copy of a good checkpoint, for damage."""
     root = tmp_path / "save"
-    shutil.copytree(good.root, root)
-    yield dataclasses.replace(good, root=root)
+    shutil.copytree(intact.root, root)
+    yield dataclasses.replace(intact, root=root)
     shutil.rmtree(root)  # pytest keeps directories, and a pipe would block a grep in them
 
 

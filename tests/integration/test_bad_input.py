@@ -149,12 +149,12 @@ class CasesJob:
     """The job that runs all cases, and the directories before and after."""
 
     def __init__(self, tmp_path: Path) -> None:
-        good = tmp_path / "good"
+        intact = tmp_path / "good"
         succeeded(
             run_job(
                 tmp_path,
                 "save",
-                [*MODEL, "--train-iters", "2", "--save", str(good), "--save-interval", "2"],
+                [*MODEL, "--train-iters", "2", "--save", str(intact), "--save-interval", "2"],
                 ranks=RANKS,
             )
         )
@@ -162,7 +162,7 @@ class CasesJob:
         self.directories = {}
         for name, (damage, args, _, _) in CASES.items():
             directory = tmp_path / name
-            shutil.copytree(good, directory)
+            shutil.copytree(intact, directory)
             if damage is not None:
                 damage(directory)
             self.directories[name] = directory
@@ -200,7 +200,7 @@ class CasesJob:
                 "call": "save",
                 "iteration": 5,
                 "args": {"save": str(tmp_path / "overlapped")},
-                "then_load": str(good),
+                "then_load": str(intact),
             },
             {
                 "name": "what_was_saved_then",
@@ -219,7 +219,7 @@ class CasesJob:
         self.before = {name: snapshot(path) for name, path in self.directories.items()}
         self.result = self.run("cases", MODEL, tmp_path / "cases.json")
         self.after = {name: snapshot(path) for name, path in self.directories.items()}
-        self.good = good
+        self.good = intact
 
     def run(self, name: str, model: list[str], cases: Path) -> Result:
         return succeeded(

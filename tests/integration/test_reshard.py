@@ -430,17 +430,17 @@ def table(ran: ReshardJobs, family: str) -> str:
         ]
         lines.append("| " + " | ".join([source.label, *ticks]))
     lines = [f"{line} |" if line.startswith("| ") else f"{line}|" for line in lines]
-    good = [
+    valid = [
         ran.figures(pair)[0]
         for pair in cells.values()
         if pair.source != pair.destination
         and not pair.resizes_vocabulary
         and not ran.problems(pair)
     ]
-    if good:
+    if valid:
         noise, _ = ran.noise(family)
         lines.append(
             f"\nThe change of the masters over {AFTER - BEFORE} more iterations is apart from the "
-            f"source's by at most {max(good):.2g} of it; by {noise:.2g} with Megatron's own load."
+            f"source's by at most {max(valid):.2g} of it; by {noise:.2g} with Megatron's own load."
         )
     return "\n".join(lines)

@@ -133,7 +133,12 @@ def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, numb
     sources = sources_of(sound)
     rank, item = data.draw(
         st.sampled_from(
-            [(it.rank, item) for it in sources for item in it.template.items if item.numel]
+            [
+                (stored.rank, item)
+                for stored in sources
+                for item in stored.template.items
+                if item.numel
+            ]
         )
     )
     placement = list(sources[rank].placement)
@@ -169,7 +174,7 @@ def test_each_rank_with_a_shared_template_counts():
     assert held([first, second], 0) == StoredPieces(0, {layer: 0})
     alone = whole("w", "weight", "F32", (1, 4), (0, 0), (1, 4))
     sources = [source(0, [alone]), source(0, [alone])._replace(rank=1)]
-    shared = [it._replace(template=sources[0].template) for it in sources]
+    shared = [stored._replace(template=sources[0].template) for stored in sources]
     with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([alone], shared, PLACE, held=held(shared, 0))
 

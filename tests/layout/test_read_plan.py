@@ -321,7 +321,9 @@ def test_a_gap_in_a_resized_tensor_is_an_error():
 
 def runs_of(stored):
     """Return a strategy for a non-empty run, as rank and position."""
-    runs = [(rank, n) for rank, held in enumerate(stored) for n, it in enumerate(held) if it.numel]
+    runs = [
+        (rank, n) for rank, held in enumerate(stored) for n, part in enumerate(held) if part.numel
+    ]
     assume(runs)
     return st.sampled_from(runs)
 
@@ -466,7 +468,7 @@ def test_each_box_is_read_in_its_own_type_from_any_shards(data, regions, saved_b
         ("weight", f"w {dtype}"): random_tensor(shape, dtype, 0) for dtype in ("F32", "BF16", "U8")
     }
     stored = data.draw(typed_cuts(regions, saved_by))
-    files = [b"".join(content(tensors, by_type(it)) for it in pieces) for pieces in stored]
+    files = [b"".join(content(tensors, by_type(part)) for part in pieces) for pieces in stored]
     sources = sources_of(stored)
     for wanted in [*stored, *data.draw(typed_cuts(regions, loaded_by))]:
         plan = read_plan(wanted, sources, PLACE)

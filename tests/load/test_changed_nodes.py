@@ -158,8 +158,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             for name in RESTARTS
         }
     finally:
-        for each in made.values():
-            each.close()
+        for job in made.values():
+            job.close()
 
 
 BOTH = [[10, True, 5], [5, True, 5]]

@@ -297,13 +297,13 @@ def test_a_thread_with_page_locked_buffers_waits_once_per_chunk(
     node: Node, training: concurrent.futures.ThreadPoolExecutor, made: MadeSave, threads: int
 ) -> None:
     """CUDA blocks the thread in every copy from memory that is not page-locked."""
-    alike = STORED[:2]
+    equal_pieces = STORED[:2]
 
     def work() -> tuple[int, list[torch.Tensor]]:
-        tensors = [torch.empty(piece.numel, device="cuda") for piece in alike]
-        targets = Targets(alike, tensors)
+        tensors = [torch.empty(piece.numel, device="cuda") for piece in equal_pieces]
+        targets = Targets(equal_pieces, tensors)
         source = ConcurrentReadsSource(made, threads)
-        chunks = chunk_reads(read_plan(alike, source.sources(), "it"), alike)
+        chunks = chunk_reads(read_plan(equal_pieces, source.sources(), "it"), equal_pieces)
         node.calls.clear()
         with ChunkReader(source, threads, targets.gpu) as reader:
             reader.read(chunks, targets)
@@ -312,7 +312,7 @@ def test_a_thread_with_page_locked_buffers_waits_once_per_chunk(
     count, tensors = training.submit(work).result(PATIENCE_S)
     assert [made.nbytes for made in node.runtime.kept] == [CHUNK_NBYTES] * threads
     assert names(node).count("Stream.synchronize") == count
-    assert are_equal(tensors, [values(piece) for piece in alike])
+    assert are_equal(tensors, [values(piece) for piece in equal_pieces])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

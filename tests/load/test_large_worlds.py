@@ -102,8 +102,8 @@ def test_short_values_take_one_call_and_one_mebibyte() -> None:
 
 def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
     with many_ranks() as others:
-        everyone = gather_objects(SUMMARY)
-    assert everyone == [SUMMARY] * WORLD
+        values = gather_objects(SUMMARY)
+    assert values == [SUMMARY] * WORLD
     assert max(others.nbytes) <= 1.01 * PART_NBYTES
     assert len(others.nbytes) <= 3
 
@@ -111,17 +111,17 @@ def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
 def test_equal_values_are_one_object() -> None:
     odd = ("1" * 32, 1, ())
     with many_ranks(odd, SUMMARY):
-        everyone = gather_objects(SUMMARY)
-    assert everyone[ODD] == odd
-    assert len({id(value) for value in everyone}) == 2
+        values = gather_objects(SUMMARY)
+    assert values[ODD] == odd
+    assert len({id(value) for value in values}) == 2
 
 
 def test_other_ranks_do_not_pad_to_one_long_value() -> None:
     odd = "x" * 100_000
     with many_ranks(odd, ()) as others:
-        everyone = gather_objects(())
-    assert everyone[ODD] == odd
-    assert everyone[:ODD] == [()] * ODD
+        values = gather_objects(())
+    assert values[ODD] == odd
+    assert values[:ODD] == [()] * ODD
     assert sum(others.nbytes) < 2 * 2**20
 
 

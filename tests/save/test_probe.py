@@ -167,25 +167,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
 
 
 def test_two_nodes_that_share_the_directory_pass(results: list[dict[str, str | None]]) -> None:
-    assert [each["shared"] for each in results] == [None, None]
-    assert [each["one node"] for each in results] == [None, None]
+    assert [result["shared"] for result in results] == [None, None]
+    assert [result["one node"] for result in results] == [None, None]
 
 
 @pytest.mark.parametrize("case", ["own", "late"])
 def test_all_ranks_refuse_nodes_that_do_not_share_the_directory(
     results: list[dict[str, str | None]], case: str
 ) -> None:
-    for each in results:
-        message = each[case]
+    for result in results:
+        message = result[case]
         assert message is not None
         assert "does not see the files of 1 of 2 nodes (those of ranks 1)" in message
         assert "a directory of its own" in message
 
 
 def test_an_error_on_one_node_is_raised_on_all(results: list[dict[str, str | None]]) -> None:
-    for each in results:
-        assert each["one fails"] is not None
-        assert "cannot rename a file" in each["one fails"]
+    for result in results:
+        assert result["one fails"] is not None
+        assert "cannot rename a file" in result["one fails"]
 
 
 @pytest.mark.parametrize("off", [0, 1])
@@ -193,7 +193,7 @@ def test_no_node_waits_for_a_node_without_a_probe(
     results: list[dict[str, str | None]], off: int
 ) -> None:
     """Nodes may have different settings; all ranks must still make the same collective calls."""
-    for each in results:
-        message = each[f"off on {off}"]
+    for result in results:
+        message = result[f"off on {off}"]
         assert message is not None
         assert "cannot rename a file" in message

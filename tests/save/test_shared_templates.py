@@ -84,11 +84,11 @@ def test_a_hanging_store_costs_one_wait(
     monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
     monkeypatch.setattr(shared_templates, "_ANSWER_S", 0.01)
     answers = threading.Event()
-    asked: list[str] = []
+    called: list[str] = []
 
     class HangingStore:
         def __getattr__(self, name: str) -> Callable[..., None]:
-            asked.append(name)
+            called.append(name)
             return lambda *_: answers.wait(60.0) and None
 
     nodes.store = HangingStore()  # type: ignore[assignment]
@@ -96,5 +96,5 @@ def test_a_hanging_store_costs_one_wait(
     assert rank.fetch("a") is None
     rank.publish("a", b"template")
     answers.set()
-    assert asked == ["compare_set"]
+    assert called == ["compare_set"]
     assert "the job's store did not answer within" in caplog.text

@@ -274,17 +274,17 @@ def test_kind_tells_directories_files_and_missing_names(backend):
 
 
 def test_present_returns_the_names_that_exist_now(backend):
-    asked = ["a", "b", "c"]
-    assert backend.storage.present("iter_1", asked) == set()
+    names = ["a", "b", "c"]
+    assert backend.storage.present("iter_1", names) == set()
     backend.plant("iter_1/a", b"")
     backend.plant("iter_1/c/inside", b"")
     backend.plant("b", b"")
-    assert backend.storage.present("iter_1", asked) == {"a", "c"}
+    assert backend.storage.present("iter_1", names) == {"a", "c"}
     backend.plant("iter_1/b", b"")
     backend.storage.delete("iter_1/a")
-    assert backend.storage.present("iter_1", asked) == {"b", "c"}
+    assert backend.storage.present("iter_1", names) == {"b", "c"}
     assert backend.storage.present("iter_1", []) == set()
-    assert backend.storage.present("", asked) == {"b"}
+    assert backend.storage.present("", names) == {"b"}
 
 
 def test_a_moved_file_has_only_its_new_name(backend):

@@ -150,12 +150,12 @@ def test_if_o_direct_is_refused_files_are_written_through_the_cache(
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
-    asked = []
+    requested = []
     really = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **others: Any) -> int:
         if flags & os.O_DIRECT:
-            asked.append(path)
+            requested.append(path)
             raise OSError(number, os.strerror(number))
         return really(path, flags, *more, **others)
 
@@ -165,7 +165,7 @@ def test_if_o_direct_is_refused_files_are_written_through_the_cache(
         write(store, name, {0: memoryview(memory)})
         assert (tmp_path / name).read_bytes() == memory[:]
     assert calls.direct == [False, False]
-    assert len(asked) == 1, "each file system is tried once"
+    assert len(requested) == 1, "each file system is tried once"
 
 
 def test_after_a_refused_direct_write_all_writes_go_through_the_cache(

@@ -57,11 +57,15 @@ class FailingFunction:
 
 
 OPERATIONS: dict[str, tuple[str, Callable[[RetryingStorage], object], object]] = {
-    "read": ("open", lambda it: it.read("file"), CONTENT),
-    "size": ("stat", lambda it: it.size("file"), len(CONTENT)),
-    "list": ("listdir", lambda it: it.list(""), ["file"]),
-    "present": ("open", lambda it: it.present("", (n for n in ["file", "no"])), {"file"}),
-    "kind": ("stat", lambda it: it.kind("file"), "file"),
+    "read": ("open", lambda retrying: retrying.read("file"), CONTENT),
+    "size": ("stat", lambda retrying: retrying.size("file"), len(CONTENT)),
+    "list": ("listdir", lambda retrying: retrying.list(""), ["file"]),
+    "present": (
+        "open",
+        lambda retrying: retrying.present("", (n for n in ["file", "no"])),
+        {"file"},
+    ),
+    "kind": ("stat", lambda retrying: retrying.kind("file"), "file"),
 }
 
 

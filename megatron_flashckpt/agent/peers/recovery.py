@@ -129,7 +129,7 @@ def recover(
     chosen = [plan for plan in chosen if plan.descriptor.geometry == geometry][: geometry.slots]
     sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
     slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
-    good: dict[int, Plan] = {}
+    complete: dict[int, Plan] = {}
     for index, plan in enumerate(reversed(chosen)):
         subject = (rank, plan.descriptor.iteration, ", ".join(map(str, plan.nodes)))
         try:
@@ -155,12 +155,12 @@ def recover(
                 descriptor.data_nbytes,
             )
         )
-        good[index] = plan
-    if not good:
+        complete[index] = plan
+    if not complete:
         slab.close()
         return None
     slots = RankSlots(slab)
-    for index, plan in good.items():
+    for index, plan in complete.items():
         slots.infos[index].digests = plan.descriptor.digests
         slots.infos[index].recovered = True
         slots.infos[index].elsewhere = plan.is_in_slot

@@ -291,8 +291,8 @@ class Redundancy:
                 return
             with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
                 nodes = range(len(plan.nodes))
-                asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
-                replies = {node: reply for node, reply in enumerate(asked) if reply is not None}
+                answers = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
+                replies = {node: reply for node, reply in enumerate(answers) if reply is not None}
             hit("recover.asked")
             by_save = recovery.plans(rank, replies)
             slots = recovery.recover(

@@ -180,7 +180,7 @@ def save_slowly(rank: Rank, iteration: int) -> None:
     keep(rank, iteration)
     slab = rank.checkpointer.link._slab
     assert slab is not None
-    (slot,) = [it for it in slab.slots if it.header.iteration == iteration]
+    (slot,) = [entry for entry in slab.slots if entry.header.iteration == iteration]
 
     def has_begun() -> bool:
         begin = slot.data_offset
@@ -217,8 +217,10 @@ def resume(report: Report, rank: Rank) -> None:
     started = time.monotonic()
     slab, offers = rank.checkpointer.link.take_slab()
     report.figure("memory taken in", time.monotonic() - started, "s")
-    found = [offer.iteration for offer in offers]
-    report.must("the next start finds the older save, and no torn one", found == [1], f"{found}")
+    iterations = [offer.iteration for offer in offers]
+    report.must(
+        "the next start finds the older save, and no torn one", iterations == [1], f"{iterations}"
+    )
     assert slab is not None
     states = sorted(SlotState(slot.header.state).name for slot in slab.slots)
     report.must("the slot of the torn save is empty", "EMPTY" in states, ", ".join(states))

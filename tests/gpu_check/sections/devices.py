@@ -146,4 +146,4 @@ def _names(calls: list[Call]) -> str:
 
 
 def _described(calls: list[Call]) -> str:
-    return ", ".join(sorted({f"{it.name} in {it.thread} on {it.device}" for it in calls}))
+    return ", ".join(sorted({f"{made.name} in {made.thread} on {made.device}" for made in calls}))

@@ -101,11 +101,11 @@ def traced_save(save: Any) -> Any:
 
     def wrapper(iteration: int, *args: Any, **kwargs: Any) -> None:
         wait = next(waits, "-")
-        asked = contextlib.nullcontext() if wait == "-" else megatron_flashckpt.waiting(wait)
+        context = contextlib.nullcontext() if wait == "-" else megatron_flashckpt.waiting(wait)
         copies_may_go_on.clear()
         if wait == "durable":
             copies_may_go_on.set()
-        with asked:
+        with context:
             save(iteration, *args, **kwargs)
         job = session.checkpointer(get_args().save).link.stager._current
         copied = job is None or job.copied.is_set()
