@@ -32,9 +32,9 @@ from tests.agent.test_succession import kill_agent
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
+    blocked_open,
     content,
     eventually,
-    held_back,
     new_save_id,
 )
 
@@ -59,7 +59,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
 ) -> None:
     save_id = new_save_id()
     shard = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         crashed = node.process(root, iterations=[7], save_id=save_id, stop="staged")
         crashed.stopped()
         crashed.kill()
@@ -70,7 +70,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         flip(trainer, offer)
         with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
             restored(trainer, offer)
-        let_go()
+        unblock()
         assert trainer.slab is not None
         slot = trainer.slab.slots[offer.slot]
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
@@ -122,7 +122,7 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(7)
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in trainers:
             trainer.stage(7, save_id)
             if trainer.rank == 0:
@@ -138,7 +138,7 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
         first.hang_up()
         again = node.trainer(root, 0, 2, config=config)
         assert again.take()[0].digests is not None, "the agent digested the slot at the hang-up"
-        let_go()
+        unblock()
         assert second.outcome().error is None
     (offer,) = again.take()
     with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):

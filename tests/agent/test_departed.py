@@ -25,7 +25,7 @@ from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, eventually, held_back, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id
 
 MIB = 2**20
 
@@ -105,7 +105,7 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
     first = started(node, root, range(2))
     agent, save_id = first[0].client.agent_pid, new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         data = [trainer.stage(1, save_id) for trainer in first]
         crash(first)
         second = started(node, root, range(1))
@@ -113,7 +113,7 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
         (own, departed) = second[0].client.held(0.5)
         assert (own.departed, departed.departed, departed.in_use) == (False, True, True)
         assert slabs(agent) == [0, 1]
-        let_go()
+        unblock()
         assert [held.rank for held in second[0].client.held(60.0)] == [0]
     checkpoint = stored(root, 1)
     assert [read_rank(checkpoint, trainer) for trainer in first] == data
@@ -257,11 +257,11 @@ def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
 
     monkeypatch.setattr(node_memory, "limits", limits)
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         for trainer in first:
             trainer.stage(1, save_id)
         crash(first)
-        threading.Timer(0.5, let_go).start()
+        threading.Timer(0.5, unblock).start()
         if missing_nbytes:
             with pytest.raises(StorageError) as raised:
                 fitting(node, root, link)

@@ -23,7 +23,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched
-from tests.support.trainer import eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id
 
 #: A long limit, because other tests may keep the machine busy.
 PATIENCE_S = 60.0
@@ -153,14 +153,14 @@ def test_a_foreground_agent_told_to_end_persists_staged_slots(
     agent = foreground.agent()
     save_id = new_save_id()
     trainer = node.trainer(root)
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id)
         trainer.client.close()
         agent.send_signal(signal.Signals[name])
         assert watched(agent.pid, 0.7)
-        let_go()
+        unblock()
         assert ended(agent)[0] == 0
     assert_intact(root, 1, [trainer])
 
@@ -173,7 +173,7 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
     config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
     trainer = node.trainer(root, config=config)
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         agent.terminate()
         if how == "told twice":

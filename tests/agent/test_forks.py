@@ -39,7 +39,7 @@ from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import NUMEL, RUN, Job
-from tests.support.trainer import PATIENCE_S, eventually, held_back
+from tests.support.trainer import PATIENCE_S, blocked_open, eventually
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -240,14 +240,14 @@ def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
             assert session.end()
         return True
 
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as let_go:
+    ) as unblock:
         job.checkpointer.save(job.request(1))
         job.checkpointer.link.stager.wait()
         assert in_child(end)
         assert job.checkpointer.pending
-        let_go()
+        unblock()
         (outcome,) = job.checkpointer.wait()
     assert outcome.error is None
     assert job.checkpointer.link.client().agent_pid == agent

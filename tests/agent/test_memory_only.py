@@ -22,9 +22,9 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import cluster
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     content,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -88,14 +88,16 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
     """Storage hangs during two memory-only saves; memory holds the newest checkpoint throughout."""
     trainer = node.trainer(root)
     slow = new_save_id()
-    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
+    ) as unblock:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         # One slot is being written and the other is the newest, so this save waits or is skipped.
         assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
-        let_go()
+        unblock()
         assert trainer.outcome().error is None
     assert trainer.save(8).error is None
     assert offered(trainer) == [(8, True), (6, False)]
@@ -107,13 +109,15 @@ def test_digests_of_memory_only_saves_do_not_wait_for_storage(node: Node, root: 
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow = new_save_id()
-    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
+    ) as unblock:
         for trainer in trainers:
             trainer.stage(4, slow)
         for trainer in trainers:
             assert trainer.keep(6).kept
             assert trainer.take()[0].digests is not None
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
@@ -243,9 +247,9 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(6) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         data = trainer.stage(6, save_id, state=KEPT)
         assert trainer.outcome().kept
         assert trainer.slab is not None
@@ -257,7 +261,7 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
         (offer,) = again.take()
         assert again.bytes_in(offer.slot) == data
         again.client.resume_from(offer.save_id, 6)
-        let_go()
+        unblock()
         eventually("the commit", (root / file_names.TRACKER).exists)
     assert again.keep(7).kept
     again.hang_up()

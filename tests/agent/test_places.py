@@ -136,23 +136,23 @@ def test_a_runtime_directory_that_is_not_private_is_skipped(
     assert place == directory_of_agent() == machine / "tmp" / NAME / place.name
 
 
-def squat(path: Path) -> str:
+def occupy(path: Path) -> str:
     path.mkdir(mode=0o777)
     return "done"
 
 
-def squat_by_link(path: Path) -> str:
+def occupy_by_link(path: Path) -> str:
     path.symlink_to("/tmp")
     return "done"
 
 
-def squat_by_file(path: Path) -> str:
+def occupy_by_file(path: Path) -> str:
     path.touch()
     return "done"
 
 
 @as_root
-@pytest.mark.parametrize("how", [squat, squat_by_link, squat_by_file])
+@pytest.mark.parametrize("how", [occupy, occupy_by_link, occupy_by_file])
 def test_another_user_cannot_block_us_by_taking_our_name(
     machine: Path, session: Path, how: Callable[[Path], str]
 ) -> None:
@@ -163,7 +163,7 @@ def test_another_user_cannot_block_us_by_taking_our_name(
     assert place.parent.stat().st_uid == os.getuid()
     assert place.stat().st_mode & 0o777 == 0o700
     decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # this name sorts before ours
-    assert run_as_nobody(lambda: squat(decoy)) == "done"
+    assert run_as_nobody(lambda: occupy(decoy)) == "done"
     assert directory_of_agent() == directory_of_agent(session) == place
     # The usual name is free again; the running processes keep their place.
     (shutil.rmtree if usual.is_dir() and not usual.is_symlink() else os.unlink)(usual)
@@ -175,7 +175,7 @@ def test_another_user_cannot_block_us_by_taking_our_name(
 def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
     machine: Path, session: Path
 ) -> None:
-    assert run_as_nobody(lambda: squat(machine / "tmp" / NAME)) == "done"
+    assert run_as_nobody(lambda: occupy(machine / "tmp" / NAME)) == "done"
     ready, start = os.pipe()
     readers = []
     for number in range(12):
@@ -207,7 +207,7 @@ def test_a_process_waits_for_a_held_lock_only_for_a_limited_time(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = machine / "tmp" / NAME
-    assert run_as_nobody(lambda: squat(usual)) == "done"
+    assert run_as_nobody(lambda: occupy(usual)) == "done"
     fd = os.open(usual.parent, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     others: list[Path] = []

@@ -210,7 +210,7 @@ NONSENSE = {
     "nonsense after the hello": _HELLO + _frame(b"\xc1"),
     "a second hello": _HELLO + _HELLO,
     "a slab without a descriptor": _HELLO + _frame(p.AttachSlab()),
-    "a doorbell without a slab": _HELLO + _frame(p.Staged(0)),
+    "a staged message without a slab": _HELLO + _frame(p.Staged(0)),
     "a slot without a slab": _HELLO + _frame(p.Acquire(1, "x")),
     "an endless wait": _HELLO + _frame({"type": "Poll", "wait_s": 1e300}),
     "no number": _HELLO + _frame({"type": "Poll", "wait_s": float("nan")}),

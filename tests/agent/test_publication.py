@@ -30,8 +30,8 @@ from tests.support.persisting import persisted, written
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
+    blocked_open,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -151,14 +151,14 @@ def test_a_node_waits_for_a_slow_rank_only_for_a_limited_time(node: Node, root: 
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
     began = time.monotonic()
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in trainers:
             trainer.stage(1, save_id)
         alone = [directory / file_names.record_name(rank, save_id) for rank in (0, 2)]
         eventually("the records of the others", lambda: all(path.exists() for path in alone))
         assert time.monotonic() - began >= 2.0
         assert trainers[0].client.poll(0.0).finished == ()
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None] * 3
     assert_intact(root, 1, trainers)
 

@@ -34,7 +34,7 @@ class ConnectionFlood:
         self._path = str(path)
         self.sockets: list[socket.socket] = []
 
-    def come(self, count: int = 1, send: bytes = b"") -> None:
+    def open_connections(self, count: int = 1, send: bytes = b"") -> None:
         for _ in range(count):
             sock = socket.socket(socket.AF_UNIX)
             self.sockets.append(sock)
@@ -50,7 +50,7 @@ class ConnectionFlood:
         except ConnectionResetError:  # the agent left some bytes unread
             return True
 
-    def go(self) -> None:
+    def close_connections(self) -> None:
         while self.sockets:
             self.sockets.pop().close()
 
@@ -64,7 +64,7 @@ def trainer(node: Node, root: Path) -> FakeTrainer:
 def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[ConnectionFlood]:
     made = ConnectionFlood(node.directory(root) / SOCKET)
     yield made
-    made.go()
+    made.close_connections()
 
 
 def limit_files(pid: int, count: int) -> None:
@@ -82,7 +82,7 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     trainer.hang_up()
     eventually("the end of the connection", lambda: agent_connections(agent) == 0)
     limit_files(agent, len(open_files(agent)) + 4)
-    crowd.come(100)
+    crowd.open_connections(100)
     for number in range(90):
         assert crowd.is_hung_up(number)
     assert is_alive(agent)
@@ -147,7 +147,7 @@ def test_an_agent_limits_silent_connections_and_still_serves_ranks(
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
     threads, connections = thread_count(agent), agent_connections(agent)
-    crowd.come(MOST_SILENT + 100)
+    crowd.open_connections(MOST_SILENT + 100)
     for number in range(100):
         assert crowd.is_hung_up(number), "the agent ends the oldest connections first"
     log = (node.directory(root) / "agent.log").read_text()
@@ -157,15 +157,15 @@ def test_an_agent_limits_silent_connections_and_still_serves_ranks(
     other = node.trainer(root, 1, 2)
     assert other.client.agent_pid == agent
     assert trainer.save(2).error is None
-    crowd.go()
+    crowd.close_connections()
     eventually("as many threads as before", lambda: thread_count(agent) <= threads + 1)
 
 
 def test_an_agent_ends_a_silent_connection_after_a_timeout(
     node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
-    crowd.come(1)
-    crowd.come(1, b"\x14")
+    crowd.open_connections(1)
+    crowd.open_connections(1, b"\x14")
     assert crowd.is_hung_up(0)
     assert crowd.is_hung_up(1)
     assert trainer.save(1).error is None, "a connection after its greeting may stay silent"
@@ -194,7 +194,7 @@ def test_an_invalid_greeting_ends_only_its_connection(
     trainer: FakeTrainer, crowd: ConnectionFlood, sent: bytes
 ) -> None:
     memory = rss_nbytes(trainer.client.agent_pid)
-    crowd.come(5, sent)
+    crowd.open_connections(5, sent)
     for number in range(5):
         with contextlib.suppress(ConnectionResetError):
             while crowd.sockets[number].recv(4096):
@@ -212,14 +212,14 @@ def test_peers_that_die_while_they_send_leave_no_descriptor(
     hello = frame(msgspec.msgpack.encode(p.Hello(5, p.PROTOCOL_VERSION)))
     attach = frame(msgspec.msgpack.encode(p.AttachSlab()))
     for cut in (1, 3, 4, 10, len(hello) - 1):
-        crowd.come(1, hello[:cut])
+        crowd.open_connections(1, hello[:cut])
     for cut in (0, 2, 5, len(attach)):
-        crowd.come(1, hello)
+        crowd.open_connections(1, hello)
         fd = os.open("/dev/null", os.O_RDONLY)
         if cut:
             socket.send_fds(crowd.sockets[-1], [attach[:cut]], [fd] * 3)
         os.close(fd)
-    crowd.go()
+    crowd.close_connections()
     eventually("as many descriptors as before", lambda: len(open_files(agent)) <= files)
     assert trainer.save(2).error is None
 
@@ -249,7 +249,7 @@ def test_no_error_of_accept_ends_the_agent(number: int) -> None:
 def test_a_large_frame_before_the_greeting_is_refused(
     node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
-    crowd.come(1, BAD["oversize"])
+    crowd.open_connections(1, BAD["oversize"])
     assert crowd.is_hung_up(0)
     log = (node.directory(root) / "agent.log").read_text()
     assert f"a frame of {200 * MIB} bytes is not of this protocol" in log

@@ -27,7 +27,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
 
 LOSS = "lm loss validation"
 HOUR = 3600.0
@@ -229,16 +229,16 @@ def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Pat
     trainer = node.trainer(root, retention=Retention(latest=2))
     save_all(trainer, {1: None, 2: None})
     earlier = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(10, earlier)
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
         assert (root / file_names.iteration_dir(2)).exists(), (
             "10 is not durable, so 2 and 20 are the newest"
         )
-        let_go()
+        unblock()
         assert trainer.outcome().iteration == 10
     assert_these_are_left_whole(root, trainer, [10, 20])
     assert_intact(root, 20, [trainer])

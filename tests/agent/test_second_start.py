@@ -114,13 +114,13 @@ def _kill(agent: int) -> None:
 def test_the_file_of_second_starts_is_removed_with_the_job(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
-    in_later_process(_leave, root, node.config())
+    in_later_process(_end_as_planned, root, node.config())
     agent_directory = node.directory(root)
     eventually("the end of the agent", lambda: not node.agents())
     assert not (agent_directory / SECOND_STARTS).exists()
 
 
-def _leave(root: Path, config: Config) -> None:
+def _end_as_planned(root: Path, config: Config) -> None:
     later = FakeTrainer(root, config)
     assert (later.client.directory / SECOND_STARTS).exists()
     later.hang_up(leave=True)

@@ -17,7 +17,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
-from tests.support.trainer import PATIENCE_S, content, held_back, new_save_id, pieces_of
+from tests.support.trainer import PATIENCE_S, blocked_open, content, new_save_id, pieces_of
 
 
 def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
@@ -57,8 +57,8 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
     first, second = new_save_id(), new_save_id()
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, first)) as let_go_first,
-        held_back(directory / file_names.shard_name(0, second)) as let_go_second,
+        blocked_open(directory / file_names.shard_name(0, first)) as let_go_first,
+        blocked_open(directory / file_names.shard_name(0, second)) as let_go_second,
     ):
         trainer.stage(1, first)
         trainer.stage(1, second)
@@ -77,8 +77,8 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
     ids = [new_save_id(), new_save_id()]
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / file_names.shard_name(0, ids[1])),
+        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
+        blocked_open(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             trainer.stage(1, save_id)
@@ -88,7 +88,7 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
         )
         started = time.monotonic()
         waiter.start()
-        let_go()
+        unblock()
         waiter.join(20.0)
         assert granted == [0]
         assert time.monotonic() - started < 20.0, "much less than its timeout"
@@ -99,8 +99,8 @@ def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path)
     ids = [new_save_id(), new_save_id()]
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / file_names.shard_name(0, ids[1])),
+        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
+        blocked_open(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             first.stage(1, save_id)
@@ -109,7 +109,7 @@ def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path)
         second.client.publish_template("a", b"b")
         assert second.client.fetch_template("a") == b"b"
         assert second.begin(1, ids[1]) is not None
-        let_go()
+        unblock()
         waiter.join(20.0)
         assert not waiter.is_alive()
 

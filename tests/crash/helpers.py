@@ -42,7 +42,7 @@ def fork_at(step: str, home: Path) -> None:
 
 def _fork_both(home: Path) -> None:
     if os.fork() == 0:
-        _live_on(home)
+        _keep_running(home)
     leaving = os.fork()
     if leaving == 0:
         try:
@@ -58,7 +58,7 @@ def _fork_both(home: Path) -> None:
     mark.unlink()
 
 
-def _live_on(home: Path) -> None:
+def _keep_running(home: Path) -> None:
     with open(home / "helpers", "a") as file:
         file.write(f"{os.getpid()}\n")
     deadline = time.monotonic() + _LONGEST_S

@@ -241,7 +241,7 @@ class _Scenario:
         lines = re.findall(rf"rank (\d+): iteration {iteration} is held by node (\d+) ", logs)
         return Counter((int(rank), int(holder)) for rank, holder in lines)
 
-    def _asked_again(self) -> set[tuple[int, int]]:
+    def _requested_again(self) -> set[tuple[int, int]]:
         """Return the ranks whose parts were requested again, with the requesting holder."""
         pairs = [
             (rank, holder)
@@ -285,7 +285,7 @@ class _Scenario:
             # The successor sends its own parts again, and gets back the parts that it held.
             self._await_held(3, {pair for pair in self._all if 0 in pair}, before)
             # Spoiled parity is computed again, also from the parts of other ranks.
-            self._await_held(3, self._asked_again(), before)
+            self._await_held(3, self._requested_again(), before)
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
     def restore(self) -> RestorePoint:

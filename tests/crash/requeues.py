@@ -139,7 +139,7 @@ class _Scenario:
             self._save(iteration)
         wake(stopped)
         if cell.rank == 0:  # another agent waits for the id of the run with the claim
-            self._await_overtaken(lost, newest)
+            self._await_takeover(lost, newest)
         self._check_tracker(newest)
         check_storage(self._root)
         self._save(newest + 1)
@@ -276,7 +276,7 @@ class _Scenario:
         if (tracked := (self._root / TRACKER).read_text()) != str(newest):
             raise CellError(f"the tracker says {tracked}, not {newest}")
 
-    def _await_overtaken(self, node: Node, newest: int) -> None:
+    def _await_takeover(self, node: Node, newest: int) -> None:
         """Wait until the stopped agent has logged that another job has taken over."""
         log = node.directory(self._root) / LOG
 

@@ -132,7 +132,7 @@ class RankRun:
         self.send_staged(self.stage(iteration))
         self.outcome(iteration)
 
-    def stage_aside(self, iteration: int) -> None:
+    def stage_without_message(self, iteration: int) -> None:
         """Copy a checkpoint whose "staged" message is sent later."""
         self.stage(iteration)
 
@@ -217,7 +217,7 @@ class _Scenario:
         if resumed.iteration < self._cell.least or resumed.run not in (0, 1):
             raise CellError(f"the second process restored {resumed}")
         # The first process must copy its rest into none of the slots granted to the second process.
-        second.do("stage_aside", resumed.iteration + 1)
+        second.do("stage_without_message", resumed.iteration + 1)
         training.join()
         first.copy_rest()
         second.do("send_staged")

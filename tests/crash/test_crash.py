@@ -81,7 +81,9 @@ def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) ->
     trouble.prepare(tmp_path, 1, cell)
     with trouble.everywhere():
         cell.run(tmp_path)
-    assert trouble.met(tmp_path).count("fallocate") >= 4, "the agents did not run on faulty storage"
+    assert trouble.failed_calls(tmp_path).count("fallocate") >= 4, (
+        "the agents did not run on faulty storage"
+    )
 
 
 def test_every_storage_call_gets_every_transient_error(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
     try:
         plan = RunPlan(save=str(first.save), seed=1, saves=1)
         first.start(plan, None, linger=True)
-        first.everyone("ended")
+        first.await_all("ended")
         (agent,) = first.agents
         before = {path for path in first.save.rglob("*") if path.suffix != ".tmp"}
         second.start(plan, None, linger=False)

@@ -109,7 +109,7 @@ def check_tidy(save: Path, newest: int) -> None:
         left += [f"{directory.name}/{name}" for name in files - expected]
         # The removal of the last file may report an error although it succeeded. Then the empty
         # directory stays, because another node might be about to fill it.
-        is_emptied = not files and trouble.is_troubled(save)
+        is_emptied = not files and trouble.is_on_faulty_storage(save)
         left += [directory.name] if not expected and not is_emptied else []
     if left:
         raise CellError(f"left behind: {sorted(left)}")

@@ -72,7 +72,7 @@ def _gpus() -> int:
 
 
 def _limit_s(section: Section, left_s: float, gpus: int) -> float:
-    if section.gets_the_rest:
+    if section.takes_the_remaining_time:
         return left_s
     is_simulated = gpus == 0 and section.gpus > 0
     return min(section.seconds * (_SIMULATED_FACTOR if is_simulated else 1.0), left_s)

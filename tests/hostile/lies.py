@@ -218,7 +218,7 @@ def no_directory(scene: Scene, dice: random.Random) -> None:
 # ---------------------------------------------------------------- foreign files
 
 
-def bystanders(scene: Scene, dice: random.Random) -> None:
+def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
     """Add orphaned files of earlier attempts, and foreign files."""
     directory = scene.newest.directory
     rank = dice.randrange(5)
@@ -313,7 +313,7 @@ HOSTILE: list[Any] = [
 ]
 
 
-def spots(tree: Any) -> list[tuple[Any, Any]]:
+def entries_of(tree: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a JSON tree."""
     places = []
     items: Any = ()
@@ -323,14 +323,14 @@ def spots(tree: Any) -> list[tuple[Any, Any]]:
         items = list(enumerate(tree))
     for key, value in items:
         places.append((tree, key))
-        places += spots(value)
+        places += entries_of(value)
     return places
 
 
 def mutate(tree: Any, dice: random.Random) -> None:
-    """Change one to three spots of a JSON tree."""
+    """Change one to three entries of a JSON tree."""
     for _ in range(dice.randint(1, 3)):
-        container, key = dice.choice(spots(tree))
+        container, key = dice.choice(entries_of(tree))
         match dice.randrange(4):
             case 0 | 1:
                 container[key] = dice.choice(HOSTILE)
@@ -344,7 +344,7 @@ def mutate(tree: Any, dice: random.Random) -> None:
                 del container[key]
 
 
-def deep(scene: Scene, dice: random.Random) -> None:
+def nest_deeply(scene: Scene, dice: random.Random) -> None:
     value = dice.choice([b"[", b'{"a":']) * dice.choice([1000, 200_000])
     if dice.random() < 0.5:
         scene.newest.manifest.write_bytes(b'{"digest":"0","version":1,"keys":' + value)
@@ -430,6 +430,6 @@ FORGED: list[Damage] = [
     forge_manifest,
     forge_header,
     forge_header,
-    deep,
+    nest_deeply,
     pickle_bomb,
 ]

@@ -253,7 +253,7 @@ def test_foreign_files_do_not_change_a_load(copies: FreshCopies) -> None:
         scene.newest.manifest.unlink()  # now `ls` reads the other files of the attempt
         assert main(["ls", str(scene.root)]) == 0
 
-    run_seeds(copies, [lies.bystanders], range(SEEDS // 20), check)
+    run_seeds(copies, [lies.add_unrelated_files], range(SEEDS // 20), check)
 
 
 def test_the_command_line_reports_damage_without_a_traceback(

@@ -73,7 +73,7 @@ def shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
     shutil.copyfile(other.shard(1), made.shard(1))
 
 
-def vouched_shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
+def digested_shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
     """Use a shard of another save, with a manifest that holds its digests."""
     other = make(made.root.parent / "other", iteration, save_id)
     content = other.shard(1).read_bytes()
@@ -153,12 +153,12 @@ DAMAGES = {
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
     "a vouched shard of another iteration": Damage(
-        lambda made: vouched_shard_of(made, 20, made.save_id),
+        lambda made: digested_shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '\w+', 1\), expected "
         rf"\(10, '\w+', 1\); {OLDER}",
     ),
     "a vouched shard of another save": Damage(
-        lambda made: vouched_shard_of(made, made.iteration, OTHER_SAVE),
+        lambda made: digested_shard_of(made, made.iteration, OTHER_SAVE),
         rf"{SHARD_1}: is the shard of .*'{OTHER_SAVE}', 1\), expected .*; {OLDER}",
     ),
     "missing": Damage(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),

@@ -165,7 +165,7 @@ def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
 
 
-def assert_alike(runs: Runs, name: str) -> None:
+def assert_equal_ends(runs: Runs, name: str) -> None:
     stock, ours = (runs[name][entry_point] for entry_point in ENTRY_POINTS)
     assert ours.ended == stock.ended, ours.output[-3000:]
     assert ours.losses == stock.losses
@@ -187,12 +187,12 @@ def assert_nothing_lost(runs: Runs, name: str) -> None:
 def test_a_resumed_job_trains_bit_for_bit_like_the_uninterrupted_one(runs: Runs, job: Job) -> None:
     if job.name != "no-save-rng":
         assert_nothing_lost(runs, job.name)
-    assert_alike(runs, job.name)
+    assert_equal_ends(runs, job.name)
     later = f"{job.name}-2"
     if job.name in STOCK_LOSES:
         assert runs[later]["stock"].losses != runs[later]["ours"].losses, "stock agrees: compare it"
     else:
-        assert_alike(runs, later)
+        assert_equal_ends(runs, later)
 
 
 @pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
@@ -200,8 +200,8 @@ def test_two_resumed_ranks_train_bit_for_bit_like_uninterrupted_ones(
     runs_by_2: Runs, job: Job
 ) -> None:
     assert_nothing_lost(runs_by_2, job.name)
-    assert_alike(runs_by_2, job.name)
-    assert_alike(runs_by_2, f"{job.name}-2")
+    assert_equal_ends(runs_by_2, job.name)
+    assert_equal_ends(runs_by_2, f"{job.name}-2")
 
 
 def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Runs) -> None:
@@ -224,7 +224,7 @@ def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Ru
 
 @pytest.mark.parametrize("job", ALIKE, ids=lambda job: job.name)
 def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
-    assert_alike(runs, job.name)
+    assert_equal_ends(runs, job.name)
 
 
 def test_each_flag_changes_the_losses_or_the_end_of_its_job(runs: Runs) -> None:

@@ -156,7 +156,7 @@ class ReshardJobs:
                 *unequal(self, pair),
                 *wrongly_held(self, pair),
                 *wrong_side_state(self, pair),
-                *astray(self, pair),
+                *beyond_noise(self, pair),
             ]
         except AssertionError as error:
             return [str(error)]
@@ -275,7 +275,7 @@ def wrong_settings(ran: ReshardJobs, pair: Pair, step: str, iteration: int) -> l
     return wrong + [f"{key} is in no group" for key in expected.keys() - seen]
 
 
-def astray(ran: ReshardJobs, pair: Pair) -> list[str]:
+def beyond_noise(ran: ReshardJobs, pair: Pair) -> list[str]:
     """Return figures of continued training that exceed stock's noise."""
     if pair.resizes_vocabulary:
         # Padding takes part in the softmax, so other padding gives another loss.

@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 @contextmanager
-def adopting_orphans() -> Iterator[None]:
+def reaping_orphans() -> Iterator[None]:
     """Become the parent of orphaned processes, so that their exit status can be read."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
@@ -70,7 +70,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> TwoStarts:
         env = {"HOLD": hold, "FLASHCKPT_AGENT__GRACE_S": "200", **more}
         return run_job(where, name, arguments, ranks=RANKS, env=env, torchrun=name == "first")
 
-    with adopting_orphans():
+    with reaping_orphans():
         killed = job("first", f"3:{tracker}:5", 5, SIGNALS="KILL:torchrun:2")
         assert killed.returncode == -9
         ranks = {

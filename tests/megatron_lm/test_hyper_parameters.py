@@ -92,7 +92,7 @@ def stepped(inner: torch.optim.Optimizer, steps: int = 5) -> torch.optim.Optimiz
     return inner
 
 
-def go_on(inner: torch.optim.Optimizer) -> None:
+def make_one_more_step(inner: torch.optim.Optimizer) -> None:
     """Make one more step; allocate the other state before, as a load does."""
     for parameter, state in inner.state.items():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -156,7 +156,7 @@ def test_one_optimizer_is_loaded_into_two_chained_ones(make) -> None:
     assert (rates(dense), rates(experts)) == ([0.5, 0.25], [0.5])
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[5]])
     # The optimizers share no step with each other or with the saved state.
-    go_on(dense)
+    make_one_more_step(dense)
     assert (steps_of(dense), steps_of(experts)) == ([[6], [6]], [[5]])
 
 
@@ -315,7 +315,7 @@ def test_steps_per_parameter_and_per_group_convert_both_ways(saved_as, loaded_as
         assert {type(param_group["step"]) for param_group in inner.param_groups} == {int}
     else:
         assert all("step" not in param_group for param_group in inner.param_groups)
-    go_on(inner)
+    make_one_more_step(inner)
     assert steps_of(inner) == [[6, 6], [6]]
 
 

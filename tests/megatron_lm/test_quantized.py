@@ -37,7 +37,7 @@ UNKNOWN = (
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
 
 

@@ -137,11 +137,11 @@ class MadeSave:
         forged = header + file.read_bytes()[8 + length :]
         file.write_bytes(forged)
 
-        def vouch(fields: dict) -> None:
+        def put_digested_manifest(fields: dict) -> None:
             fields["shards"][rank]["nbytes"] = len(forged)
             fields["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
 
-        self.change_manifest(vouch)
+        self.change_manifest(put_digested_manifest)
 
 
 def make(

@@ -70,7 +70,7 @@ def served() -> Iterator[RecordingServer]:
     made.context.term()
 
 
-def assert_answers_friends(served: RecordingServer) -> None:
+def assert_serves_admitted_peers(served: RecordingServer) -> None:
     with served.connection() as connection:
         reply, payload = connection.ask(m.Find(0))
         assert (reply, bytes(payload)) == (m.Taken(), SECRET)
@@ -83,7 +83,7 @@ def test_a_peer_with_an_unknown_key_gets_no_answer(
         connection.ask(m.Find(7))
     assert served.asked == []
     assert "refused a connection from 127.0.0.1: its key is not of this job" in caplog.text
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
@@ -99,7 +99,7 @@ def test_a_peer_without_encryption_gets_no_answer(served: RecordingServer, mecha
     assert served.asked == []
     sock.close()
     context.term()
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
 def test_a_server_with_the_wrong_key_gets_no_request(served: RecordingServer) -> None:
@@ -124,7 +124,7 @@ def test_garbage_on_the_port_does_not_disturb_other_connections(served: Recordin
     for garbage in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(65536), b"\xff" + b"\0" * 100, b""):
         with socket.create_connection(("127.0.0.1", served.server.port)) as sock:
             sock.sendall(garbage)
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
 def test_a_malformed_request_is_declined_and_the_next_is_answered(served: RecordingServer) -> None:

@@ -102,7 +102,7 @@ def keep_busy_for_ever() -> None:
         machine.keep_busy(BUSY_S)
 
 
-def meet_the_error() -> str:
+def await_the_error() -> str:
     """Synchronize as training does next; return the error."""
     try:
         torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def end_after_a_crash(report: Report, rank: Rank) -> None:
 
 def break_before_a_save(report: Report, rank: Rank) -> None:
     break_gpu()
-    error = meet_the_error()
+    error = await_the_error()
     report.must("the GPU is broken before a save", "CUDA error" in error, error[:300])
     report.figure("the end begins", time.monotonic(), "s")
     try:
@@ -143,7 +143,7 @@ def break_during_copies(report: Report, rank: Rank) -> None:
     report.note("the GPU breaks while a save is being copied", is_copying(rank))
     break_gpu()
     report.figure("the end begins", time.monotonic(), "s")
-    error = meet_the_error()
+    error = await_the_error()
     report.must("training meets the GPU's error itself", "CUDA error" in error, error[:300])
     end_after_a_crash(report, rank)
 
@@ -155,7 +155,7 @@ def break_at_exit(report: Report, rank: Rank) -> None:
     rank.save(2)
     rank.checkpointer.link.stager.wait()
     break_gpu()
-    meet_the_error()
+    await_the_error()
     report.figure("the end begins", time.monotonic(), "s")
     errors = rank.wait()
     report.must("a save that was staged becomes durable", errors == [], "; ".join(errors))

@@ -91,7 +91,7 @@ def blocks(begin: int, rounds: int, length: int) -> list[Block]:
 
 def run(report: Report) -> None:
     """Run the three jobs on the GPU, or without a GPU on a CPU rank with a tiny model."""
-    if (lack := _lack()) is not None:
+    if (lack := _too_small()) is not None:
         report.skip("all", lack)
         return
     where = Path(tempfile.mkdtemp(prefix="flashckpt-check-"))
@@ -102,7 +102,7 @@ def run(report: Report) -> None:
         shutil.rmtree(where, ignore_errors=True)
 
 
-def _lack() -> str | None:
+def _too_small() -> str | None:
     """Return which memory or disk is too small for the model on the GPU; None if all suffice."""
     if not torch.cuda.is_available():
         return None

@@ -73,7 +73,7 @@ def run(report: Report) -> None:
         ]
         stager.close()
         slab.close()
-    _tell(report, [saving for saving, _ in rounds], [empty for _, empty in rounds])
+    _report_result(report, [saving for saving, _ in rounds], [empty for _, empty in rounds])
 
 
 def _tensors(part: int) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ def _round(timers: Any, stager: Stager, slab: Slab, tensors: list[torch.Tensor])
     return Round(blocked, in_timers, item, step, copied[0] - times[0])
 
 
-def _tell(report: Report, saving: list[Round], empty: list[Round]) -> None:
+def _report_result(report: Report, saving: list[Round], empty: list[Round]) -> None:
     for name in ("blocked_s", "timers_s", "item_s", "step_s", "copied_s"):
         values, without = (
             [1000 * getattr(measured, name) for measured in rounds] for rounds in (saving, empty)

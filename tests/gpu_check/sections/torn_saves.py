@@ -218,7 +218,7 @@ def _eager(
     hook = StepHook(saves.stager.before_change)
     hook.install(None, [training.optimizer])
     wrong = [saves.save(training) for _ in range(machine.pick(8, 3))]
-    _tell(report, f"slots hold one step: {name}", training, wrong)
+    _report_result(report, f"slots hold one step: {name}", training, wrong)
     return saves
 
 
@@ -235,11 +235,11 @@ def _in_graphs(report: Report, saves: RandomSaves | None) -> RandomSaves:
             training.forward()
             wrong.append(saves.save(training, training.capture))
         wrong += [saves.save(training) for _ in range(machine.pick(4, 2))]
-        _tell(report, f"slots hold one step: a step captured {moment}", training, wrong)
+        _report_result(report, f"slots hold one step: a step captured {moment}", training, wrong)
     return saves
 
 
-def _tell(report: Report, what: str, training: EagerTraining, wrong: list[str]) -> None:
+def _report_result(report: Report, what: str, training: EagerTraining, wrong: list[str]) -> None:
     if not training.is_uniform():
         report.skip(what, "this optimizer's kernels give equal elements different values")
         return
