@@ -103,7 +103,9 @@ class Sweeper:
         self._resumed: int | None = None
         self._found: queue.SimpleQueue[OrphanedFiles] = queue.SimpleQueue()
 
-    def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
+    def find_orphans_soon(
+        self, is_pending: Callable[[int], bool], resumed: int | None = None
+    ) -> None:
         """Find files of all dead saves, if storage answers within `_LOOK_S`.
 
         Files that are found later may belong to a save that has begun meanwhile on another node.
@@ -124,7 +126,7 @@ class Sweeper:
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
 
-    def look(
+    def find_orphans(
         self,
         is_pending: Callable[[int], bool],
         committed: int,

@@ -40,7 +40,7 @@ from megatron_flashckpt.agent.markers import (
     remove_markers,
 )
 from megatron_flashckpt.agent.pending_save import PendingSave, gave_up
-from megatron_flashckpt.agent.presence import look
+from megatron_flashckpt.agent.presence import present_files
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
@@ -79,7 +79,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             place = f"{save.storage.place}/{save.directory}"
             return True, f"{place}: holds a later save of the same iteration already"
         if save.error is not None:
-            # The rank whose note the others look for; see `presence.look`.
+            # The rank whose note the others look for; see `presence.present_files`.
             rank = 0 if 0 in save.metas else min(save.failed or save.metas)
             note_failure(save, rank, save.error)
             return True, save.error
@@ -87,8 +87,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, save.past.error
         if save.fence is not None:
             save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
-        persisted = sorted(save.persisted)  # before `look`, which sees their records
-        present = look(save)
+        persisted = sorted(save.persisted)  # before `present_files`, which sees their records
+        present = present_files(save)
         failure = failure_elsewhere(save, present)
         if failure is not None:
             save.lasts = save.lasts or lasts_elsewhere(failure)

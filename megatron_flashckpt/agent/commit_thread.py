@@ -70,7 +70,7 @@ class Committer:
         Args:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
-        self._sweeper.look_soon(self.is_pending, resumed)
+        self._sweeper.find_orphans_soon(self.is_pending, resumed)
         self._tidier.add(self._sweeper.sweep)
 
     def join(
@@ -185,7 +185,7 @@ class Committer:
         """Remove obsolete files after a commit; no trainer waits for this."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
             tidy(save, self._pending_ids)
-        self._sweeper.look(
+        self._sweeper.find_orphans(
             self.is_pending, save.iteration, save.previous, lambda: save.is_of_newest_run
         )
         self._sweeper.sweep()

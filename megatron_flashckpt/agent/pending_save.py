@@ -139,7 +139,7 @@ class PendingSave:
         return self.fence is not None and self.is_from_before(self.fence.newest)
 
     @property
-    def is_moot(self) -> bool:
+    def needs_no_records(self) -> bool:
         """Return whether further records of this node cannot make the save a checkpoint."""
         return (
             self.error is not None

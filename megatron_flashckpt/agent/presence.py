@@ -19,7 +19,7 @@ _LIST_RECORDS_S = (5.0, 30.0)
 _ENTRIES_PER_NAME = 8
 
 
-def look(save: PendingSave) -> set[str]:
+def present_files(save: PendingSave) -> set[str]:
     """Return the files in the directory of `save`, as far as this node needs to know them.
 
     The node of rank 0 waits for the records of all ranks. While many records are missing it lists

@@ -56,7 +56,7 @@ def is_due(save: PendingSave, connected: Collection[int]) -> bool:
     Args:
         connected: ranks of this node with connected trainers, which will stage the same save soon.
     """
-    if not save.unpublished or save.is_moot:
+    if not save.unpublished or save.needs_no_records:
         return False
     now = time.monotonic()
     if now < save.publish_again_at:
@@ -94,7 +94,7 @@ def _failed(save: PendingSave, ranks: range, error: Exception, lock: threading.C
         isinstance(error, OSError)
         and may_pass(error)
         and save.publish_failures < len(_RETRIES_S)
-        and not save.is_moot
+        and not save.needs_no_records
     ):
         pause_s = _RETRIES_S[save.publish_failures]
         logger.warning(

@@ -48,11 +48,11 @@ def resolved(root: str) -> str:
     return _with_retries(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
 
 
-def _with_retries(look: Callable[[], str]) -> str:
-    """Return `look()`, repeated after errors that may pass; empty if it still fails."""
+def _with_retries(call: Callable[[], str]) -> str:
+    """Return `call()`, repeated after errors that may pass; empty if it still fails."""
     for pause_s in (*_RETRIES_S, None):
         try:
-            return look()
+            return call()
         except OSError as error:
             if pause_s is None or not may_pass(error):
                 break

@@ -73,7 +73,7 @@ class Agent:
         while not self._may_leave():
             self._committer.watch()
             self._handler.departed.release()
-            listener = self._upkeep.look()
+            listener = self._upkeep.restore_missing()
             if listener is not None:
                 self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)

@@ -91,7 +91,7 @@ def is_live(storage: Storage) -> Claim | None:
     """
     watch = _ClaimWatcher(storage)
     while True:
-        claim = watch.look()
+        claim = watch.current()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
             return None
         if watch.renews:
@@ -110,7 +110,7 @@ def _await_end(
     deadline = time.monotonic() + wait_s
     watch = _ClaimWatcher(storage)
     while True:
-        claim = watch.look()
+        claim = watch.current()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
             return claim
         if claim.state == TRAINING and policy == "take_over":
@@ -155,7 +155,7 @@ class _ClaimWatcher:
         self.renews = False
         self.has_waited = False
 
-    def look(self) -> Claim | None:
+    def current(self) -> Claim | None:
         """Return the current claim; None if there is none or it is damaged."""
         try:
             claim = claims.read(self._storage)

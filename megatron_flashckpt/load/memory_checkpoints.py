@@ -36,20 +36,22 @@ def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
     if is_redundant:
         checkpointer.start_run()
 
-    def taken() -> tuple[_Taken, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]]:
+    def slab_and_offers() -> tuple[
+        _SlabAndOffers, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]
+    ]:
         own, fields = _with_gathered_fields(link.take_slab())
         # If all ranks run on other nodes than before, no rank has an offer. The saves that the
         # nodes hold for their former ranks then show which saves to recover.
         return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
 
-    (slab, offers), replies = run_and_gather(taken)
+    (slab, offers), replies = run_and_gather(slab_and_offers)
     all_offers = [fields for fields, _ in replies]
     hit("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
     recovering = missing_ranks(all_offers, newest)
     if is_redundant and newest and recovering:
 
-        def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
+        def recovered() -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
             if checkpointer.rank not in recovering:
                 return _with_gathered_fields((slab, offers))
             link.recover(newest)
@@ -65,14 +67,16 @@ def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
     ]
 
 
-_Taken = tuple[Slab | None, tuple[Offer, ...]]
+_SlabAndOffers = tuple[Slab | None, tuple[Offer, ...]]
 
 
-def _with_gathered_fields(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
+def _with_gathered_fields(
+    slab_and_offers: _SlabAndOffers,
+) -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
     """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
-    return taken, [
+    return slab_and_offers, [
         {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
-        for offer in taken[1]
+        for offer in slab_and_offers[1]
     ]
 
 

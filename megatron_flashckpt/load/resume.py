@@ -130,7 +130,7 @@ def _candidates(
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
-    named, sources = run_on_rank_0(lambda: (find_named(), argument_source.taken()))
+    named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
     # A job that names an iteration, or finetunes a model, accepts no other checkpoint.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)

@@ -65,10 +65,10 @@ class AgentConnection:
             # later, because it waits for this rank in training.
             local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
-            self._introduce(self._client)
+            self._send_run(self._client)
         return self._client
 
-    def _introduce(self, client: AgentClient) -> None:
+    def _send_run(self, client: AgentClient) -> None:
         """Send a new agent all that the run has sent its agents so far."""
         if self._key is not None:
             client.hold(self._key)

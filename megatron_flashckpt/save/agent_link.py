@@ -368,7 +368,7 @@ class NodeLink:
             self.refusal = str(error)
             self._connection.close()
 
-    def settled(self) -> tuple[str, ...] | None:
+    def adopted_saves(self) -> tuple[str, ...] | None:
         """Return the saves that an agent has adopted with the slab since the last call.
 
         Returns None while the successor of a lost agent is being sought.

@@ -35,7 +35,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.peer_setup import introduce
+from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.planner import Planner
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
@@ -145,7 +145,7 @@ class Checkpointer:
         if self.config.redundancy == "none":
             self.link.prepare(None)
         else:
-            introduce(self.link, self.rank, self.config)
+            connect_agents(self.link, self.rank, self.config)
 
     def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
         """Enumerate and plan as a save does; copy nothing. The first save then finds warm caches.
@@ -217,7 +217,7 @@ class Checkpointer:
     def _begin(self, request: SaveRequest) -> str:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
-        self.saves.settle()
+        self.saves.process_failures()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.id is None:
             self.run.begin(run_id.from_store(self.root))
@@ -291,7 +291,7 @@ class Checkpointer:
             except AgentError as error:
                 if client is None:
                     raise
-                self.saves.lose_agent(client, error)
+                self.saves.replace_lost_agent(client, error)
             else:
                 if slot is None:
                     return _SkipReason.BUSY

@@ -100,7 +100,7 @@ class PendingSaves:
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
         """Have the agents fail a save of the other ranks; this rank raises its own error."""
         self._lost.append((iteration, save_id, reason))
-        self.settle()
+        self.process_failures()
 
     def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
         """Note that a save failed. Called by the copy thread."""
@@ -110,7 +110,7 @@ class PendingSaves:
         """Note that the agent is gone. Called by the copy thread."""
         self._agent_failures.put((client, error))
 
-    def lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
+    def replace_lost_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Connect to a new agent in the background; it gets the slab with all staged saves."""
         if lost is not None and self._link.replace_agent(lost):
             logger.warning(
@@ -125,7 +125,7 @@ class PendingSaves:
         Never raises for a failed save. A lost agent is replaced in the background, and its
         successor continues with the staged saves.
         """
-        self.settle()
+        self.process_failures()
         client = self._link.current
         handed_over = self._handed_over & self._open.keys()
         try:
@@ -135,7 +135,7 @@ class PendingSaves:
             for save_id in list(self._open):
                 self._conclude(save_id, str(error))
         except AgentError as error:
-            self.lose_agent(client, error)
+            self.replace_lost_agent(client, error)
         else:
             if reply is not None:
                 self._note(reply, handed_over)
@@ -189,17 +189,17 @@ class PendingSaves:
             for save, iteration in open_saves.items()
         ]
 
-    def settle(self) -> None:
+    def process_failures(self) -> None:
         """Process the failures of the copy thread, and the result of a change of agents."""
         while not self._failed_copies.empty():
             save_id, failure = self._failed_copies.get()
             if save_id in self._open:  # `give_up` may have reported the failure already
                 self.fail(self._open[save_id], save_id, str(failure))
         while not self._agent_failures.empty():
-            self.lose_agent(*self._agent_failures.get())
+            self.replace_lost_agent(*self._agent_failures.get())
         if not self._orphaned and not self._lost:
             return
-        adopted = self._link.settled()
+        adopted = self._link.adopted_saves()
         if adopted is not None:
             self._conclude_orphaned(adopted)
             self._call_off(adopted)
@@ -266,7 +266,7 @@ class PendingSaves:
                     error,
                 )
             except AgentError as error:
-                self.lose_agent(client, error)
+                self.replace_lost_agent(client, error)
                 return
             self._lost.popleft()
 

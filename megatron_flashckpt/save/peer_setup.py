@@ -21,7 +21,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 logger = logging.getLogger(__name__)
 
 
-def introduce(link: NodeLink, rank: int, config: Config) -> None:
+def connect_agents(link: NodeLink, rank: int, config: Config) -> None:
     """Introduce the agents of all nodes to each other. Collective; never in a save.
 
     If the agent of a node cannot take part, its ranks have no copies. This is logged only, because

@@ -1,4 +1,4 @@
-"""Reports of a rank on the saves to one directory, and the verdict on the last save.
+"""Reports of a rank on the saves to one directory, and how the last save failed.
 
 Rank 0 reports for the job, and the first rank whose part failed reports the failure. Other ranks
 log at debug level, because a job of 1,024 ranks would fill its log with copies of one line.
@@ -90,7 +90,7 @@ class SaveReports:
         level = log_level(self.rank, logging.WARNING)
         logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
 
-    def verdict(self) -> str | None:
+    def last_failure(self) -> str | None:
         """Return how the last save failed, or None if it did not fail."""
         if self._open is None or self._reason is None:
             return None

@@ -292,7 +292,7 @@ class Session:
         verdicts = [
             (verdict, report.has_agent)
             for report in reports
-            if (verdict := report.verdict()) is not None
+            if (verdict := report.last_failure()) is not None
         ]
         fails = self.config.exit_nonzero_unless_durable
         if not fails:

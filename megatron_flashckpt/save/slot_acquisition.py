@@ -74,7 +74,7 @@ class SlotAcquisition:
         """
         meta = self._encoded_meta(request, layout, comparison)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
-        self._saves.settle()
+        self._saves.process_failures()
         index = self._granted(request.iteration, save_id, may_skip=may_skip)
         if index is None:
             return None

@@ -172,7 +172,7 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Agree on the run's id, introduce the agents, and gather the keys that have copies."""
+        """Agree on the run's id, connect the agents, and gather the keys that have copies."""
         self.checkpointer.start_run()
         own = self._state.geometry(job.chunks).copied_keys
         copied_keys = gather_objects(own, parallel.model_parallel_group())

@@ -113,7 +113,7 @@ def test_a_directory_without_our_files_stays_even_if_it_is_empty(root: Path) -> 
     plant(root, 4, "notes.txt")
     before = listing(root)
     sweeper = Sweeper(PosixStorage(root))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert listing(root) == before
 
@@ -140,11 +140,11 @@ def test_a_record_that_became_visible_late_is_removed_when_a_job_resumes(root: P
     commit(persisted(storage, "a" * 12))
     sweeper = Sweeper(storage)
     for _ in range(2):
-        sweeper.look_soon(lambda iteration: False)
+        sweeper.find_orphans_soon(lambda iteration: False)
         sweeper.sweep()
         assert not list(root.rglob("*.commit"))
         plant(root, 5, file_names.record_name(0, "a" * 12, 2))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert not list(root.rglob("*.commit"))
     assert stored(root, 5)
@@ -160,7 +160,7 @@ def test_foreign_files_stay_and_links_are_not_followed(root: Path, tmp_path: Pat
     before = listing(root)
     sweeper = Sweeper(PosixStorage(root))
     (own,) = plant(root, 3, file_names.shard_name(0, "aaaaaaaaaaaa"))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert not own.exists()
     assert listing(root) == before
@@ -176,11 +176,11 @@ def test_a_recreated_directory_is_searched_again(node: Node, root: Path) -> None
     assert node.trainer(root).save(10).error is None
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):
-        sweeper.look(lambda _: False, committed)
+        sweeper.find_orphans(lambda _: False, committed)
     remove_tree(root / file_names.iteration_dir(10))
-    sweeper.look(lambda _: False, 30)
+    sweeper.find_orphans(lambda _: False, 30)
     plant(root, 10, *half_a_save("aaaaaaaaaaaa"))
-    sweeper.look(lambda _: False, 40)
+    sweeper.find_orphans(lambda _: False, 40)
     sweeper.sweep()
     assert not (root / file_names.iteration_dir(10)).exists()
 
@@ -200,14 +200,14 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
             return super().list(directory)
 
     sweeper = Sweeper(SlowStorage(root))
-    sweeper.look_soon(lambda _: False)
+    sweeper.find_orphans_soon(lambda _: False)
     (late,) = (thread for thread in threading.enumerate() if thread.name == "look")
     looked.set()
     late.join(PATIENCE_S)
     sweeper.sweep()
     assert orphan.exists(), "the file may belong to a save that began meanwhile"
     for committed in (10, 20):
-        sweeper.look(lambda _: False, committed)
+        sweeper.find_orphans(lambda _: False, committed)
         sweeper.sweep()
     assert not orphan.exists()
     assert storage.present(file_names.iteration_dir(5), [file_names.MANIFEST])
@@ -216,18 +216,18 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
 def test_a_save_under_way_keeps_its_files(root: Path) -> None:
     (planted,) = plant(root, 7, file_names.shard_name(0, "aaaaaaaaaaaa"))
     sweeper = Sweeper(PosixStorage(root))
-    sweeper.look_soon(lambda iteration: iteration == 7)
+    sweeper.find_orphans_soon(lambda iteration: iteration == 7)
     for committed in (6, 7):  # 7 becomes the second-newest commit
-        sweeper.look(lambda iteration: False, committed)
+        sweeper.find_orphans(lambda iteration: False, committed)
     sweeper.sweep()
     assert planted.exists()
-    sweeper.look(lambda iteration: False, 8)
+    sweeper.find_orphans(lambda iteration: False, 8)
     manifest = planted.with_name(file_names.MANIFEST)
     manifest.touch()  # the commit happens at the last moment
     sweeper.sweep()
     assert planted.exists()
     manifest.unlink()
-    sweeper.look(lambda iteration: False, 9)
+    sweeper.find_orphans(lambda iteration: False, 9)
     sweeper.sweep()
     assert not planted.parent.exists()
 

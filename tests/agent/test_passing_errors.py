@@ -64,7 +64,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
     plant(root, 5, *half_a_save(SAVE)[:1])
     sweeper = Sweeper(UnreliableStorage(root, call, done=done))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert not (root / DIRECTORY).exists()
 
@@ -87,7 +87,7 @@ def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, SAVE))
     before = sorted(os.listdir(root / DIRECTORY))
     sweeper = Sweeper(storage)
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert "put the manifest back" not in caplog.text
     assert sorted(os.listdir(root / DIRECTORY)) == before, "retention removes these files"

@@ -66,7 +66,7 @@ def test_listings_wait_longer_in_larger_jobs_and_each_time(
         began = now
         while now < began + 600.0:
             before = storage.listed
-            presence.look(waiting)
+            presence.present_files(waiting)
             if storage.listed > before:
                 listed_after.append(now - began)
             now += longest_s / 10 if now < began + longest_s else 0.25
@@ -80,7 +80,7 @@ def test_listings_wait_longer_in_larger_jobs_and_each_time(
 def test_nodes_list_at_different_times(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE_ID, rank, 1000) for rank in range(1, 9)]
     for save in saves:
-        presence.look(save)
+        presence.present_files(save)
     assert len({save.list_at for save in saves}) == len(saves)
 
 

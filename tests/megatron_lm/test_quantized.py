@@ -15,7 +15,7 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.load.request import LoadRequest, refuse_unmastered
+from megatron_flashckpt.load.request import LoadRequest, refuse_missing_masters
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -105,14 +105,14 @@ def test_a_load_without_the_optimizer_is_refused() -> None:
         f"/save/iter_0000003: {WITHOUT_MASTER}. A load derives such weights from their masters, so "
     )
     with pytest.raises(UnsupportedError, match=re.escape(text)):
-        refuse_unmastered(
+        refuse_missing_masters(
             LoadRequest(ModelState(Replicated()), [job], None, strict=True), "/save/iter_0000003"
         )
-    refuse_unmastered(
+    refuse_missing_masters(
         LoadRequest(ModelState(Replicated()), [job], sharding(job), strict=True),
         "/save/iter_0000003",
     )
-    refuse_unmastered(
+    refuse_missing_masters(
         LoadRequest(ModelState(Replicated()), [Job()], None, strict=True), "/save/iter_0000003"
     )
 

@@ -111,7 +111,7 @@ def test_a_probe_file_left_by_a_crash_is_removed(tmp_path: Path) -> None:
     (tmp_path / probe_name(3)).touch()
     (tmp_path / ".notes.0123abcd.tmp").touch()
     sweeper = Sweeper(PosixStorage(tmp_path))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert left(tmp_path) == [".notes.0123abcd.tmp"]
 

@@ -81,20 +81,20 @@ def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
 def test_the_last_save_decides_the_verdict_of_a_job() -> None:
     job = SaveReports("/ckpt", 0)
     job.note_durable(2)
-    assert job.verdict() is None
+    assert job.last_failure() is None
     job.requested(4)
     job.failed(outcome(4, "no space"))
-    assert job.verdict() == (
+    assert job.last_failure() == (
         "the last save, iteration 4, is not durable: no space; the newest durable checkpoint in "
         "/ckpt is iteration 2"
     )
     job.requested(6)
     job.committed(outcome(6))
-    assert job.verdict() is None
+    assert job.last_failure() is None
     job.requested(8)
     job.requested(10)
     job.committed(outcome(8))
     job.failed(outcome(10, "hung"))
-    assert (job.verdict() or "").endswith("checkpoint in /ckpt is iteration 8")
+    assert (job.last_failure() or "").endswith("checkpoint in /ckpt is iteration 8")
     job.failed(outcome(8, "of an earlier save"))
-    assert "is not durable: hung; " in (job.verdict() or "")
+    assert "is not durable: hung; " in (job.last_failure() or "")

@@ -162,7 +162,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
     orders = _orders(
         rank, {class_of(parameter, args) for _, of_chunk in chunks for parameter in of_chunk}
     )
-    layouts: list[tuple[list[ddp_buckets.Buffer], list[list[_Owned]]]] = []
+    layouts: list[tuple[list[ddp_buckets.Buffer], list[list[_OwnedRange]]]] = []
     differing_replicas: list[list[int]] = []
     for rules in ddp_buckets.RULES:
         layout = ddp_buckets.buffers(model, args, chunks, dtypes, rules)
@@ -206,7 +206,7 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Owned:
+class _OwnedRange:
     """Range of one parameter that one replica owns."""
 
     at: ddp_buckets.Place
@@ -215,9 +215,11 @@ class _Owned:
     """End of the range `[start, end)` of the flattened parameter."""
 
 
-def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
+def _owned(
+    layout: list[ddp_buckets.Buffer], replicas: int, multiple: int
+) -> list[list[_OwnedRange]]:
     """Return the ranges that each replica owns, in the order of its buckets."""
-    result: list[list[_Owned]] = [[] for _ in range(replicas)]
+    result: list[list[_OwnedRange]] = [[] for _ in range(replicas)]
     for buffer in layout:
         for place in buffer.places:
             padded = -(-buffer.bucket_numels[place.bucket] // multiple) * multiple
@@ -226,7 +228,7 @@ def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> li
                 start = max(share * replica - place.start, 0)
                 end = min(share * (replica + 1) - place.start, place.parameter.numel)
                 if start < end:
-                    own_ranges.append(_Owned(place, start, end))
+                    own_ranges.append(_OwnedRange(place, start, end))
     return result
 
 
@@ -235,7 +237,7 @@ _Held = dict[ddp_buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
 
 
 def _held(
-    owned: list[list[_Owned]],
+    owned: list[list[_OwnedRange]],
     replicas: list[_Shards],
     order: tuple[GroupClass, ...],
     args: Any,
