@@ -81,7 +81,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
     config = Config()
     wanted = World(MODEL, 1, 1, 1).wanted(0, 0, 0)
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
-    for turn in range(rounds + 1):  # the first turn is a warm-up
+    for round_number in range(rounds + 1):  # the first round is a warm-up
         for speed in SPEEDS:
             storage = SharedStorage(root, lock, speed.mib_per_s)
             stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
@@ -96,7 +96,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
                     dist.barrier()
                     report = read_with_replicas(reader, chunks, Targets(wanted, tensors), sharing)
                     dist.barrier()
-                if rank == 0 and turn:
+                if rank == 0 and round_number:
                     results.put((speed.name, mode, report.seconds))
     dist.destroy_process_group()
 
