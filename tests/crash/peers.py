@@ -47,6 +47,8 @@ _NUMEL = 1_600_000
 _GROUP = 3
 _SLOTS = 2
 _CHUNKS = {"copy": 3, "xor": 2}
+#: Log line of a holder that requests parts again.
+REQUESTED_AGAIN = re.compile(r"iteration 3: ranks \{(.*)\} are to send")
 #: Longest wait for the answer of a lost agent.
 _PEER_TIMEOUT_S = 2.0
 #: Held while an agent starts: its fault is in the environment, which all threads share.
@@ -246,9 +248,7 @@ class _Scenario:
         pairs = [
             (rank, holder)
             for holder in range(len(self._made.nodes))
-            for ranks in re.findall(
-                r"iteration 3: ranks \{(.*)\} are asked", self._made.log(holder)
-            )
+            for ranks in REQUESTED_AGAIN.findall(self._made.log(holder))
             for rank in ranks.split(", ")
         ]
         return {(int(rank), holder) for rank, holder in pairs}
