@@ -79,7 +79,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
     assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
 
 
-def test_a_slot_that_could_not_be_written_is_digested_at_the_hang_up(
+def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnects(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -145,7 +145,7 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
         restored(again, offer)
 
 
-def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_path: Path) -> None:
+def test_memory_that_changed_before_its_digests_is_not_restored(tmp_path: Path) -> None:
     """A slot of a memory-only save waits in a queue for its digests."""
     settings = msgspec.structs.asdict(settings_of(Config()))
     node = AgentNode(AgentOptions(root=str(tmp_path), **settings))

@@ -238,7 +238,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
-def test_an_error_promises_a_late_write_only_if_an_agent_lives(
+def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
 ) -> None:
     job = make(config)

@@ -131,7 +131,7 @@ def test_the_log_names_memory_only_saves_that_are_freed(node: Node, root: Path) 
     assert "rank 1 (iteration 7, in memory only" in log(node, root)
 
 
-def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_hangs_up(
+def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects(
     node: Node, root: Path
 ) -> None:
     first = started(node, root, range(2))

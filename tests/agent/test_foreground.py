@@ -147,7 +147,7 @@ def test_a_run_may_claim_the_directory_before_it_joins_the_agent(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_foreground_agent_told_to_end_persists_staged_slots(
+def test_a_foreground_agent_persists_staged_slots_when_it_must_end(
     node: Node, root: Path, foreground: Foreground, name: str
 ) -> None:
     agent = foreground.agent()
@@ -165,7 +165,7 @@ def test_a_foreground_agent_told_to_end_persists_staged_slots(
     assert_intact(root, 1, [trainer])
 
 
-@pytest.mark.parametrize("how", ["told twice", "out of time"])
+@pytest.mark.parametrize("how", ["a second SIGTERM", "out of time"])
 def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     node: Node, root: Path, foreground: Foreground, how: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         agent.terminate()
-        if how == "told twice":
+        if how == "a second SIGTERM":
             assert watched(agent.pid, 0.5)
             agent.terminate()
         status, lines = ended(agent)

@@ -125,7 +125,7 @@ class DescriptorCounts(Dataset[torch.Tensor]):
         return torch.tensor([os.getpid(), len(self._tie.kept_by("self"))])
 
 
-def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
+def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_runs(
     job: Job, root: Path
 ) -> None:
     assert job.save(1) is None

@@ -260,7 +260,9 @@ def test_garbage_ends_only_its_own_connection(
     assert_intact(root, 2, [busy])
 
 
-def test_a_silent_stranger_does_not_delay_a_rank(node: Node, root: Path, busy: FakeTrainer) -> None:
+def test_a_silent_connection_does_not_delay_a_rank(
+    node: Node, root: Path, busy: FakeTrainer
+) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(open_raw_connection(node, root))
@@ -385,7 +387,7 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     assert successor.client.poll().pending == 0
 
 
-def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_lives(
+def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_runs(
     node: Node, root: Path
 ) -> None:
     former = node.trainer(root)

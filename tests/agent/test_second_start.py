@@ -135,9 +135,7 @@ def test_an_invalid_file_of_second_starts_is_ignored(
     assert "cannot read the former processes of ranks" in caplog.text
 
 
-def test_a_link_saves_into_a_new_slab_while_the_former_process_lives(
-    node: Node, root: Path
-) -> None:
+def test_a_link_saves_into_a_new_slab_while_the_former_process_runs(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     in_later_process(_save_beside, root, node.config(), first.process.pid)

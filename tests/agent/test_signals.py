@@ -25,7 +25,7 @@ def watched(pid: int, for_s: float) -> bool:
     return is_alive(pid)
 
 
-def test_an_agent_told_to_end_commits_staged_slots_and_leaves(node: Node, root: Path) -> None:
+def test_an_agent_commits_staged_slots_after_sigterm_and_leaves(node: Node, root: Path) -> None:
     """All trainers have been killed; without the signal the agent would wait for the grace time."""
     save_id = new_save_id()
     trainer = node.trainer(root)
@@ -45,7 +45,7 @@ def test_an_agent_told_to_end_commits_staged_slots_and_leaves(node: Node, root: 
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_an_agent_told_to_end_serves_the_last_save_of_connected_trainers(
+def test_an_agent_serves_the_last_save_of_connected_trainers_after_sigterm(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -59,8 +59,8 @@ def test_an_agent_told_to_end_serves_the_last_save_of_connected_trainers(
     assert_intact(root, 1, [trainer])
 
 
-@pytest.mark.parametrize("how", ["the deadline passes", "it is told twice"])
-def test_an_agent_told_to_end_leaves_in_time_and_another_adopts_its_saves(
+@pytest.mark.parametrize("how", ["the deadline passes", "a second SIGTERM comes"])
+def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     node: Node, root: Path, how: str
 ) -> None:
     timeout_s = 0.5 if how == "the deadline passes" else 60.0
@@ -70,7 +70,7 @@ def test_an_agent_told_to_end_leaves_in_time_and_another_adopts_its_saves(
     with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         os.kill(agent, signal.SIGTERM)
-        if how == "it is told twice":
+        if how == "a second SIGTERM comes":
             assert watched(agent, 0.7)
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
@@ -94,7 +94,7 @@ def test_signals_meant_for_the_trainers_do_not_end_the_agent(
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["persist_on_leave", "not"])
-def test_an_agent_told_to_end_writes_memory_only_saves_if_configured(
+def test_an_agent_writes_memory_only_saves_after_sigterm_if_configured(
     node: Node, root: Path, wanted: bool
 ) -> None:
     """Storage is slow; the agent waits for the write once, and not a second time."""
@@ -134,7 +134,9 @@ def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
     assert not (root / file_names.TRACKER).exists()
 
 
-def test_a_trainer_told_to_end_leaves_its_staged_slot_to_the_agent(node: Node, root: Path) -> None:
+def test_a_trainer_ended_by_sigterm_leaves_its_staged_slot_to_the_agent(
+    node: Node, root: Path
+) -> None:
     """A trainer without a handler ends at once; the agent ends later, because storage is slow."""
     save_id = new_save_id()
     with blocked_open(

@@ -124,7 +124,7 @@ def test_records_that_a_node_publishes_in_parts_are_listed_soon(
         assert now < began + 7.0
 
 
-def test_a_note_of_a_last_missing_rank_is_asked_for_by_name(root: Path) -> None:
+def test_a_note_of_a_last_missing_rank_is_looked_up_by_name(root: Path) -> None:
     storage = _CountingStorage(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN

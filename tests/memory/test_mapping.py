@@ -38,7 +38,7 @@ def test_a_slab_can_never_be_executed() -> None:
     slab.close()
 
 
-def test_an_older_kernel_is_asked_without_the_seal(
+def test_an_older_kernel_gets_no_seal_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested: list[int] = []

@@ -267,7 +267,7 @@ def test_delete_directory_removes_only_an_empty_directory(backend):
     assert "iter_1" not in backend.storage.list("")
 
 
-def test_kind_tells_directories_files_and_missing_names(backend):
+def test_kind_distinguishes_directories_files_and_missing_names(backend):
     backend.plant("iter_1/a", b"")
     kinds = [backend.storage.kind(name) for name in ("iter_1", "iter_1/a", "iter_2", "iter_1/b")]
     assert kinds == ["directory", "file", None, None]
