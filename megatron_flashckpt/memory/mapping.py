@@ -27,7 +27,7 @@ _MADV_COLLAPSE = 25
 _MADV_DONTFORK = 10
 _MADV_DONTDUMP = 16
 #: Bytes that one call maps. The kernel holds the lock of the memory map meanwhile, so another
-#: thread's mmap waits: 31 ms with calls of 4 MiB, instead of 5 s with one call for 3 GiB.
+#: thread's mmap waits. It waits 31 ms with calls of 4 MiB, instead of 5 s with one call for 3 GiB.
 _POPULATE_NBYTES = 4 * 2**20
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.

@@ -1,8 +1,8 @@
 """One rank's pending saves, and the sources of their outcomes.
 
-The agent reports the outcome of a save. This rank itself concludes a save in three cases:
-planning, the slot or a copy failed; the agent's successor has neither the slot nor the checkpoint;
-or no agent will report an outcome, so this rank reads storage.
+The agent reports the outcome of a save. This rank itself concludes a save if planning,
+the slot or a copy failed, or if the agent's successor has neither the slot nor the checkpoint. If
+no agent will report an outcome, this rank reads storage and concludes the save.
 """
 
 from __future__ import annotations
