@@ -17,7 +17,7 @@ FIRST = ArgumentSource(4, "aa", "digest of 4")
 
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(argument_source, "_taken", {})
+    monkeypatch.setattr(argument_source, "_chosen", {})
 
 
 @pytest.mark.parametrize(
