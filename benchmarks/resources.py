@@ -29,11 +29,11 @@ class ProcessTree:
         self._outside = outside
 
     def _others(self) -> list[psutil.Process]:
-        found = {process.pid: process for process in self._own.children(recursive=True)}
-        for pid in self._outside() - found.keys():
+        processes = {process.pid: process for process in self._own.children(recursive=True)}
+        for pid in self._outside() - processes.keys():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[pid] = psutil.Process(pid)
-        return list(found.values())
+                processes[pid] = psutil.Process(pid)
+        return list(processes.values())
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all processes so far, including ended descendants."""

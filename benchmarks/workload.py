@@ -2,8 +2,8 @@
 
 It holds 16-bit weights, fp32 masters and both Adam moments of a decoder. All tensors are sharded
 along their first dimension (tensor parallel), so every rank holds different bytes. The tensors lie
-in one mapping, which stands for device memory: forked children do not inherit it. A copy out of the
-mapping stands for a copy from the device.
+in one mapping, which represents device memory: forked children do not inherit it. A copy out of the
+mapping represents a copy from the device.
 """
 
 from __future__ import annotations

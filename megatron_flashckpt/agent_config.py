@@ -66,8 +66,8 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     persist_on_leave: bool = True
     """Write the newest checkpoint before the agent exits, if that is only in memory. This is the
-    case if no trainer came back within `grace_s`, or if the job ended right after a save that was
-    memory-only or failed; a failed save is then tried once more."""
+    case if no trainer came back within `grace_s`, or if the job's last save was memory-only or
+    failed. A failed save is then tried once more."""
 
 
 class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

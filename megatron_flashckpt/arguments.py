@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from megatron_flashckpt.collectives import Attempt, Said
+from megatron_flashckpt.collectives import Attempt, ErrorReport
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +114,11 @@ class _Result(msgspec.Struct, frozen=True):
 
     source: _Source | None
     """None if there is no checkpoint of ours, or it was refused."""
-    refusal: Said | None
+    refusal: ErrorReport | None
 
 
 def _encoded(attempt: Attempt[_Source | None]) -> bytes:
-    return msgspec.msgpack.encode(_Result(attempt.value, attempt.said))
+    return msgspec.msgpack.encode(_Result(attempt.value, attempt.report))
 
 
 _RESULT = msgspec.msgpack.Decoder(_Result)
@@ -140,7 +140,7 @@ def _attempt(root: str, step: int | None) -> Attempt[_Source | None]:
 def _read(root: str, step: int | None) -> _Source | None:
     from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 
-    storage = PatientStorage(open_storage(root))
+    storage = RetryingStorage(open_storage(root))
     refused: FlashCkptError | None = None
     for iteration in _candidates(storage, step):
         try:

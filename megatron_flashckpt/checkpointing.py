@@ -17,7 +17,7 @@ from megatron_flashckpt.load import resume
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import (
-    changes_beside_steps,
+    changes_outside_steps,
     converts_format,
     left_to_megatron,
 )
@@ -104,7 +104,7 @@ def _request(call: SaveCall, margs: Any) -> SaveRequest:
         data_iterator=call.data_iterator,
         has_rerun_machine=True,
         memory_only=call.non_persistent,
-        blocking=wait == "staged" or changes_beside_steps(margs) is not None,
+        blocking=wait == "staged" or changes_outside_steps(margs) is not None,
         must_wait=until_durable,
         # With `durable` the loop waits for the shard, so the shard must not wait for the loop.
         in_loop=session.loop_timer.is_running and not until_durable,
@@ -121,11 +121,11 @@ def _save_dataloader(call: SaveCall, margs: Any) -> None:
 def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
     """Log on rank 0 the time that a staged save has blocked training, once it is known."""
 
-    def announce(seconds: float, where: str) -> None:
+    def announce(seconds: float, wait: str) -> None:
         kept = " for host memory only" if call.non_persistent else ""
         checkpointing().print_rank_0(
             f"  flashckpt: iteration {call.iteration} staged{kept}, "
-            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {where}"
+            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {wait}"
         )
 
     if until_durable:

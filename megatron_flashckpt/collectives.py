@@ -245,7 +245,7 @@ def reduce_flags(flags: Sequence[bool], group: Group = None) -> list[bool]:
     return [bool(flag) for flag in reduced.cpu().tolist()]
 
 
-def together(work: Callable[[], _T], group: Group = None) -> _T:
+def run_and_agree(work: Callable[[], _T], group: Group = None) -> _T:
     """Run `work()` on all ranks of `group`; raise on all ranks if it raised on any. Collective.
 
     Raises:
@@ -258,28 +258,28 @@ def together(work: Callable[[], _T], group: Group = None) -> _T:
     tried = attempt(work)
     # One number, because nearly always no rank has failed.
     if reduce_int(tried.error is not None, "max", group):
-        raise_agreed(gather_objects(tried.said, group), tried.error)
+        raise_agreed(gather_objects(tried.report, group), tried.error)
     return tried.value  # type: ignore[return-value]
 
 
-def gathered(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tuple[_T, list[_S]]:
+def run_and_gather(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tuple[_T, list[_S]]:
     """Run `work()`, which returns (local, shared), on all ranks and gather the results. Collective.
 
-    Returns this rank's `local` and every rank's `shared`, in rank order. Raises as `together` does,
-    without a further collective.
+    Returns this rank's `local` and every rank's `shared`, in rank order. Raises as `run_and_agree`
+    does, without a further collective.
     """
     tried = attempt(work)
     local, shared = (None, None) if tried.value is None else tried.value
-    everyone = gather_objects((shared, tried.said), group)
-    raise_agreed([report for _, report in everyone], tried.error)
-    return local, [values for values, _ in everyone]  # type: ignore[return-value]
+    results = gather_objects((shared, tried.report), group)
+    raise_agreed([report for _, report in results], tried.error)
+    return local, [values for values, _ in results]  # type: ignore[return-value]
 
 
-def from_first(work: Callable[[], _T]) -> _T:
+def run_on_rank_0(work: Callable[[], _T]) -> _T:
     """Run `work()` on rank 0; return its result, or raise its error, on all ranks. Collective."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     tried: Attempt[_T] = attempt(work) if is_first else Attempt(None, None)
-    value, report = broadcast_object((tried.value, tried.said))
+    value, report = broadcast_object((tried.value, tried.report))
     raise_agreed([report], tried.error)
     return value  # type: ignore[no-any-return]
 
@@ -292,9 +292,9 @@ class Attempt(Generic[_T]):
     error: Exception | None
 
     @property
-    def said(self) -> Said | None:
+    def report(self) -> ErrorReport | None:
         """Report of the error for the other ranks."""
-        return None if self.error is None else _said(self.error)
+        return None if self.error is None else _report_of(self.error)
 
 
 def attempt(work: Callable[[], _T]) -> Attempt[_T]:
@@ -305,8 +305,8 @@ def attempt(work: Callable[[], _T]) -> Attempt[_T]:
         return Attempt(None, failure)
 
 
-def raise_agreed(reports: list[Said | None], error: Exception | None) -> None:
-    """Raise the error that all ranks agree on (see `together`), if any rank has failed.
+def raise_agreed(reports: list[ErrorReport | None], error: Exception | None) -> None:
+    """Raise the error that all ranks agree on (see `run_and_agree`), if any rank has failed.
 
     Args:
         reports: error reports of all ranks; equal on all ranks.
@@ -318,12 +318,12 @@ def raise_agreed(reports: list[Said | None], error: Exception | None) -> None:
     agreed = min(failures, key=lambda report: report.damage)
     if error is None:
         raise agreed.error()
-    if isinstance(error, FlashCkptError) and _said(error)[:2] == agreed[:2]:
+    if isinstance(error, FlashCkptError) and _report_of(error)[:2] == agreed[:2]:
         raise error
     raise agreed.error() from error
 
 
-class Said(NamedTuple):
+class ErrorReport(NamedTuple):
     """Report of a rank's error for the other ranks."""
 
     damage: bool
@@ -342,23 +342,23 @@ class Said(NamedTuple):
         return error
 
 
-def cut_short(text: str) -> str:
+def shorten(text: str) -> str:
     """Return `text`, shortened to `MESSAGE_LENGTH`: thousands of ranks may send a message."""
     if len(text) <= MESSAGE_LENGTH:
         return text
     return f"{text[:MESSAGE_LENGTH]} ... ({len(text) - MESSAGE_LENGTH} more characters)"
 
 
-def cut_list(lines: Sequence[str]) -> tuple[str, ...]:
+def shorten_list(lines: Sequence[str]) -> tuple[str, ...]:
     """Return `lines`, shortened to `MESSAGE_LENGTH` in total, and the number of further lines."""
     ends = itertools.accumulate(len(line) for line in lines)
     count = max(1, sum(end <= MESSAGE_LENGTH for end in ends))
     if len(lines) <= count:
-        return tuple(map(cut_short, lines))
-    return (*map(cut_short, lines[:count]), f"... and {len(lines) - count} more")
+        return tuple(map(shorten, lines))
+    return (*map(shorten, lines[:count]), f"... and {len(lines) - count} more")
 
 
-def _said(error: Exception) -> Said:
+def _report_of(error: Exception) -> ErrorReport:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     name = type(error).__name__
     is_ours = getattr(errors, name, None) is type(error)
@@ -366,5 +366,7 @@ def _said(error: Exception) -> Said:
     # str() of an OSError begins with the error number.
     text = error.strerror if isinstance(error, StorageError) else str(error)
     repeats = isinstance(error, FlashCkptError) and error.repeats
-    message = cut_short(str(text) if repeats else f"rank {rank}: {name}: {text}")
-    return Said(is_damage(error), name if is_ours else FlashCkptError.__name__, number, message)
+    message = shorten(str(text) if repeats else f"rank {rank}: {name}: {text}")
+    return ErrorReport(
+        is_damage(error), name if is_ours else FlashCkptError.__name__, number, message
+    )

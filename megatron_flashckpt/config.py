@@ -136,8 +136,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     stop_on_failed_first_save: bool = True
     """With `on_failure: warn`: stop training if a save fails before this start of the job has
-    committed one, for a reason that only a person can remove: no space, no quota, read-only, no
-    permission, or an operation that the file system does not support."""
+    committed one, and only a person can remove the cause. Such causes are no space, no quota, a
+    read-only file system, no permission, and an operation that the file system lacks."""
 
     exit_nonzero_unless_durable: bool = True
     """Exit with status 1 if the last save to storage is not durable when the job ends; stock

@@ -1,7 +1,7 @@
 """Table of storage error numbers: their meaning, and the remedy for each.
 
-All decisions by error number use this table: retries, loads that fall back to an older checkpoint,
-operations that a file system does not support, and the remedies at the end of messages.
+Decisions by error number use this table: whether to retry, whether a load falls back to an older
+checkpoint, and whether a file system lacks an operation. Messages end with its remedies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ErrorClass(NamedTuple):
     kind: Kind
     remedy: str
     may_pass: bool = False
-    """True if a retry may succeed. If retries fail, `kind` tells the meaning."""
+    """True if a retry may succeed. If retries fail, `kind` has the meaning."""
 
 
 _AWAY = ErrorClass(

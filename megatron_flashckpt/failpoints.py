@@ -9,7 +9,7 @@ SIGNAL   `KILL` (default), or `STOP`, after which a test inspects, kills or cont
 FILE     created when the fault triggers; while the file exists, no fault triggers, also in
          processes that replace this one and inherit its environment
 
-Without the variable `reach` does nothing.
+Without the variable `hit` does nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Fault:
         self._signal = _SIGNALS[name or "KILL"]
         self._lock = threading.Lock()
 
-    def reach(self, point: str) -> None:
+    def hit(self, point: str) -> None:
         """Kill (or stop) this process if the fault triggers here."""
         if point != self._point or _name != self.who:
             return
@@ -150,7 +150,7 @@ class _Fault:
         signal.pthread_kill(threading.get_ident(), self._signal)
 
 
-def _pass(point: str) -> None:
+def _do_nothing(point: str) -> None:
     """Do nothing, because no fault is set."""
 
 
@@ -158,12 +158,12 @@ def _pass(point: str) -> None:
 _name = f"rank{os.environ['RANK']}" if "RANK" in os.environ else ""
 
 #: Hit a failpoint.
-reach: Callable[[str], None] = (
-    _Fault(os.environ[VARIABLE]).reach if os.environ.get(VARIABLE) else _pass
+hit: Callable[[str], None] = (
+    _Fault(os.environ[VARIABLE]).hit if os.environ.get(VARIABLE) else _do_nothing
 )
 
 
-def this_is(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Set the name of this process, if the variable RANK does not."""
     global _name
     _name = name

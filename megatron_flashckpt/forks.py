@@ -4,7 +4,7 @@ A trainer forks workers for its data loaders, which live as long as the trainer.
 close their descriptors, because the workers never exec. An open descriptor in a worker keeps memory
 allocated, and an open socket hides the trainer's end from the agent.
 
-Code opens such a descriptor inside the context `held_off`, and registers its owner with
+Code opens such a descriptor inside the context `forks_blocked`, and registers its owner with
 `close_in_children` before it leaves the context.
 """
 
@@ -30,7 +30,7 @@ _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 _depth = 0
 
 
-def held_off() -> contextlib.AbstractContextManager[object]:
+def forks_blocked() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no other thread forks. Keep it short, because forks wait for it."""
     return _lock
 

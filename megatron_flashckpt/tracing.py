@@ -142,8 +142,10 @@ class Recorder:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that the save has blocked training: the loop's wait (or that of the call, if the
-        loop was not measured), and the waits of later steps in the same thread."""
+        """Seconds that the save has blocked training.
+
+        The sum of the loop's wait (the call's, if the loop was not measured) and of the waits of
+        later steps in the same thread."""
         outer = LOOP if self._loop_s is not None else SAVE
         blocked_s = self.seconds.get(outer, 0.0)
         for call in [span for span in self.spans if span.name == outer][:1]:

@@ -20,7 +20,7 @@ class Call(NamedTuple):
 class Reason(NamedTuple):
     why: str
     test: str
-    """`file::function` below tests/; the test fails if the call hits a file of somebody else."""
+    """`file::function` below tests/. That test fails if the call removes files of other programs."""
 
 
 def review(module: str, *lines: tuple[str, str, str, str]) -> dict[Call, Reason]:
@@ -259,8 +259,8 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "Sweeper.sweep",
-            "leftovers.remove(self._storage)",
-            "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
+            "orphans.remove(self._storage)",
+            "see `OrphanedFiles.remove`; a checkpoint always has its manifest",
             "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept",
         ),
     ),
@@ -284,7 +284,7 @@ REVIEWED: dict[Call, Reason] = {
         (
             "tidy",
             "_obsolete_files(save, pending).remove(storage)",
-            "of `_is_of_an_attempt` or another save's id, which is not under way; see `Leftovers.remove`",
+            "of `_is_of_an_attempt` or another save's id, which is not under way; see `OrphanedFiles.remove`",
             "agent/test_tidying.py::test_a_save_under_way_of_the_same_iteration_is_spared",
         ),
     ),
@@ -505,7 +505,7 @@ REVIEWED: dict[Call, Reason] = {
         "storage.patient",
         *(
             (
-                f"PatientStorage.{method}",
+                f"RetryingStorage.{method}",
                 f"self._storage.{call}",
                 CALLER,
                 "storage/test_contract.py::test_delete_removes_that_file_only",

@@ -18,10 +18,10 @@ from megatron_flashckpt import collectives
 from megatron_flashckpt.collectives import (
     broadcast_object,
     exchange_blobs,
-    from_first,
     gather_objects,
-    gathered,
-    together,
+    run_and_agree,
+    run_and_gather,
+    run_on_rank_0,
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 
@@ -137,11 +137,13 @@ def rank_main(rank: int, directory: str) -> None:
     ]
     for name, failing in ERRORS.items():
         work = failing_on(failing, rank)
-        results[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
-    results["made"] = gathered(failing_on({}, rank))
-    results["first"] = from_first(lambda: f"of {rank}")
+        results[name] = [
+            raised(functools.partial(call, work)) for call in (run_and_agree, run_and_gather)
+        ]
+    results["made"] = run_and_gather(failing_on({}, rank))
+    results["first"] = run_on_rank_0(lambda: f"of {rank}")
     results["first failed"] = raised(
-        lambda: from_first(failing_on({0: CorruptCheckpointError("torn")}, rank))
+        lambda: run_on_rank_0(failing_on({0: CorruptCheckpointError("torn")}, rank))
     )
     Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -204,7 +206,7 @@ def test_every_rank_gets_the_first_ranks_result_or_error(results: list[dict]) ->
 
 
 def test_a_single_process_gets_its_own_result() -> None:
-    assert gathered(lambda: (1, 2)) == (1, [2])
-    assert from_first(lambda: 3) == 3
+    assert run_and_gather(lambda: (1, 2)) == (1, [2])
+    assert run_on_rank_0(lambda: 3) == 3
     with pytest.raises(CorruptCheckpointError, match=r"^torn$"):
-        gathered(failing_on({0: CorruptCheckpointError("torn")}, 0))
+        run_and_gather(failing_on({0: CorruptCheckpointError("torn")}, 0))

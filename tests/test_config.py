@@ -358,7 +358,7 @@ def test_rules_of_retention_come_from_a_file_or_from_variables(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{latest: 0}", "latest must be at least 1, got 0"),
         ("{every: 0}", "every must be at least 1, got 0"),
@@ -370,8 +370,8 @@ def test_rules_of_retention_come_from_a_file_or_from_variables(write):
         ("{newest: 1}", "unknown setting retention.newest"),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_refused(write, text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_rule_that_makes_no_sense_is_refused(write, text, message):
+    with pytest.raises(ConfigError, match=message):
         load_config(write(f"retention: {text}"), {})
 
 

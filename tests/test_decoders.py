@@ -45,7 +45,7 @@ def calls_that_look_at_types(path: Path) -> list[str]:
         node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     calls = []
-    for call in {node for each in functions for node in ast.walk(each)}:
+    for call in {node for scope in functions for node in ast.walk(scope)}:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
         types = []
@@ -53,7 +53,9 @@ def calls_that_look_at_types(path: Path) -> list[str]:
             types = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
         elif "msgspec" in ast.unparse(call.func) and call.func.attr in ("convert", "Decoder"):
             types = call.args[-1:]
-        names = {node.id for each in types for node in ast.walk(each) if isinstance(node, ast.Name)}
+        names = {
+            node.id for scope in types for node in ast.walk(scope) if isinstance(node, ast.Name)
+        }
         if names - PLAIN:
             calls.append(ast.unparse(call))
     return calls

@@ -21,16 +21,16 @@ from megatron_flashckpt.errors import ConfigError
 HOME = Path(megatron_flashckpt.__file__).parent
 WALK = """
 import sys
-from megatron_flashckpt.failpoints import reach, this_is
-this_is("agent")
+from megatron_flashckpt.failpoints import hit, set_process_name
+set_process_name("agent")
 for n in range(1, 6):
     print(n, flush=True)
-    reach("persist.chunk")
+    hit("persist.chunk")
 """
 
 
 def reached() -> set[tuple[str, str]]:
-    """Return `(point, module)` of every call of `reach` in the package."""
+    """Return `(point, module)` of every call of `hit` in the package."""
     calls = set()
     for path in HOME.rglob("*.py"):
         module = ".".join(path.relative_to(HOME).with_suffix("").parts)
@@ -38,7 +38,7 @@ def reached() -> set[tuple[str, str]]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id == "reach"
+                and node.func.id == "hit"
             ):
                 assert isinstance(node.args[0], ast.Constant), f"{module}:{node.lineno}"
                 calls.add((node.args[0].value, module))
@@ -54,7 +54,7 @@ def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-c",
-            WALK.replace('this_is("agent")', "") if "RANK" in environment else WALK,
+            WALK.replace('set_process_name("agent")', "") if "RANK" in environment else WALK,
         ],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -77,14 +77,14 @@ def test_the_table_names_every_failpoint_and_its_module() -> None:
 
 def test_a_failpoint_without_a_fault_does_nothing() -> None:
     assert failpoints.VARIABLE not in os.environ
-    work = [step.opname for step in dis.get_instructions(failpoints.reach)]
+    work = [step.opname for step in dis.get_instructions(failpoints.hit)]
     assert [name for name in work if name not in ("RESUME", "LOAD_CONST")] in (
         ["RETURN_VALUE"],
         ["RETURN_CONST"],
     )
     started = time.perf_counter()
     for _ in range(100_000):
-        failpoints.reach("persist.chunk")
+        failpoints.hit("persist.chunk")
     print(f"a point costs {(time.perf_counter() - started) * 1e4:.0f} ns when no fault is set")
     assert counted(None) == (0, 5)
 

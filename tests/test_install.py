@@ -31,7 +31,7 @@ print(megatron_flashckpt.__file__, training.save_checkpoint is save_checkpoint)
 WHERE = "import megatron_flashckpt as m; print(m.FORMAT_VERSION, m.__file__)"
 
 
-class Installed:
+class InstalledClone:
     """A clone named like the package, and a virtual environment with an editable install of it."""
 
     def __init__(self, parent: Path) -> None:
@@ -57,8 +57,8 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    made = Installed(tmp_path_factory.mktemp("installed"))
+def installed(tmp_path_factory: pytest.TempPathFactory) -> InstalledClone:
+    made = InstalledClone(tmp_path_factory.mktemp("installed"))
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPO / "megatron_flashckpt", made.package.parent, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md"):
@@ -117,7 +117,9 @@ def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
     assert [name for name in folders if not (REPO / name).is_dir()] == []
 
 
-def test_a_wheel_holds_the_package_and_files_to_copy(installed: Installed, tmp_path: Path) -> None:
+def test_a_wheel_holds_the_package_and_files_to_copy(
+    installed: InstalledClone, tmp_path: Path
+) -> None:
     clone = tmp_path / "clone"
     shutil.copytree(installed.clone, clone)
     for module in REPO.glob("*/*.py"):
@@ -150,7 +152,7 @@ def test_a_wheel_holds_the_package_and_files_to_copy(installed: Installed, tmp_p
 
 @pytest.mark.parametrize("python_path", [None, "parent", "clone"])
 def test_the_package_is_found_from_every_directory(
-    installed: Installed, python_path: str | None
+    installed: InstalledClone, python_path: str | None
 ) -> None:
     variables = {} if python_path is None else {"PYTHONPATH": str(getattr(installed, python_path))}
     for cwd in (installed.parent, installed.clone, Path("/")):
@@ -158,13 +160,13 @@ def test_the_package_is_found_from_every_directory(
         assert printed == f"1 {installed.package}\n", cwd
 
 
-def test_commands_start_in_the_parent_of_the_clone(installed: Installed) -> None:
+def test_commands_start_in_the_parent_of_the_clone(installed: InstalledClone) -> None:
     version = installed.run("flashckpt", "--version", cwd=installed.parent)
     as_module = ("python", "-m", "megatron_flashckpt.cli", "--version")
     assert installed.run(*as_module, cwd=installed.parent) == version
 
 
-def test_torchrun_starts_the_launcher_in_the_parent_of_the_clone(installed: Installed) -> None:
+def test_torchrun_starts_the_launcher_in_the_parent_of_the_clone(installed: InstalledClone) -> None:
     script = installed.parent / "script.py"
     script.write_text(SCRIPT)
     printed = installed.run(

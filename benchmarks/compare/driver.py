@@ -1,7 +1,7 @@
 """Saves and loads of several checkpoint systems: one state, one clock, one job, in turn.
 
 Every system saves the same tensors of the same ranks (`workload.py`), used as its documentation
-tells (`systems/`). The saves of all systems take turns, so that other load on the machine affects
+says (`systems/`). The saves of all systems take turns, so that other load on the machine affects
 all systems equally. Figures are compared within one run only. A job makes one first save of each
 system. Further jobs measure more first saves, with directories, agents and ranks of their own. On a
 machine without a GPU the ranks use the stand-in of `tests/cpu_megatron`, where a copy to the host

@@ -1,4 +1,4 @@
-"""State, systems, turns and figures that all measurements of one rank share."""
+"""State, systems and figures that all measurements of one rank share."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Job:
         self.scratch = as_bytes(mapping(self.state.memory.numel()))
         self._scratch_pieces = self.state.like(self.scratch)
         self.systems: dict[str, System] = {}
-        self.found: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
         self.step = 0
         for name in args.systems.split(","):
             root = args.root / name
-            self.found[name] = {"errors": []}
+            self.results[name] = {"errors": []}
             with self.reported(name, "start"):
                 root.mkdir(exist_ok=True)
                 self.systems[name] = make(name, root, self.rank, self.world)
@@ -63,22 +63,22 @@ class Job:
         except Exception as error:
             failed = 1.0
             traceback.print_exc()
-            self.found[name]["errors"].append(f"{what}: {type(error).__name__}: {error}"[:400])
+            self.results[name]["errors"].append(f"{what}: {type(error).__name__}: {error}"[:400])
         if slowest(failed) and name in self.systems:
             _close(self.systems.pop(name), keep=False)
 
-    def turns(self, rounds: int) -> Iterator[tuple[int, str]]:
+    def interleaved(self, rounds: int) -> Iterator[tuple[int, str]]:
         """Yield `(round, system)`; the order of the systems rotates from round to round."""
         names = list(self.args.systems.split(","))
-        for turn in range(rounds):
-            first = turn % len(names)
+        for number in range(rounds):
+            first = number % len(names)
             for name in names[first:] + names[:first]:
                 if name in self.systems:
-                    yield turn, name
+                    yield number, name
 
     def note(self, name: str, **values: Any) -> None:
         for key, value in values.items():
-            self.found[name].setdefault(key, []).append(value)
+            self.results[name].setdefault(key, []).append(value)
 
     def memcpy_s(self) -> float:
         """Return the seconds of one plain copy of the state on all ranks at the same time.
@@ -90,7 +90,7 @@ class Job:
         target, source = self.scratch, self.state.memory
         words = [memory.view(torch.int64) for memory in (target, source)]
         pieces = list(self.state.tensors.values())
-        self.found.setdefault("limits", {}).setdefault("memcpy_by_tensor_s", []).append(
+        self.results.setdefault("limits", {}).setdefault("memcpy_by_tensor_s", []).append(
             self._slowest_of(lambda: torch._foreach_copy_(self._scratch_pieces, pieces))
         )
         return min(

@@ -1,7 +1,7 @@
 """Loads of all systems in turn: page cache cold and warm, and from memory.
 
-Each load is compared with its limit, which is measured right before it: all ranks at once copy the
-state, or read the same number of bytes, into memory that is already mapped.
+Each load is compared with its limit, which is measured right before it. For the limit, all ranks at
+once copy the state, or read the same number of bytes, into memory that is already mapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAGE = 4096
 
 def from_memory(job: Job, rounds: int) -> None:
     """Measure loads from memory of systems whose memory ends with the ranks that saved."""
-    for _, name in job.turns(rounds):
+    for _, name in job.interleaved(rounds):
         if not job.systems[name].memory_survives:
             _load(job, name, "memory", job.systems[name].load_from_memory, job.memcpy_s)
 
@@ -32,7 +32,7 @@ def from_memory(job: Job, rounds: int) -> None:
 def loads(job: Job, rounds: int) -> None:
     """Measure loads in ranks that have just started: page cache cold and warm, and memory."""
     raw = _RawFile(job)
-    for _, name in job.turns(rounds):
+    for _, name in job.interleaved(rounds):
         system = job.systems[name]
         files = [path for path in system.root.rglob("*") if path.is_file()]
 
@@ -82,7 +82,7 @@ class _RawFile:
         self.path = job.args.root / f"raw_{job.rank}"
         write_raw(self.path, job.scratch, direct=False)
         self._view = memoryview(job.scratch.numpy())
-        self._limits = job.found.setdefault("limits", {})
+        self._limits = job.results.setdefault("limits", {})
 
     def warm_s(self) -> float:
         self._read(0)

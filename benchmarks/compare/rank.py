@@ -86,12 +86,12 @@ def measure(args: argparse.Namespace) -> Job:
 
 def encoded_figures(job: Job) -> str:
     """Return the figures of a rank as one line of JSON."""
-    limits = job.found.pop("limits", {})
+    limits = job.results.pop("limits", {})
     return json.dumps(
         {
             "rank_nbytes": job.state.nbytes,
             "pieces": len(job.state.tensors),
-            "systems": job.found,
+            "systems": job.results,
             "limits": limits,
         }
     )

@@ -29,15 +29,15 @@ def ratio(
     )
 
 
-def load_share(found: dict[str, Any], how: str) -> float | None:
+def load_share(entry: dict[str, Any], how: str) -> float | None:
     """Return the limit of a load (a plain copy or a plain read) as a fraction of its time."""
-    return ratio(found.get(f"{how}_limit_s"), found.get(f"{how}_s"))
+    return ratio(entry.get(f"{how}_limit_s"), entry.get(f"{how}_s"))
 
 
-def first_saves(found: dict[str, Any]) -> tuple[list[float], list[float]]:
+def first_saves(entry: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Return the blocked seconds of each job's first save, and their ratios to its later saves."""
     blocked, against_later = [], []
-    for job in (found, *found.get("more_jobs", [])):
+    for job in (entry, *entry.get("more_jobs", [])):
         if "first" in job:
             blocked.append(job["first"]["blocked_s"])
             if later := median(job.get("blocked_s")):
@@ -47,39 +47,39 @@ def first_saves(found: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     """Return the figures of one system: medians, and ratios within the run."""
-    found = results["systems"][name]
+    entry = results["systems"][name]
     nbytes = results["rank_nbytes"]
     whole = nbytes * results["size"]["ranks"]
     raw_s = raw_write_s(results)
-    durable = median(found.get("durable_s"))
-    memcpy_s = median(found.get("memcpy_s"))
-    first, first_over_later = first_saves(found)
-    cpu = median(found.get("cpu_s"))
+    durable = median(entry.get("durable_s"))
+    memcpy_s = median(entry.get("memcpy_s"))
+    first, first_over_later = first_saves(entry)
+    cpu = median(entry.get("cpu_s"))
 
     return {
         "first_blocked_s": median(first),
-        "blocked_s": median(found.get("blocked_s")),
+        "blocked_s": median(entry.get("blocked_s")),
         "first_over_later": median(first_over_later),
-        "blocked_over_memcpy": ratio(found.get("blocked_s"), found.get("memcpy_s")),
-        "settled_s": median(found.get("settled_s")),
-        "settled_over_memcpy": ratio(found.get("settled_s"), found.get("memcpy_s")),
-        "owed_s": median(found.get("owed_s")),
+        "blocked_over_memcpy": ratio(entry.get("blocked_s"), entry.get("memcpy_s")),
+        "settled_s": median(entry.get("settled_s")),
+        "settled_over_memcpy": ratio(entry.get("settled_s"), entry.get("memcpy_s")),
+        "owed_s": median(entry.get("owed_s")),
         "durable_s": durable,
         "durable_over_raw": durable / raw_s if durable and raw_s else None,
         "durable_over_copy_and_raw": (
             durable / (memcpy_s + raw_s) if durable and memcpy_s and raw_s else None
         ),
-        "training_lost_s": median(found.get("training_lost_s")),
-        "training_blocked_s": median(found.get("training_blocked_s")),
-        "training_slowed_s": median(found.get("training_slowed_s")),
+        "training_lost_s": median(entry.get("training_lost_s")),
+        "training_blocked_s": median(entry.get("training_blocked_s")),
+        "training_slowed_s": median(entry.get("training_slowed_s")),
         "cpu_s_per_gb": cpu / (whole / _GB) if cpu else None,
-        **{f"{how}_s": median(found.get(f"{how}_s")) for how in LOADS},
-        **{f"{how}_share": load_share(found, how) for how in LOADS},
-        "host_memory": found["memory_nbytes"] / whole if "memory_nbytes" in found else None,
-        "agent_mib": found["agent_nbytes"] / 2**20 if "agent_nbytes" in found else None,
-        "agent_start_s": found.get("agent_start_s"),
-        "disk": found["disk_nbytes"] / whole if "disk_nbytes" in found else None,
-        "files": found.get("files"),
+        **{f"{how}_s": median(entry.get(f"{how}_s")) for how in LOADS},
+        **{f"{how}_share": load_share(entry, how) for how in LOADS},
+        "host_memory": entry["memory_nbytes"] / whole if "memory_nbytes" in entry else None,
+        "agent_mib": entry["agent_nbytes"] / 2**20 if "agent_nbytes" in entry else None,
+        "agent_start_s": entry.get("agent_start_s"),
+        "disk": entry["disk_nbytes"] / whole if "disk_nbytes" in entry else None,
+        "files": entry.get("files"),
     }
 
 
@@ -103,8 +103,8 @@ def _split(phases: list[dict[str, float]]) -> str:
 def _how_many_firsts(results: dict[str, Any]) -> str:
     """Return a line with the number of first saves of each system."""
     by_count: dict[int, list[str]] = {}
-    for name, found in results["systems"].items():
-        by_count.setdefault(len(first_saves(found)[0]), []).append(name)
+    for name, entry in results["systems"].items():
+        by_count.setdefault(len(first_saves(entry)[0]), []).append(name)
     counts = sorted(by_count.items(), reverse=True)
     jobs = "; ".join(f"{number} of {', '.join(names)}" for number, names in counts if number)
     return (
@@ -146,15 +146,15 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
             cells = [show(row) for show in columns.values()]
             table.add_row(name, *cells)
         out.print(table)
-    for name, found in results["systems"].items():
-        jobs = [found, *found.get("more_jobs", [])]
+    for name, entry in results["systems"].items():
+        jobs = [entry, *entry.get("more_jobs", [])]
         firsts = [job["first"]["phases"] for job in jobs if "first" in job]
-        for what, several in (("first", firsts), ("later", found.get("phases", []))):
+        for what, several in (("first", firsts), ("later", entry.get("phases", []))):
             if phases := [taken for taken in several if taken]:
                 out.print(f"phases of a {what} save on rank 0, {name} (ms): {_split(phases)}")
-    for name, found in results["systems"].items():
-        if "busy" in found:
-            busy = found["busy"]
+    for name, entry in results["systems"].items():
+        if "busy" in entry:
+            busy = entry["busy"]
             tries = ", ".join(
                 f"{word} after {s:.2f} s"
                 for word, s in zip(busy["said"], busy["blocked_s"], strict=True)
@@ -162,8 +162,8 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
             out.print(
                 f"busy, {name}: three saves in a row: {tries}; newest complete: {busy['latest']}"
             )
-    for name, found in results["systems"].items():
-        for error in found["errors"]:
+    for name, entry in results["systems"].items():
+        for error in entry["errors"]:
             out.print(f"{name}: {error}")
 
 

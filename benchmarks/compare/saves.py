@@ -19,21 +19,21 @@ def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
     """
     job.state.fill()
     job.memcpy_s()
-    for turn, name in job.turns(rounds + 1):
+    for number, name in job.interleaved(rounds + 1):
         tree = ProcessTree(job.systems[name].pids)
-        before = total(tree.memory_nbytes()) if turn == 0 else 0.0
+        before = total(tree.memory_nbytes()) if number == 0 else 0.0
         with job.reported(name, "setup"):
-            if turn == 0:
+            if number == 0:
                 started = time.perf_counter()
                 job.systems[name].setup(job.state)
-                job.found[name]["setup_s"] = slowest(time.perf_counter() - started)
-                job.found[name] |= job.systems[name].figures
+                job.results[name]["setup_s"] = slowest(time.perf_counter() - started)
+                job.results[name] |= job.systems[name].figures
         if name not in job.systems:
             continue
         with job.reported(name, "save"):
-            _one_save(job, name, tree, first=turn == 0)
-        if turn == 0 and name in job.systems:
-            job.found[name]["held_nbytes"] = total(tree.memory_nbytes()) - before
+            _one_save(job, name, tree, first=number == 0)
+        if number == 0 and name in job.systems:
+            job.results[name]["held_nbytes"] = total(tree.memory_nbytes()) - before
         if raw_writes and name == next(iter(job.systems), None):
             _raw_write(job)
 
@@ -74,11 +74,11 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
         raise RuntimeError(f"step {job.step} was left out")
     phases = system.phases(job.step)
     if first:
-        job.found[name]["first"] = {**values, "phases": phases}
+        job.results[name]["first"] = {**values, "phases": phases}
     else:
         job.note(name, **values, phases=phases)
-    job.found[name]["files"] = len(files)
-    job.found[name]["disk_nbytes"] = sum(path.stat().st_size for path in files)
+    job.results[name]["files"] = len(files)
+    job.results[name]["disk_nbytes"] = sum(path.stat().st_size for path in files)
     system.prune(job.step)
 
 
@@ -89,13 +89,13 @@ def _raw_write(job: Job) -> None:
         path.unlink(missing_ok=True)
         dist.barrier()
         took = write_raw(path, job.scratch, direct=direct)
-        job.found.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
+        job.results.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
     path.unlink(missing_ok=True)
 
 
 def memory(job: Job) -> None:
     """Measure the rise of all processes' memory during one more save."""
-    for _, name in job.turns(1):
+    for _, name in job.interleaved(1):
         system = job.systems[name]
         job.step += 1
         job.state.tag(job.step)
@@ -104,18 +104,18 @@ def memory(job: Job) -> None:
             system.settle(job.step)
             system.wait(job.step)
         if name in job.systems:
-            found = job.found[name]
-            found["transient_nbytes"] = total(peak.nbytes)
-            found["memory_nbytes"] = found["held_nbytes"] + found["transient_nbytes"]
+            entry = job.results[name]
+            entry["transient_nbytes"] = total(peak.nbytes)
+            entry["memory_nbytes"] = entry["held_nbytes"] + entry["transient_nbytes"]
             agents = ProcessTree(system.pids).outside_nbytes()
             if agents:
-                found["agent_nbytes"] = agents
+                entry["agent_nbytes"] = agents
             system.prune(job.step)
 
 
 def busy(job: Job) -> None:
     """Start three saves in a row, each before the last one is complete."""
-    for _, name in job.turns(1):
+    for _, name in job.interleaved(1):
         system = job.systems[name]
         if not system.background:
             continue
@@ -134,7 +134,7 @@ def busy(job: Job) -> None:
             newest = max(first + n for n, word in enumerate(said) if word == "saved")
             system.wait(newest)
             dist.barrier()
-            job.found[name]["busy"] = {
+            job.results[name]["busy"] = {
                 "blocked_s": took,
                 "said": said,
                 "latest": system.latest() - first + 1,

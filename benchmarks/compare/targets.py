@@ -34,8 +34,8 @@ class Target:
 
 def _beyond_memcpy_ms(results: dict[str, Any], row: Row) -> float | None:
     """Return the blocked milliseconds beyond 5 % of a memcpy."""
-    found = results["systems"][OURS]
-    pairs = zip(found["blocked_s"], found["memcpy_s"], strict=True)
+    entry = results["systems"][OURS]
+    pairs = zip(entry["blocked_s"], entry["memcpy_s"], strict=True)
     return median([1000 * (blocked - 0.05 * memcpy) for blocked, memcpy in pairs])
 
 
@@ -56,16 +56,16 @@ def _by_tensor(seconds: Callable[[dict[str, Any], Row], float | None]) -> Callab
 
 
 def _blocking_s(results: dict[str, Any], row: Row) -> float | None:
-    found = results["systems"].get(BLOCKING)
-    return median(found.get("blocked_s")) if found else None
+    entry = results["systems"].get(BLOCKING)
+    return median(entry.get("blocked_s")) if entry else None
 
 
 def _against_rival(results: dict[str, Any], row: Row) -> float | None:
     if RIVAL not in results["systems"]:
         return None
-    theirs = summary(results, RIVAL)["training_lost_s"]
+    rival = summary(results, RIVAL)["training_lost_s"]
     ours = row["training_lost_s"]
-    return ours / theirs if theirs and ours is not None else None
+    return ours / rival if rival and ours is not None else None
 
 
 def _beside_slots_mib(results: dict[str, Any], row: Row) -> float | None:

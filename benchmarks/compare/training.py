@@ -50,7 +50,7 @@ def training(job: Job, rounds: int) -> None:
     """Measure the time that steps lose during a save, with all cores busy."""
     training = Training(job.args.step_ms / 1000)
     training.step()
-    for _, name in job.turns(rounds):
+    for _, name in job.interleaved(rounds):
         if job.systems[name].background:
             with job.reported(name, "training"):
                 _one_save_in_training(job, name, training)

@@ -24,7 +24,7 @@ from benchmarks.synthetic import LLAMA_405B, World
 from megatron_flashckpt.collectives import gather_named, gather_objects
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
-from megatron_flashckpt.load.all_to_all import Pace, Span, Stream
+from megatron_flashckpt.load.all_to_all import RoundSizes, Span, Stream
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 #: The measured rank, one of the first tensor ranks; its replicas hold all pieces that it needs.
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     spans = sum(map(len, requested.values()))
     title = (
         f"one of {SAVED.size:,} ranks requests {spans:,} spans from {len(requested)} others, "
-        f"{nbytes / 1e6:,.0f} MB, in {Pace.of(streams, ROUND_NBYTES).rounds(streams)} rounds"
+        f"{nbytes / 1e6:,.0f} MB, in {RoundSizes.of(streams, ROUND_NBYTES).rounds(streams)} rounds"
     )
     works: dict[str, Callable[[], object]] = {
         "gather all requests": lambda: gather_named(requested),

@@ -37,7 +37,7 @@ RANKS = 2
 #: Elements of each tensor of a rank, stored as a master (4 bytes) and a weight (2 bytes).
 NUMEL = 2**20
 RAW_NBYTES = 16 * 2**20
-_WAYS = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
+_MODES = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
 #: Seconds of each measurement of the busy processes' rate without a save.
 _ALONE_S = 0.3
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -121,14 +121,14 @@ def own_mib(pid: int) -> float:
     raise ValueError(f"process {pid} has no memory")
 
 
-def write_raw(root: Path, nbytes: int, number: int, turns: Any, done: Any) -> None:
-    """Write one file of `nbytes` for each way that `turns` receives, until it receives None."""
+def write_raw(root: Path, nbytes: int, number: int, orders: Any, done: Any) -> None:
+    """Write one file of `nbytes` for each mode that `orders` receives, until it receives None."""
     memory = memoryview(mmap.mmap(-1, nbytes + RAW_NBYTES))
     random = os.urandom(2**20)
     for at in range(0, nbytes, len(random)):
         memory[at : at + len(random)] = random
-    while (way := turns.get()) is not None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _WAYS[way]
+    while (mode := orders.get()) is not None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _MODES[mode]
         fd = os.open(root / f"raw{number}", flags)
         os.posix_fallocate(fd, 0, nbytes)
         for at in range(0, nbytes, RAW_NBYTES):
@@ -145,16 +145,16 @@ def write_raw(root: Path, nbytes: int, number: int, turns: Any, done: Any) -> No
 def raw_writers(root: Path, nbytes: int) -> Iterator[Callable[[str], None]]:
     """Yield a function that makes every process write its file once."""
     context = mp.get_context("spawn")
-    turns, done = [context.Queue() for _ in range(RANKS)], context.Queue()
-    arguments = [(root, nbytes, number, turns[number], done) for number in range(RANKS)]
+    orders, done = [context.Queue() for _ in range(RANKS)], context.Queue()
+    arguments = [(root, nbytes, number, orders[number], done) for number in range(RANKS)]
     processes = [context.Process(target=write_raw, args=of_process) for of_process in arguments]
     for process in processes:
         process.start()
 
-    def write(way: str | None) -> None:
-        for turn in turns:
-            turn.put(way)
-        for _ in turns if way is not None else ():
+    def write(mode: str | None) -> None:
+        for orders_of_rank in orders:
+            orders_of_rank.put(mode)
+        for _ in orders if mode is not None else ():
             done.get()
 
     try:
@@ -232,11 +232,11 @@ class Figures:
 
     def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, float, str]]:
         """Yield the name, the figure and the target of each measurement."""
-        medians = {way: statistics.median(taken) for way, taken in raw_s.items()}
-        best = min(medians, key=lambda way: medians[way])
+        medians = {mode: statistics.median(taken) for mode, taken in raw_s.items()}
+        best = min(medians, key=lambda mode: medians[mode])
         durable, gb = statistics.median(self.durable_s), self.state_nbytes / 1e9
-        for way, taken in medians.items():
-            yield f"raw write, {way}, GB/s", gb / taken, ""
+        for mode, taken in medians.items():
+            yield f"raw write, {mode}, GB/s", gb / taken, ""
         yield "call to committed, s", durable, ""
         yield f"divided by raw writes ({best})", durable / medians[best], "<= 1.15"
         ratios = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
@@ -290,26 +290,29 @@ def measure(
     root: Path, mib: int, rounds: int, settings: list[AgentConfig], others: Others
 ) -> tuple[dict[str, list[float]], list[Figures]]:
     """Return the seconds of raw writes, and the figures of each setting, measured in turn."""
-    raw_s: dict[str, list[float]] = {way: [] for way in _WAYS}
+    raw_s: dict[str, list[float]] = {mode: [] for mode in _MODES}
     ours = [Ours(root / f"{n}", mib, setting, others) for n, setting in enumerate(settings)]
 
-    def raw(way: str) -> None:
+    def raw(mode: str) -> None:
         since = time.perf_counter()
-        write(way)
-        raw_s[way].append(time.perf_counter() - since)
+        write(mode)
+        raw_s[mode].append(time.perf_counter() - since)
         for path in root.glob("raw*"):
             path.unlink()
 
     with raw_writers(root, ours[0].ranks[0].nbytes) as write:
-        for turn in range(-2, rounds):
-            if not turn:  # both slots and the memory of raw writes have been used before
+        for round_number in range(-2, rounds):
+            if not round_number:  # both slots and the memory of raw writes have been used before
                 for taken in raw_s.values():
                     taken.clear()
                 for system in ours:
                     system.figures.clear()
-            steps = [lambda system=system, turn=turn: system.save(turn + 3) for system in ours]
-            steps += [lambda way=way: raw(way) for way in _WAYS]
-            first = turn % len(steps)
+            steps = [
+                lambda system=system, round_number=round_number: system.save(round_number + 3)
+                for system in ours
+            ]
+            steps += [lambda mode=mode: raw(mode) for mode in _MODES]
+            first = round_number % len(steps)
             for step in steps[first:] + steps[:first]:
                 step()
     for system in ours:
@@ -364,7 +367,7 @@ def compared(
     raw_s: dict[str, list[float]],
 ) -> Table:
     """Return a table with a row per setting; times are relative to raw writes of the same round."""
-    best = min(raw_s, key=lambda way: statistics.median(raw_s[way]))
+    best = min(raw_s, key=lambda mode: statistics.median(raw_s[mode]))
     rows = []
     for setting, of_setting in zip(settings, figures, strict=True):
         ratios = [ours / raw for ours, raw in zip(of_setting.durable_s, raw_s[best], strict=True)]

@@ -77,7 +77,7 @@ class Case:
         self.cpu_s.append(self._agents_cpu_s() - cpu_s)
 
     def _is_held(self) -> bool:
-        counts = self._made.said_held(self._iteration)
+        counts = self._made.reported_held(self._iteration)
         return all(count >= self._holders for count in counts.values())
 
     def _agents_cpu_s(self) -> float:

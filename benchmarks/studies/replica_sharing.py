@@ -27,7 +27,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
-from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.storage.opening import open_storage
@@ -81,7 +81,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
     config = Config()
     wanted = World(MODEL, 1, 1, 1).wanted(0, 0, 0)
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
-    for turn in range(rounds + 1):  # the first turn is a warm-up
+    for round_number in range(rounds + 1):  # the first round is a warm-up
         for speed in SPEEDS:
             storage = SharedStorage(root, lock, speed.mib_per_s)
             stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
@@ -90,11 +90,13 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
                     drop_from_cache(sorted((root / stored.directory).glob("*.safetensors")))
                 chunks = chunk_reads(read_plan(wanted, stored.sources(), stored.place), wanted)
                 with ChunkReader(stored, 1) as reader:
-                    sharing = Sharing(None, mode, config.read_memory_mib * 2**20 - reader.nbytes)
+                    sharing = ReplicaGroup(
+                        None, mode, config.read_memory_mib * 2**20 - reader.nbytes
+                    )
                     dist.barrier()
                     report = read_with_replicas(reader, chunks, Targets(wanted, tensors), sharing)
                     dist.barrier()
-                if rank == 0 and turn:
+                if rank == 0 and round_number:
                     results.put((speed.name, mode, report.seconds))
     dist.destroy_process_group()
 

@@ -119,9 +119,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     rows = []
     for cold in (False, True):
         raw, ours = [], []
-        for turn in range(options.rounds):
+        for round_number in range(options.rounds):
             both = [(raw, lambda: read_raw(paths, raw_memory, threads)), (ours, load)]
-            for figures, work in both if turn % 2 else reversed(both):
+            for figures, work in both if round_number % 2 else reversed(both):
                 figures.append(timed(work, cold=cold))
         ratio = statistics.median(b / a for a, b in zip(raw, ours, strict=True))
         state = "cold" if cold else "warm"

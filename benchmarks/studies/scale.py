@@ -88,7 +88,7 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
     return first
 
 
-class _Counting(PosixStorage):
+class _CountingStorage(PosixStorage):
     """Storage that counts listings and bytes read."""
 
     def __init__(self, root: Path) -> None:
@@ -124,7 +124,7 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
     """Commit the records in `root`, while another node waits."""
     began = time.monotonic()
     save = PendingSave(open_storage(root), ITERATION, SAVE_ID, began, {0: meta}, {0})
-    distant = _Counting(root)
+    distant = _CountingStorage(root)
     waiting = PendingSave(distant, ITERATION, SAVE_ID, began, {1: meta}, {1})
     for _ in range(_LOOKS):
         assert outcome_of(waiting, 600.0) == (False, None)

@@ -210,8 +210,8 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     """Yield the seconds of a save by storage, size and policy, as medians over the rounds."""
     state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
     seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
-    for turn in range(options.rounds):
-        order = POLICIES[turn % len(POLICIES) :] + POLICIES[: turn % len(POLICIES)]
+    for round_number in range(options.rounds):
+        order = POLICIES[round_number % len(POLICIES) :] + POLICIES[: round_number % len(POLICIES)]
         for kind in KINDS:
             for mib in options.mib:
                 for policy in order:

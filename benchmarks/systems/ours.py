@@ -1,6 +1,6 @@
 """This project: `Checkpointer`, driven as by Megatron's training loop.
 
-A save runs the whole code path: it enumerates and plans the pieces with the code for Megatron,
+A save runs the whole code path. It enumerates and plans the pieces with the code for Megatron,
 stages them, and hands them to an agent process that this job starts. The optimizer's step waits for
 remaining copies through the hook that the save has installed. The weights are parameters of a
 module with a `sharded_state_dict`, as in Megatron's modules. Masters and moments belong to

@@ -105,7 +105,7 @@ class Session:
         try:
             # Short: the path of an agent's socket has at most 107 bytes.
             with tempfile.TemporaryDirectory(prefix="fc") as agents:
-                return _Measuring(self, system, megatron, where, Path(agents)).measure()
+                return _Measurement(self, system, megatron, where, Path(agents)).measure()
         finally:
             shutil.rmtree(where, ignore_errors=True)
             # Complete all writes of this system before the next one trains.
@@ -113,14 +113,14 @@ class Session:
 
     def warm_up(self, megatron: Megatron) -> None:
         """Train one iteration, so that the first run of a study does not start slower."""
-        nothing = System("warm-up", "warm-up", saves=False)
+        unsaved = System("warm-up", "warm-up", saves=False)
         session = dataclasses.replace(self, schedule=Schedule(interval=2, saves=0))
         # The next run reports the same failure.
         with contextlib.suppress(JobError):
-            session.measure(nothing, megatron)
+            session.measure(unsaved, megatron)
 
 
-class _Measuring:
+class _Measurement:
     def __init__(
         self, session: Session, system: System, megatron: Megatron, where: Path, agents: Path
     ) -> None:

@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.state import options_of
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 
 
-class _ErrorSeen(logging.Handler):
+class _ErrorFlag(logging.Handler):
     """Remembers whether an error was logged, so that the log is kept."""
 
     seen = False
@@ -60,13 +60,13 @@ def main() -> int:
         stream=sys.stderr,
         format=LOG_FORMAT,
     )
-    errors = _ErrorSeen(logging.ERROR)
+    errors = _ErrorFlag(logging.ERROR)
     logging.getLogger().addHandler(errors)
     # The agent must survive Ctrl-C in the training terminal and a SIGHUP of its shell. It must also
     # survive the signals by which schedulers announce the end of a job (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    failpoints.this_is("agent")
+    failpoints.set_process_name("agent")
     raise_limit()
     process = AgentProcess(options)
     # The parent exits as soon as trainers can connect: its starter reaps it, and the agent has no

@@ -66,7 +66,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     """Start time of that process; see `RankProcess`."""
     machine: str
-    """Boot and pid namespace in which `pid` is valid; see `here`."""
+    """Boot and pid namespace in which `pid` is valid; see `this_host`."""
     epoch: int
     host: str
     run_id: str
@@ -83,7 +83,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_of_dead_process(self) -> bool:
         """Return whether the agent ran on this machine and has ended."""
-        return self.machine == here() and not RankProcess(self.started, self.pid).is_alive
+        return self.machine == this_host() and not RankProcess(self.started, self.pid).is_alive
 
     @property
     def writer(self) -> str:
@@ -93,7 +93,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @functools.cache
-def here() -> str:
+def this_host() -> str:
     """Return the boot id and the pid namespace, within which process ids are valid."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

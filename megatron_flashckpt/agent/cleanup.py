@@ -26,7 +26,7 @@ from typing import TypeVar
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
 from megatron_flashckpt.storage.parallel import for_all
@@ -46,7 +46,7 @@ _OF_ATTEMPTS = (".commit", ".failed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leftovers:
+class OrphanedFiles:
     """Orphaned files that may be removed; may be empty."""
 
     files: list[str] = dataclasses.field(default_factory=list)
@@ -56,7 +56,7 @@ class Leftovers:
     examined: list[int] = dataclasses.field(default_factory=list)
     """Iterations of the checkpoints whose directories were examined."""
 
-    def also_in(self, later: Leftovers) -> Leftovers:
+    def also_in(self, later: OrphanedFiles) -> OrphanedFiles:
         """Return the files that a later look has found again, after a resume.
 
         Empty directories are left out, because another agent may be about to fill them.
@@ -65,7 +65,7 @@ class Leftovers:
             directory: sorted({*within} & {*later.incomplete.get(directory, ())})
             for directory, within in self.incomplete.items()
         }
-        return Leftovers(
+        return OrphanedFiles(
             sorted({*self.files} & {*later.files}),
             {directory: within for directory, within in incomplete.items() if within},
             later.examined,
@@ -102,7 +102,7 @@ def retried(step: Callable[[], _T]) -> _T:
 
 def _delete(storage: Storage, name: str) -> None:
     retried(lambda: storage.delete(name))
-    reach("leftover.file")
+    hit("leftover.file")
 
 
 def _delete_directory(storage: Storage, name: str) -> None:
@@ -113,7 +113,7 @@ def _delete_directory(storage: Storage, name: str) -> None:
 class _FirstLook:
     """Files found when a job resumed."""
 
-    leftovers: Leftovers
+    orphans: OrphanedFiles
     is_pending: Callable[[int], bool]
     is_current: Callable[[], bool]
     again_at: float
@@ -137,9 +137,9 @@ class Sweeper:
         self._committed: int | None = None
         #: Iteration that the job has just resumed from; its directory is never incomplete.
         self._resumed: int | None = None
-        self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+        self._to_remove: queue.SimpleQueue[OrphanedFiles] = queue.SimpleQueue()
 
-    def look_soon(
+    def find_orphans_soon(
         self,
         is_pending: Callable[[int], bool],
         resumed: int | None = None,
@@ -163,20 +163,20 @@ class Sweeper:
         self._resumed = resumed
         # Files of an agent on another node may have become visible after the last look.
         self._clean = set()
-        answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[OrphanedFiles] = queue.SimpleQueue()
         threading.Thread(
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
         ).start()
         try:
-            leftovers = answer.get(timeout=_LOOK_S)
+            orphans = answer.get(timeout=_LOOK_S)
         except queue.Empty:
             logger.warning("storage is slow: orphaned files are removed after the next commit")
             return None
-        inside = Leftovers([name for name in leftovers.files if "/" in name], leftovers.incomplete)
-        outside = [name for name in leftovers.files if "/" not in name]
+        inside = OrphanedFiles([name for name in orphans.files if "/" in name], orphans.incomplete)
+        outside = [name for name in orphans.files if "/" not in name]
         unclean = {file_names.parse_iteration_dir(name.split("/")[0]) for name in inside.files}
-        clean = [iteration for iteration in leftovers.examined if iteration not in unclean]
-        self._found.put(Leftovers(outside, examined=clean))
+        clean = [iteration for iteration in orphans.examined if iteration not in unclean]
+        self._to_remove.put(OrphanedFiles(outside, examined=clean))
         if not inside.files and not inside.incomplete:
             return None
         again_at = time.monotonic() + _SETTLE_S
@@ -191,10 +191,10 @@ class Sweeper:
         self._looked_again = first
         again = self._find(first.is_pending, None)
         if first.is_current():
-            self._warn_of_late_manifests(first.leftovers, again)
-            self._found.put(first.leftovers.also_in(again))
+            self._warn_of_late_manifests(first.orphans, again)
+            self._to_remove.put(first.orphans.also_in(again))
 
-    def _warn_of_late_manifests(self, first: Leftovers, again: Leftovers) -> None:
+    def _warn_of_late_manifests(self, first: OrphanedFiles, again: OrphanedFiles) -> None:
         """Name the checkpoints that were visible too late for this start to resume from them."""
         for iteration in again.examined:
             directory = file_names.iteration_dir(iteration)
@@ -212,7 +212,7 @@ class Sweeper:
                     directory,
                 )
 
-    def look(
+    def find_orphans(
         self,
         is_pending: Callable[[int], bool],
         committed: int,
@@ -235,28 +235,28 @@ class Sweeper:
         if until is not None:
             # Training may have resumed from an older save, and other nodes may have begun the next
             # ones.
-            leftovers = self._find(is_pending, min(until, committed))
+            orphans = self._find(is_pending, min(until, committed))
         elif former is not None:
-            leftovers = self._find(is_pending, former, only=former)
+            orphans = self._find(is_pending, former, only=former)
         else:
             return
         if is_current():
-            self._found.put(leftovers)
+            self._to_remove.put(orphans)
 
     def _find(
         self, is_pending: Callable[[int], bool], until: int | None, only: int | None = None
-    ) -> Leftovers:
-        leftovers = Leftovers()
+    ) -> OrphanedFiles:
+        orphans = OrphanedFiles()
         # The lock keeps this agent from writing temporary files during the listing.
         with self._manifests.changing:
             if only is None:
-                self._find_now(is_pending, until, leftovers)
+                self._find_now(is_pending, until, orphans)
             else:
-                self._find_beside(is_pending, only, leftovers)
-        return leftovers
+                self._find_next_to(is_pending, only, orphans)
+        return orphans
 
-    def _find_beside(
-        self, is_pending: Callable[[int], bool], iteration: int, leftovers: Leftovers
+    def _find_next_to(
+        self, is_pending: Callable[[int], bool], iteration: int, orphans: OrphanedFiles
     ) -> None:
         """Find orphaned files next to one checkpoint; nothing if it has no manifest."""
         directory = file_names.iteration_dir(iteration)
@@ -264,12 +264,12 @@ class Sweeper:
             if self._storage.kind(directory) != "directory" or is_pending(iteration):
                 return
             if self._storage.present(directory, [file_names.MANIFEST]):
-                self._look_into(directory, iteration, leftovers)
+                self._look_into(directory, iteration, orphans)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
     def _find_now(
-        self, is_pending: Callable[[int], bool], until: int | None, leftovers: Leftovers
+        self, is_pending: Callable[[int], bool], until: int | None, orphans: OrphanedFiles
     ) -> None:
         try:
             listed = self._storage.list("")
@@ -282,7 +282,7 @@ class Sweeper:
                 if former in (file_names.TRACKER, file_names.HISTORY) or (
                     until is None and of_a_start
                 ):
-                    leftovers.files.append(name)
+                    orphans.files.append(name)
                 elif (
                     iteration is not None
                     and iteration not in self._clean
@@ -290,17 +290,17 @@ class Sweeper:
                     and not is_pending(iteration)
                     and self._storage.kind(name) == "directory"
                 ):
-                    self._look_into(name, iteration, leftovers)
+                    self._look_into(name, iteration, orphans)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for orphaned files of earlier crashes: %s", error)
 
-    def _look_into(self, directory: str, iteration: int, leftovers: Leftovers) -> None:
+    def _look_into(self, directory: str, iteration: int, orphans: OrphanedFiles) -> None:
         listed = self._storage.list(directory)
         if file_names.MANIFEST not in listed:
             if iteration == self._resumed:
                 return
             if not listed:  # an earlier removal may have failed
-                leftovers.incomplete[directory] = []
+                orphans.incomplete[directory] = []
                 return
             committed = _committed_once(listed)
             removals = {file_names.removal_name(iteration, save_id) for save_id in committed}
@@ -326,23 +326,23 @@ class Sweeper:
             ]
             files = [name for name in names if self._storage.kind(name) == "file"]
             if files:
-                leftovers.incomplete[directory] = files
+                orphans.incomplete[directory] = files
             return
-        leftovers.examined.append(iteration)
+        orphans.examined.append(iteration)
         # The file names tell whether anything must be removed; the manifest need not be read.
         saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
-            leftovers.files.extend(beside(self._storage, directory, facts.save_id))
+            orphans.files.extend(files_of_other_saves(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:
         """Take the second look if that is due, and remove the files that were found."""
         self._look_again()
-        while not self._found.empty():
-            leftovers = self._found.get()
+        while not self._to_remove.empty():
+            orphans = self._to_remove.get()
             try:
-                count = leftovers.remove(self._storage)
-                self._clean.update(leftovers.examined)
+                count = orphans.remove(self._storage)
+                self._clean.update(orphans.examined)
                 if count:
                     logger.info("removed %d orphaned files of earlier crashes", count)
             except OSError as error:
@@ -361,7 +361,7 @@ def _committed_once(listed: list[str]) -> set[str]:
     return set(filter(None, {*common, *map(file_names.save_id_of_marker, listed)}))
 
 
-def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
+def files_of_other_saves(storage: Storage, directory: str, save_id: str) -> list[str]:
     """Return the package's files in a directory that are not part of its save `save_id`."""
     return [
         f"{directory}/{name}"

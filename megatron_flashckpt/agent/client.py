@@ -53,7 +53,7 @@ _TEMPLATE_SLICE_S = 1.0
 _PATIENCE_PARTS = 10
 
 
-class _HungUpError(AgentError):
+class _ClosedError(AgentError):
     """The agent closed the connection, or had ended before."""
 
 
@@ -110,7 +110,7 @@ class AgentClient:
                     self._was_killed = True
                     self._end_agent()
                 self._ended = self._ended or str(error) or "connection closed"
-                raise _HungUpError(
+                raise _ClosedError(
                     f"the agent of this node is gone ({self._ended}); its log: {self._log}"
                     + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
                 ) from error
@@ -198,7 +198,7 @@ class AgentClient:
             os.close(fd)
         return reply.saves
 
-    def adopt(self, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, save_id: str | None, iteration: int) -> None:
         """Report the save that training resumes from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)
 
@@ -321,7 +321,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             client = AgentClient(sock, rank, directory, patience_s, identity_of(root))
             client.configure(settings_of(config))
             return client
-        except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
+        except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _ClosedError):
             # Start over, also if an agent has just left and removed the directory. A refusal (an
             # agent of another release or user) is final.
             _close(sock)
@@ -336,19 +336,19 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             )
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)
-            if silent.is_none(directory):
+            if silent.may_start(directory):
                 start_agent(directory, root, config)
         time.sleep(_RETRY_S)
 
 
 def _new_socket() -> socket.socket:
     """Return a socket that forked children close, because they must not act for this rank."""
-    with forks.held_off():
+    with forks.forks_blocked():
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         forks.close_in_children(sock)
     return sock
 
 
 def _close(sock: socket.socket) -> None:
-    with forks.held_off():
+    with forks.forks_blocked():
         sock.close()

@@ -22,14 +22,14 @@ from megatron_flashckpt.agent.commit_records import (
     MissingShardsError,
     check_shards,
     read_records,
-    why_gone,
+    removal_error,
 )
 from megatron_flashckpt.agent.failed_save import (
     failure_elsewhere,
     lasts_elsewhere,
     leave_note,
     may_remove,
-    tell_others,
+    note_failure,
 )
 from megatron_flashckpt.agent.markers import (
     awaits_marker,
@@ -40,7 +40,7 @@ from megatron_flashckpt.agent.markers import (
     remove_markers,
 )
 from megatron_flashckpt.agent.pending_save import PendingSave, gave_up
-from megatron_flashckpt.agent.presence import look
+from megatron_flashckpt.agent.presence import present_files
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
@@ -48,7 +48,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     SaveFailedError,
 )
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.tracing import phase
 
@@ -73,28 +73,28 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
     Called repeatedly by the agent's commit thread. Never raises: an error is the result.
     """
     try:
-        if save.outlived:
+        if save.is_abandoned:
             return _is_over(save), _ABANDONED
         if save.superseded_by == save.iteration:
             place = f"{save.storage.place}/{save.directory}"
             return True, f"{place}: holds a later save of the same iteration already"
         if save.error is not None:
-            # The rank whose note the others look for; see `presence.look`.
+            # The rank whose note the others look for; see `presence.present_files`.
             rank = 0 if 0 in save.metas else min(save.failed or save.metas)
-            tell_others(save, rank, save.error)
+            note_failure(save, rank, save.error)
             return True, save.error
         if save.past is not None:
             return True, save.past.error
         if save.fence is not None:
             save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
-        persisted = sorted(save.persisted)  # before `look`, which sees their records
-        present = look(save)
+        persisted = sorted(save.persisted)  # before `present_files`, which sees their records
+        present = present_files(save)
         failure = failure_elsewhere(save, present)
         if failure is not None:
             save.lasts = save.lasts or lasts_elsewhere(failure)
             save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
-                tell_others(save, 0, failure)
+                note_failure(save, 0, failure)
             return True, failure
         if save.persisted < set(save.metas) or save.unpublished:
             save.troubled_since = None  # storage has answered all requests so far
@@ -116,11 +116,12 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             durable = file_names.ranks_with_record(present, save.save_id, world_size)
             save.missing = [rank for rank in range(world_size) if rank not in durable]
             if not save.missing:
-                reach("commit.ready")
+                hit("commit.ready")
                 commit(save, present)
                 return True, None
         if save.listed_all and not is_unmarked:  # a commit removes the records
-            save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
+            # The next call ends a save with an error.
+            save.error = save.error or removal_error(save, persisted, present)
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
         if isinstance(error, MissingShardsError) and _may_come_late(save, error):
@@ -128,7 +129,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if may_pass(error) and _is_worth_a_retry(save, error):
             logger.warning("iteration %d: trying again: %s", save.iteration, error)
             return _expired(save, timeout_s)
-        if _may_be_told_by_a_writer(save):
+        if _may_come_from_a_writer(save):
             return _expired(save, timeout_s)
         save.lasts = will_last(error)
         return _failed(save, str(error))
@@ -147,7 +148,7 @@ def _is_over(save: PendingSave) -> bool:
     """
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
-        if not save.missed_a_run and len(save.metas) < next(iter(save.metas.values())).world_size:
+        if not save.missed_run and len(save.metas) < next(iter(save.metas.values())).world_size:
             rank = 0 if save.is_decided_here else min(save.metas)
             leave_note(save.storage, save.iteration, save.save_id, rank, _ABANDONED)
     if save.is_decided_here or time.monotonic() - save.abandoned_at > _ABANDONED_S:
@@ -165,7 +166,7 @@ def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 def _failed(save: PendingSave, error: str) -> tuple[bool, str]:
     """Return a failure; the committing agent first reports it to the waiting nodes."""
     if 0 in save.metas:
-        tell_others(save, 0, error)
+        note_failure(save, 0, error)
     return True, error
 
 
@@ -195,7 +196,7 @@ def _may_come_late(save: PendingSave, error: MissingShardsError) -> bool:
     return time.monotonic() - save.incomplete_since < _TROUBLE_S
 
 
-def _may_be_told_by_a_writer(save: PendingSave) -> bool:
+def _may_come_from_a_writer(save: PendingSave) -> bool:
     """Return whether a thread that writes a shard may soon report the same error.
 
     Such a report names the rank whose part has failed.
@@ -243,7 +244,7 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
             # after that.
             common = f"{save.directory}/{file_names.common_name(save.save_id)}"
             storage.put(common, meta.common, durable="contents")
-            reach("commit.common")
+            hit("commit.common")
             remove_markers(storage, save.directory)
             storage.put(
                 f"{save.directory}/{file_names.MANIFEST}",
@@ -251,7 +252,7 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
                 guard=lambda: _check_wanted(save),
             )
         save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
-        reach("commit.manifest")
+        hit("commit.manifest")
         _publish(save, encoded)
 
 
@@ -280,7 +281,7 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
             storage.put(
                 file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
             )
-        reach("commit.tracker")
+        hit("commit.tracker")
 
 
 def _check_commits(save: PendingSave) -> None:
@@ -292,7 +293,7 @@ def _check_commits(save: PendingSave) -> None:
 def _check_wanted(save: PendingSave) -> None:
     """Raise unless `save` may become a checkpoint now; commits of large jobs take seconds."""
     _check_commits(save)
-    if save.outlived:
+    if save.is_abandoned:
         raise SaveFailedError(_ABANDONED)
     if save.given_up is not None:
         raise SaveFailedError(save.given_up)

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.catalog.history import told_of
+from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import KNOWN_ITEMS, CommitRecord, decode_records
@@ -127,10 +127,10 @@ def _size(storage: Storage, directory: str, name: str) -> int:
         return storage.size(f"{directory}/{name}")
 
 
-def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
+def removal_error(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
     """Return an error that names this node's removed records; None if none was removed.
 
-    No agent can commit a save without them. If the history knows the save, `save.past` gets its
+    Every commit needs these records. If the history knows the save, `save.past` gets its
     entry, because retention may have removed the files. A listing during another host's changes may
     lack a name, so a record counts as removed after `_GONE_S`.
 
@@ -147,7 +147,7 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
         save.gone_since = time.monotonic()
     if time.monotonic() - save.gone_since < _GONE_S:
         return None
-    save.past = told_of(save.storage, save.save_id)
+    save.past = past_save(save.storage, save.save_id)
     if save.past is not None:
         return None
     runs = file_names.runs_of(gone)

@@ -11,14 +11,14 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, keep_telling, tell_again
-from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.failed_save import forget, keep_telling, note_failure_again
+from megatron_flashckpt.agent.pending_save import PendingSave, gave_up, wait_reason
 from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class Committer:
             self._thread.join(_TIDY_S)
             self._tidier.close(_TIDY_S)
 
-    def look_for_leftovers(self, resumed: int | None) -> None:
+    def look_for_orphans(self, resumed: int | None) -> None:
         """Have orphaned files of crashes removed: a job resumes, and none of its ranks is saving.
 
         Args:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
         run = self._node.fence.newest
-        wait_s = self._sweeper.look_soon(
+        wait_s = self._sweeper.find_orphans_soon(
             self.is_pending, resumed, lambda: self._node.fence.newest == run
         )
         self._tidier.add(self._sweeper.sweep)
@@ -109,7 +109,7 @@ class Committer:
                 waited = time.monotonic() - save.staged_at
                 if waited > self._node.options.slow_save_s and not save.called_slow:
                     save.called_slow = True
-                    notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
+                    notice = f"not durable {waited:.0f} s after it was staged: {wait_reason(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
                     # Rank 0 gets the notice for the job, and the first slow rank gets it for its
                     # node.
@@ -159,17 +159,17 @@ class Committer:
             return False
         if error is not None:
             if error != save.given_up:
-                level = logging.INFO if save.outlived else logging.ERROR
+                level = logging.INFO if save.is_abandoned else logging.ERROR
                 logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
-            reach("save.failed")
+            hit("save.failed")
         persisted = set(save.persisted)
         if error is not None:
             # Free the space before trainers learn the result: on a full disk the next save needs
             # it.
             forget(save)
-            tell_again(save)
+            note_failure_again(save)
             keep_telling(save, save.staged_at + self._node.options.commit_timeout_s)
-        if not save.outlived and save.past is None:
+        if not save.is_abandoned and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
@@ -193,7 +193,7 @@ class Committer:
         """Remove obsolete files after a commit; no trainer waits for this."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
             tidy(save, self._pending_ids)
-        self._sweeper.look(
+        self._sweeper.find_orphans(
             self.is_pending, save.iteration, save.previous, lambda: save.is_of_newest_run
         )
         self._sweeper.sweep()
@@ -244,14 +244,14 @@ class Committer:
             lasts=error is not None and save.lasts,
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
-        if save.outlived:
+        if save.is_abandoned:
             state = SlotState.EMPTY
         for number in save.metas:
             rank = self._node.ranks[number]
-            self.tell(rank, outcome)
+            self.queue_result(rank, outcome)
             if rank.slots is not None:
                 rank.slots.mark(save.staged_as, state)
-        reach("save.marked")
+        hit("save.marked")
         self._node.changed.notify_all()
 
     def _failed_ranks(self, save: PendingSave) -> set[int]:
@@ -268,20 +268,20 @@ class Committer:
         with self._node.changed:
             return any(save.iteration == iteration for save in self.pending.values())
 
-    def owed(self, number: int) -> set[str]:
+    def open_saves(self, number: int) -> set[str]:
         """Return the saves of a rank that have no result yet. The caller holds the lock.
 
         Saves that an earlier connection of the rank staged are included. The rank may look for a
-        save in storage as soon as that save is no longer owed.
+        save in storage as soon as that save is no longer open.
         """
         staged = {save.staged_as for save in self.pending.values() if number in save.metas}
         return self._node.ranks[number].awaited | staged
 
-    def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
+    def queue_result(self, rank: Trainer, outcome: p.Outcome) -> None:
         """Report `outcome` at the trainer's next poll, if that trainer staged the save."""
         if outcome.save_id in rank.awaited:
             rank.awaited.remove(outcome.save_id)
-            rank.untold.append(outcome)
+            rank.unreported.append(outcome)
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep older pending saves from moving the tracker back."""

@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.incarnations import (
     process_of,
 )
 from megatron_flashckpt.agent.persister import Saves
-from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
+from megatron_flashckpt.agent.reception import GREETING_NBYTES, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.errors import FlashCkptError
@@ -28,7 +28,7 @@ from megatron_flashckpt.errors import FlashCkptError
 logger = logging.getLogger(__name__)
 
 
-class Conversations:
+class TrainerConnections:
     """All connections of trainers. Safe to use from several threads."""
 
     def __init__(
@@ -36,13 +36,13 @@ class Conversations:
         node: Node,
         saves: Saves,
         handler: RequestHandler,
-        strangers: Strangers,
+        silent: SilentConnections,
         second_starts: SecondStarts,
     ) -> None:
         self._node = node
         self._saves = saves
         self._handler = handler
-        self._strangers = strangers
+        self._silent = silent
         self._second_starts = second_starts
         self._met_before = second_starts.read()
         self.connections = 0
@@ -54,14 +54,14 @@ class Conversations:
         """Serve a new connection in a thread of its own."""
         with self._node.changed:
             self.connections += 1
-        self._strangers.add(connection)
+        self._silent.add(connection)
         try:
-            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
         except (RuntimeError, MemoryError) as error:  # out of threads or memory
-            self._strangers.turned_away(str(error))
+            self._silent.log_refused(str(error))
             self._end(None, connection)
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         number: int | None = None
         try:
             if frames.peer(connection).uid != os.getuid():
@@ -83,7 +83,7 @@ class Conversations:
                     answer = (p.Refused(str(error)),)
                 frames.send(connection, *answer)
                 if isinstance(request, p.Poll):
-                    self._node.traces.write_told()
+                    self._node.traces.write_reported()
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
@@ -94,13 +94,13 @@ class Conversations:
             self._end(number, connection)
 
     def _end(self, number: int | None, connection: socket.socket) -> None:
-        self._strangers.remove(connection)
+        self._silent.remove(connection)
         connection.close()
         self._disconnected(number, connection)
 
     def _log_ended(self, number: int | None, error: Exception) -> None:
         if number is None:
-            self._strangers.turned_away(f"no greeting ({error})")
+            self._silent.log_refused(f"no greeting ({error})")
         else:
             logger.warning("rank %d: connection ended (%s)", number, error)
 
@@ -109,7 +109,7 @@ class Conversations:
         if fd is not None:
             os.close(fd)
         hello = p.decode_request(body)
-        self._strangers.remove(connection)
+        self._silent.remove(connection)
         connection.settimeout(None)
         if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"

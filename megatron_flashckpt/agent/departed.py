@@ -20,7 +20,7 @@ from megatron_flashckpt.memory.slab import Slab
 logger = logging.getLogger(__name__)
 
 
-class Departed:
+class DepartedRanks:
     """Frees the slabs of ranks that the run does not have on this node."""
 
     def __init__(self, node: Node, committer: Committer) -> None:

@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import FlashCkptError, OvertakenError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.parallel import for_all
@@ -49,15 +49,15 @@ def lasts_elsewhere(reason: str) -> bool:
     return match is not None and will_last(int(match[1]))
 
 
-def tell_others(save: PendingSave, rank: int, reason: str) -> None:
-    is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
-    save.untold = None if is_told else (rank, reason)
+def note_failure(save: PendingSave, rank: int, reason: str) -> None:
+    is_stored = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
+    save.unsent_note = None if is_stored else (rank, reason)
 
 
-def tell_again(save: PendingSave) -> None:
+def note_failure_again(save: PendingSave) -> None:
     """Write the failure note again if there was no space; `forget` has freed some."""
-    if save.untold is not None:
-        tell_others(save, *save.untold)
+    if save.unsent_note is not None:
+        note_failure(save, *save.unsent_note)
 
 
 def keep_telling(save: PendingSave, until: float) -> None:
@@ -69,9 +69,9 @@ def keep_telling(save: PendingSave, until: float) -> None:
     Args:
         until: time of the last attempt; `time.monotonic`.
     """
-    if save.untold is None or len(save.metas) == next(iter(save.metas.values())).world_size:
+    if save.unsent_note is None or len(save.metas) == next(iter(save.metas.values())).world_size:
         return
-    rank, reason = save.untold
+    rank, reason = save.unsent_note
     name = f"{save.directory}/{file_names.failure_name(rank, save.save_id)}"
 
     def tell() -> None:
@@ -149,7 +149,7 @@ def forget(save: PendingSave) -> None:
     def delete(name: str) -> None:
         try:
             retried(lambda: save.storage.delete(f"{save.directory}/{name}"))
-            reach("forget.file")
+            hit("forget.file")
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot remove a file of a failed save: %s", error)
 
@@ -167,13 +167,13 @@ def may_remove(save: PendingSave) -> bool:
         return True  # this agent commits, or the committing agent has given the save up
     if save.superseded_by == save.iteration or save.past is not None:
         return True
-    if save.missed_a_run and save.abandoned_at is not None:
+    if save.missed_run and save.abandoned_at is not None:
         return time.monotonic() - save.abandoned_at > _MISSED_S
     note = file_names.failure_name(0, save.save_id)
     # A rank may fail after its record was published: the `put` took effect and reported an error,
     # or a former agent had published the record. The set is a copy, because threads that write
     # shards add failures meanwhile.
-    ranks = set(save.metas if save.outlived else save.failed)
+    ranks = set(save.metas if save.is_abandoned else save.failed)
     world_size = next(iter(save.metas.values())).world_size
     known = set(save.record_names)
     present = save.storage.present(save.directory, {note, *known})

@@ -101,13 +101,13 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     except AgentError as error:
         print(f"flashckpt: {error}", file=sys.stderr)
         return 1
-    to_stderr = _PatientStderr()
+    to_stderr = _ThreadedStderr()
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT, handlers=[logging.StreamHandler(log), to_stderr]
     )
     for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    failpoints.this_is("agent")
+    failpoints.set_process_name("agent")
     raise_limit()
     own = process.AgentProcess(options)
     agents = _SuccessiveAgents(upkeep, options, own)
@@ -182,7 +182,7 @@ class _Log:
         """Do nothing: `write` does not buffer."""
 
 
-class _PatientStderr(logging.Handler):
+class _ThreadedStderr(logging.Handler):
     """Writes to stderr on a thread of its own.
 
     A blocked pipe (a stopped terminal, a log driver that hangs) must not stop the agent.

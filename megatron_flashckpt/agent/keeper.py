@@ -116,6 +116,6 @@ class ClaimKeeper:
             renewed_at=time.time(),
             pid=os.getpid(),
             started=0 if own_process is None else own_process.started,
-            machine=claims.here(),
+            machine=claims.this_host(),
             host=platform.node(),
         )

@@ -34,7 +34,7 @@ class SilentHolder:
         self._since = 0.0
         self._looked_at = -_PROBE_S
 
-    def is_none(self, directory: Path) -> bool:
+    def may_start(self, directory: Path) -> bool:
         """Return whether an agent can be started; kill a holder that has been silent for long."""
         now = time.monotonic()
         if now - self._looked_at < _PROBE_S:

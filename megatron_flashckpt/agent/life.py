@@ -24,7 +24,7 @@ _UNIT = re.compile(r"/([^/]+\.service)(?:/|$)")
 _SPARING = {"slurmd.service"}
 
 
-class Life(msgspec.Struct, frozen=True):
+class EnclosingUnit(msgspec.Struct, frozen=True):
     """The smallest unit whose end also ends this process."""
 
     kind: str = ""
@@ -42,22 +42,22 @@ class AgentFacts(msgspec.Struct, frozen=True):
     """Seconds since 1970."""
     foreground: bool
     """True: `flashckpt agent --foreground`; False: a trainer started the agent."""
-    life: Life
+    life: EnclosingUnit
     iterations: tuple[int, ...] = ()
     """Iterations of the complete checkpoints in its memory, oldest first."""
 
 
-def own_life() -> Life:
+def own_unit() -> EnclosingUnit:
     """Return the unit that ends this process."""
     try:
         cgroups = Path("/proc/self/cgroup").read_text()
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return Life()
-    return life_of(cgroups, namespace, os.environ)
+        return EnclosingUnit()
+    return unit_of(cgroups, namespace, os.environ)
 
 
-def life_of(cgroups: str, pid_namespace: int, environ: Mapping[str, str]) -> Life:
+def unit_of(cgroups: str, pid_namespace: int, environ: Mapping[str, str]) -> EnclosingUnit:
     """Return the unit that ends a process.
 
     Args:
@@ -71,14 +71,14 @@ def life_of(cgroups: str, pid_namespace: int, environ: Mapping[str, str]) -> Lif
         paths.update(dict.fromkeys(controllers.split(","), path))
     for path in (paths.get("freezer", ""), paths.get("", "")):
         if step := _STEP.search(path):
-            return Life("Slurm step", f"{step[1]}.{step[2]}")
+            return EnclosingUnit("Slurm step", f"{step[1]}.{step[2]}")
     if pid_namespace != _PIDS_OF_MACHINE:
-        return Life("container", environ.get("HOSTNAME") or f"pid:[{pid_namespace}]")
+        return EnclosingUnit("container", environ.get("HOSTNAME") or f"pid:[{pid_namespace}]")
     for path in paths.values():
         if _CONTAINER.search(path):
-            return Life("container", path.rpartition("/")[2][:80])
+            return EnclosingUnit("container", path.rpartition("/")[2][:80])
     for path in (paths.get("name=systemd", ""), paths.get("", "")):
         units = [unit for unit in _UNIT.findall(path) if unit not in _SPARING]
         if units:
-            return Life("systemd unit", units[-1])
-    return Life()
+            return EnclosingUnit("systemd unit", units[-1])
+    return EnclosingUnit()

@@ -56,7 +56,7 @@ class PendingSave:
     """Ranks of this node whose part has failed, perhaps after their record was published."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
-    outlived: bool = False
+    is_abandoned: bool = False
     """Abandoned after a restart: training has resumed from an older save."""
     abandoned_at: float | None = None
     """Time at which the agent began to conclude the abandoned save; `time.monotonic`."""
@@ -80,7 +80,7 @@ class PendingSave:
     """True if the last look has listed the directory."""
     gone_since: float | None = None
     """Time at which published records of this node were first missing; `time.monotonic`."""
-    untold: tuple[int, str] | None = None
+    unsent_note: tuple[int, str] | None = None
     """Rank and reason of a failure note that storage had no space for."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
@@ -100,7 +100,7 @@ class PendingSave:
     """
 
     past: PastSave | None = None
-    """Result of the save, if it was known before this agent adopted it; see `history.told_of`."""
+    """Result of the save, if it was known before this agent adopted it; see `history.past_save`."""
 
     staged_as: str = ""
     """Save id in the slots; differs if a failed save is retried under a new id."""
@@ -134,18 +134,18 @@ class PendingSave:
         return self.fence is None or self.fence.newest == self.run
 
     @property
-    def missed_a_run(self) -> bool:
+    def missed_run(self) -> bool:
         """Return whether no agent commits the save, because a later run ran without this agent."""
         return self.fence is not None and self.is_from_before(self.fence.newest)
 
     @property
-    def is_moot(self) -> bool:
+    def needs_no_records(self) -> bool:
         """Return whether further records of this node cannot make the save a checkpoint."""
         return (
             self.error is not None
             or self.given_up is not None
             or self.past is not None
-            or self.outlived
+            or self.is_abandoned
         )
 
     @property
@@ -173,7 +173,7 @@ class PendingSave:
         return not self.inherited, self.iteration if self.inherited else self.staged_at
 
 
-def awaited_by(save: PendingSave) -> str:
+def wait_reason(save: PendingSave) -> str:
     """Return what `save` is waiting for, as far as is known without asking storage."""
     writing = sorted(set(save.metas) - save.persisted)
     if writing:
@@ -199,6 +199,6 @@ def gave_up(save: PendingSave, timeout_s: float) -> str:
     """Return the error of a save that was not committed in time."""
     return (
         f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s: "
-        f"{awaited_by(save)}; look at that storage and at the agent logs of the nodes of these "
+        f"{wait_reason(save)}; look at that storage and at the agent logs of the nodes of these "
         "ranks, or raise 'agent.commit_timeout_s'"
     )

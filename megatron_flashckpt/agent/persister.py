@@ -25,11 +25,11 @@ from megatron_flashckpt.agent.shard_writer import (
 )
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.state import Node, Trainer
-from megatron_flashckpt.agent.write_limits import give_way
-from megatron_flashckpt.catalog.history import told_of
+from megatron_flashckpt.agent.write_limits import lower_priority
+from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
@@ -62,7 +62,7 @@ class Saves:
 
         def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
             nice = options.writer_nice
-            return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
+            return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
 
         self._pool = pool(options.persist_threads, "persist")
         # Digests and notes take a second and must not wait for shards, which take minutes.
@@ -103,7 +103,7 @@ class Saves:
         """Return a staged slot, its header and its encoded description; None if it is not staged.
 
         The caller holds the lock, releases it to decode the description, and then calls
-        `take_over`.
+        `accept_slot`.
         """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
@@ -114,7 +114,7 @@ class Saves:
             return None
         return slot, header, slot.encoded_meta()
 
-    def take_over(
+    def accept_slot(
         self,
         number: int,
         index: int,
@@ -149,7 +149,7 @@ class Saves:
         if not info.claimed:
             info.claimed, info.persisting = True, save is not None
             info.persisting_since = time.monotonic()
-            reach("agent.enqueued")
+            hit("agent.enqueued")
             if save is None:
                 self._digest_pool.submit(self._keep, number, slots, slot, header, time.monotonic())
             else:
@@ -196,7 +196,7 @@ class Saves:
                 failed_ranks=() if error is None else (number,),
             )
             if rank is not None:
-                self._committer.tell(rank, outcome)
+                self._committer.queue_result(rank, outcome)
                 self._node.drop_retired(rank)
             self._node.changed.notify_all()
 
@@ -299,7 +299,7 @@ class Saves:
         if given_up:  # the save failed elsewhere while this shard was being written
             forget(save)
 
-    def _patiently(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
+    def _with_retries(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
         """Return `step()`, repeated after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
@@ -321,19 +321,19 @@ class Saves:
     ) -> DurableShard:
         """Return a shard once it is durable, without a record if a former agent has written it."""
 
-        def patiently(step: Callable[[], _T]) -> _T:
-            return self._patiently(number, save, step)
+        def with_retries(step: Callable[[], _T]) -> _T:
+            return self._with_retries(number, save, step)
 
         if info.inherited:
-            if patiently(lambda: is_persisted(save, number)):
+            if with_retries(lambda: is_persisted(save, number)):
                 # Digests from storage, because the slot may have changed since it was written.
                 try:
-                    digests = patiently(lambda: stored_digests(save.storage, header, number))
+                    digests = with_retries(lambda: stored_digests(save.storage, header, number))
                 except CorruptCheckpointError as error:
                     logger.warning("rank %d: its durable shard is damaged: %s", number, error)
                     digests = info.digests or digest_slot(slot, header)
                 return DurableShard(None, digests)
-            save.past = patiently(lambda: told_of(save.storage, save.save_id))
+            save.past = with_retries(lambda: past_save(save.storage, save.save_id))
             if save.past is not None:
                 return DurableShard(None, info.digests or digest_slot(slot, header))
         meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
@@ -343,7 +343,7 @@ class Saves:
 
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return patiently(written)
+            return with_retries(written)
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
@@ -388,7 +388,7 @@ class Saves:
                     continue
                 slot.set_state(SlotState.STAGED)
                 rank_slots.infos[slot.index].claimed = False
-                self.take_over(number, slot.index)
+                self.accept_slot(number, slot.index)
         return bool(saves)
 
     def _try_again(self, number: int, slots: RankSlots, slot: Slot) -> None:

@@ -19,7 +19,7 @@ _LIST_RECORDS_S = (5.0, 30.0)
 _ENTRIES_PER_NAME = 8
 
 
-def look(save: PendingSave) -> set[str]:
+def present_files(save: PendingSave) -> set[str]:
     """Return the files in the directory of `save`, as far as this node needs to know them.
 
     The node of rank 0 waits for the records of all ranks. While many records are missing it lists
@@ -35,14 +35,14 @@ def look(save: PendingSave) -> set[str]:
     now = time.monotonic()
     failed = file_names.failure_name(0, save.save_id)
     if 0 in save.metas:
-        asked = {file_names.MANIFEST, failed, *save.missing_records}
-        asked |= {file_names.failure_name(rank, save.save_id) for rank in save.missing}
-        is_cheaper = len(asked) * _ENTRIES_PER_NAME < len(save.listed)
+        wanted = {file_names.MANIFEST, failed, *save.missing_records}
+        wanted |= {file_names.failure_name(rank, save.save_id) for rank in save.missing}
+        is_cheaper = len(wanted) * _ENTRIES_PER_NAME < len(save.listed)
         save.listed_all = not (
             save.missing and is_cheaper and now < save.list_at and save.gone_since is None
         )
         if not save.listed_all:
-            save.listed |= save.storage.present(save.directory, asked)
+            save.listed |= save.storage.present(save.directory, wanted)
             return save.listed
         save.listed = set(save.storage.list(save.directory))
         if not is_cheaper:

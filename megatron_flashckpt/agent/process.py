@@ -59,7 +59,7 @@ def environment(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[st
 
     Args:
         environ: environment of the process that starts the agent.
-        more: names of further variables to pass on; `*` stands for any characters.
+        more: names of further variables to pass on; `*` matches any characters.
     """
     patterns = (*_VARIABLES, *more)
     kept = {

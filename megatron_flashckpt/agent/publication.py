@@ -1,8 +1,8 @@
 """Publishes the commit records of a node's ranks: one file for all, if they end in time.
 
-With 16,384 ranks, a file per rank would mean 16,384 files created, renamed, read and removed in one
-directory for every save; a file per node of eight ranks is an eighth of that. Only the commit
-thread publishes, so no two threads write records of one save.
+With a file per rank, a save of 16,384 ranks would create, rename, read and remove as many files in
+one directory. A file per node of eight ranks makes it an eighth of that. Only the commit thread
+publishes, so no two threads write records of one save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from megatron_flashckpt.agent.failed_save import shown_error
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_records
 from megatron_flashckpt.file_format.file_names import iteration_dir, record_name, runs_of
 from megatron_flashckpt.storage.base import Storage
@@ -44,7 +44,7 @@ def put_records(storage: Storage, records: Sequence[CommitRecord]) -> None:
         storage.put(
             f"{iteration_dir(first.iteration)}/{name}", encode_records(records), durable="nothing"
         )
-    reach("persist.record")
+    hit("persist.record")
 
 
 def is_due(save: PendingSave, connected: Collection[int]) -> bool:
@@ -56,7 +56,7 @@ def is_due(save: PendingSave, connected: Collection[int]) -> bool:
     Args:
         connected: ranks of this node with connected trainers, which will stage the same save soon.
     """
-    if not save.unpublished or save.is_moot:
+    if not save.unpublished or save.needs_no_records:
         return False
     now = time.monotonic()
     if now < save.publish_again_at:
@@ -94,7 +94,7 @@ def _failed(save: PendingSave, ranks: range, error: Exception, lock: threading.C
         isinstance(error, OSError)
         and may_pass(error)
         and save.publish_failures < len(_RETRIES_S)
-        and not save.is_moot
+        and not save.needs_no_records
     ):
         pause_s = _RETRIES_S[save.publish_failures]
         logger.warning(

@@ -26,7 +26,7 @@ GREETING_S = 5.0
 GREETING_NBYTES = 1024
 #: Upper bound of an agent's descriptors; the limits of some daemons exceed a billion.
 _FILES = 2**16
-#: Seconds between two log lines about connections that were turned away.
+#: Seconds between two log lines about refused connections.
 _LOG_EVERY_S = 60.0
 
 
@@ -39,7 +39,7 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Strangers:
+class SilentConnections:
     """Connections that have not greeted yet; if there are too many, the oldest are closed."""
 
     def __init__(self) -> None:
@@ -53,43 +53,43 @@ class Strangers:
         connection.settimeout(GREETING_S)
         with self._lock:
             self._waiting[id(connection)] = connection
-        self._hang_up(MOST_SILENT, f"more than {MOST_SILENT} connections send no greeting")
+        self._close_oldest(MOST_SILENT, f"more than {MOST_SILENT} connections send no greeting")
 
     def remove(self, connection: socket.socket) -> None:
         """Forget `connection`, which has greeted or is about to be closed. May be repeated."""
         with self._lock:
             self._waiting.pop(id(connection), None)
 
-    def hang_up_all(self, reason: str) -> None:
+    def close_all(self, reason: str) -> None:
         """Free the descriptors of all connections without a greeting."""
-        self._hang_up(0, reason)
+        self._close_oldest(0, reason)
 
-    def _hang_up(self, most: int, reason: str) -> None:
+    def _close_oldest(self, most: int, reason: str) -> None:
         with self._lock:
             surplus = list(self._waiting.values())[: max(0, len(self._waiting) - most)]
             for connection in surplus:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # the connection's own thread closes it
         if surplus:
-            self.turned_away(reason, len(surplus))
+            self.log_refused(reason, len(surplus))
 
-    def turned_away(self, reason: str, count: int = 1) -> None:
-        """Log that connections were turned away; a flood of them does not fill the log."""
+    def log_refused(self, reason: str, count: int = 1) -> None:
+        """Log refused connections; a flood of them does not fill the log."""
         with self._lock:
             self._unlogged += count
             now = time.monotonic()
             if now - self._logged_at < _LOG_EVERY_S:
                 return
             count, self._unlogged, self._logged_at = self._unlogged, 0, now
-        logger.warning("turned away %d connections: %s", count, reason)
+        logger.warning("refused %d connections: %s", count, reason)
 
 
-class Reception:
+class Acceptor:
     """Accepts connections one at a time, on one thread."""
 
-    def __init__(self, listener: socket.socket, strangers: Strangers) -> None:
+    def __init__(self, listener: socket.socket, silent: SilentConnections) -> None:
         self._listener = listener
-        self._strangers = strangers
+        self._silent = silent
         #: Spare descriptor. Without another free descriptor, this one is closed to accept a
         #: connection and close it: while that connection waits in the queue, the kernel reports the
         #: same error for ever.
@@ -115,22 +115,22 @@ class Reception:
             return None
         except OSError as error:
             if is_scarce(error):
-                self._turn_away(str(error))
+                self._refuse(str(error))
             else:
                 # The peer has closed already (ECONNABORTED), or the kernel has another reason.
-                self._strangers.turned_away(str(error))
+                self._silent.log_refused(str(error))
                 time.sleep(within_s)
             return None
 
-    def _turn_away(self, reason: str) -> None:
-        self._strangers.hang_up_all(reason)
+    def _refuse(self, reason: str) -> None:
+        self._silent.close_all(reason)
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with contextlib.suppress(OSError):
             self._listener.settimeout(0.0)
             self._listener.accept()[0].close()
-            self._strangers.turned_away(reason)
+            self._silent.log_refused(reason)
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if self._spare < 0:

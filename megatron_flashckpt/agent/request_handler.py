@@ -11,7 +11,7 @@ import time
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit_thread import Committer
-from megatron_flashckpt.agent.departed import Departed
+from megatron_flashckpt.agent.departed import DepartedRanks
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.persister import Saves
@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import decoded_meta
 
@@ -39,7 +39,7 @@ class RequestHandler:
         self._saves = saves
         self._committer = committer
         self._templates = TemplateStore(node.changed)
-        self.departed = Departed(node, committer)
+        self.departed = DepartedRanks(node, committer)
 
     def answer(
         self, number: int, request: p.Request, fd: int | None, process: RankProcess | None
@@ -47,7 +47,7 @@ class RequestHandler:
         """Return the reply, with a descriptor to send if there is one."""
         if isinstance(request, p.AttachSlab) and fd is not None:
             taken = self._attach(number, Slab.attach(fd), process, request)
-            reach("agent.attached")
+            hit("agent.attached")
             return (p.Attached(taken),)
         if isinstance(request, p.AttachSlab):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -69,7 +69,7 @@ class RequestHandler:
         if isinstance(request, p.Adopt) and number == 0:
             # No rank has a save under way yet, because no rank has resumed.
             is_resumed = request.save_id is not None
-            self._committer.look_for_leftovers(request.iteration if is_resumed else None)
+            self._committer.look_for_orphans(request.iteration if is_resumed else None)
         with self._node.changed:
             rank = self._served(number, process)
             match request:
@@ -87,7 +87,7 @@ class RequestHandler:
                     self._hold(number, RunKey(request.epoch, request.run_id))
                     return (p.Done(),)
                 case p.Adopt():
-                    self._adopt(number, request)
+                    self._resume_from(number, request)
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
@@ -200,7 +200,7 @@ class RequestHandler:
         taken: list[str] = []
         for index in slots.open():
             try:
-                taken.append(self._saves.take_over(number, index))
+                taken.append(self._saves.accept_slot(number, index))
             except FlashCkptError as error:
                 logger.error("rank %d: the staged slot %d is lost: %s", number, index, error)
                 continue
@@ -246,7 +246,7 @@ class RequestHandler:
             if not self._node.changed.wait(deadline - time.monotonic()) or rank.slots is None:
                 return p.Granted(-1)
             self._served(number, process)
-        reach("agent.granted")
+        hit("agent.granted")
         return p.Granted(index)
 
     def _hold(self, number: int, key: RunKey) -> None:
@@ -265,13 +265,13 @@ class RequestHandler:
             described = slot, header, decoded_meta(encoded, slot.index)
         with self._node.changed:
             self._served(number, process)
-            self._saves.take_over(number, request.slot, request, described)
+            self._saves.accept_slot(number, request.slot, request, described)
 
-    def _adopt(self, number: int, request: p.Adopt) -> None:
+    def _resume_from(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]
         is_here = rank.slots is not None and rank.slots.holds(request.save_id)
         if rank.slots is not None:
-            rank.slots.adopt(request.save_id, request.iteration)
+            rank.slots.resume_from(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
         self._node.resumed_from = request.save_id or ""
         awaited = set().union(*(trainer.awaited for trainer in self._node.ranks.values()))
@@ -285,25 +285,25 @@ class RequestHandler:
             # would commit the save have given it up, or are gone.
             staged &= is_here or not save.is_from_before(self._node.fence.newest)
             if save.staged_as != request.save_id and not staged:
-                save.outlived = save.save_id not in awaited
+                save.is_abandoned = save.save_id not in awaited
         if self._node.peers is not None:
-            self._node.peers.adopt(number, request.save_id, request.iteration)
+            self._node.peers.resume_from(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
             # The rank's own node may have been lost before this save was durable, and others wait
             # for it.
-            self._saves.take_over(number, index)
+            self._saves.accept_slot(number, index)
             rank.awaited.discard(request.save_id or "")
         self._node.changed.notify_all()
 
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
-        while not rank.untold and not rank.notices and self._committer.owed(number):
+        while not rank.unreported and not rank.notices and self._committer.open_saves(number):
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
-        outcomes, rank.untold = tuple(rank.untold), []
+        outcomes, rank.unreported = tuple(rank.unreported), []
         for outcome in outcomes:
-            self._node.traces.told(outcome.save_id, number)
+            self._node.traces.note_reported(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(outcomes, len(self._committer.owed(number)), notices)
+        return p.Outcomes(outcomes, len(self._committer.open_saves(number)), notices)

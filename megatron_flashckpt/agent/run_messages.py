@@ -65,7 +65,7 @@ class Held(msgspec.Struct, frozen=True, tag=True):
     slabs: tuple[HeldSlab, ...]
 
 
-def whose(slabs: Sequence[HeldSlab]) -> str:
+def describe_slabs(slabs: Sequence[HeldSlab]) -> str:
     """Return the total size of slabs, and size, rank and save of the first ones."""
     total = sum(slab.nbytes for slab in slabs)
     listed = [_described(slab) for slab in slabs[:_SHOWN]]

@@ -31,7 +31,7 @@ def ensure(root: str) -> None:
         os.makedirs(root, exist_ok=True)
         return ""
 
-    _patiently(make)  # the check before the first step, or a save, reports the error
+    _with_retries(make)  # the check before the first step, or a save, reports the error
 
 
 def identity_of(root: str) -> str:
@@ -40,19 +40,19 @@ def identity_of(root: str) -> str:
     Transient errors are waited out for some seconds. With a wrong identity the trainer would start
     a second agent, while the first one holds its memory.
     """
-    return _patiently(lambda: _shown(os.stat(root)))
+    return _with_retries(lambda: _shown(os.stat(root)))
 
 
 def resolved(root: str) -> str:
     """Return the path of `root` without links; errors are waited out as in `identity_of`."""
-    return _patiently(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
+    return _with_retries(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
 
 
-def _patiently(look: Callable[[], str]) -> str:
-    """Return `look()`, repeated after errors that may pass; empty if it still fails."""
+def _with_retries(call: Callable[[], str]) -> str:
+    """Return `call()`, repeated after errors that may pass; empty if it still fails."""
     for pause_s in (*_RETRIES_S, None):
         try:
-            return look()
+            return call()
         except OSError as error:
             if pause_s is None or not may_pass(error):
                 break

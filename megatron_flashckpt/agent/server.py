@@ -10,13 +10,13 @@ import logging
 import time
 
 from megatron_flashckpt.agent.commit_thread import Committer
-from megatron_flashckpt.agent.conversations import Conversations
+from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
-from megatron_flashckpt.agent.pending_save import awaited_by
+from megatron_flashckpt.agent.pending_save import wait_reason
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
-from megatron_flashckpt.agent.reception import Reception, Strangers
+from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import AgentOptions, Node
 from megatron_flashckpt.agent.upkeep import Upkeep
@@ -51,13 +51,13 @@ class Agent:
         self._committer = Committer(self._node)
         self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
-        strangers = Strangers()
+        silent = SilentConnections()
         second_starts = SecondStarts(lambda: upkeep.directory)
         self._handler = RequestHandler(self._node, self._saves, self._committer)
-        self._conversations = Conversations(
-            self._node, self._saves, self._handler, strangers, second_starts
+        self._conversations = TrainerConnections(
+            self._node, self._saves, self._handler, silent, second_starts
         )
-        self._reception = Reception(upkeep.listen(), strangers)
+        self._reception = Acceptor(upkeep.listen(), silent)
         self._unclaimed_s = unclaimed_s
         #: Latest time to end; set by a signal.
         self._deadline: float | None = None
@@ -73,7 +73,7 @@ class Agent:
         while not self._may_leave():
             self._committer.watch()
             self._handler.departed.release()
-            listener = self._upkeep.look()
+            listener = self._upkeep.restore_missing()
             if listener is not None:
                 self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)
@@ -99,7 +99,7 @@ class Agent:
         """
         wait_s = 0.0 if self._deadline is not None else self._node.options.sigterm_timeout_s
         self._deadline = time.monotonic() + wait_s
-        self._node.flow.pace.lift()
+        self._node.flow.rate_limit.lift()
 
     def _may_leave(self) -> bool:
         with self._node.changed:
@@ -108,7 +108,11 @@ class Agent:
                     logger.error(
                         "ended by a signal: iteration %d is not durable: %s; the agent had at "
                         "most %g s ('agent.sigterm_timeout_s')",
-                        *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
+                        *(
+                            save.iteration,
+                            wait_reason(save),
+                            self._node.options.sigterm_timeout_s,
+                        ),
                     )
                     self.unfinished = True
                 return True

@@ -16,7 +16,7 @@ import xxhash
 from megatron_flashckpt.agent.publication import put_records
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items
 from megatron_flashckpt.file_format.file_names import iteration_dir, shard_name
 from megatron_flashckpt.file_format.shard_file import (
@@ -141,10 +141,10 @@ def _write_chunks(
                 with chunk:
                     with phase("digest"):
                         digests[number] = chunk_digest(chunk)
-                    flow.pace.wait(chunk.nbytes)
+                    flow.rate_limit.wait(chunk.nbytes)
                     with phase("write"):
                         writer.write_at(data_offset + number * CHUNK_NBYTES, chunk)
-                reach("persist.chunk")
+                hit("persist.chunk")
         except BaseException:
             failed.set()
             raise
@@ -229,21 +229,21 @@ def durable_shard(
     data_offset = len(undigested)
     nbytes = data_offset + meta.template.nbytes
     writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
-    reach("persist.created")
+    hit("persist.created")
     try:
         digests = _write_chunks(writer, data_offset, chunks, flow)
-        reach("persist.chunks")
+        hit("persist.chunks")
         _check_unchanged(digests, known(), meta.rank, iteration)
         encoded = fill_in(undigested, digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
-        reach("persist.header")
+        hit("persist.header")
         with phase("fdatasync"):
             writer.finish()
     except BaseException:
         writer.abandon()
         raise
-    reach("persist.durable")
+    hit("persist.durable")
     record = CommitRecord(
         iteration=iteration,
         save_id=save_id,

@@ -106,16 +106,16 @@ class RankSlots:
     def acquire(self, *, newest_too: bool = False) -> int:
         """Return the slot to overwrite: one without a complete checkpoint, otherwise the oldest.
 
-        Returns -1 if there is none. The newest complete checkpoint is not handed out, even if all
+        Returns -1 if there is none. The newest complete checkpoint is not returned, even if all
         others are being read. Otherwise ranks that write fast and ranks that write slowly would
         overwrite different checkpoints, and after a crash no checkpoint would be complete on all
         ranks.
 
-        A single slot is handed out as soon as its save has a result: the checkpoint is in storage,
+        A single slot is returned as soon as its save has a result: the checkpoint is in storage,
         or never will be.
 
         Args:
-            newest_too: hand out the newest one too, because waiting for the others is useless.
+            newest_too: also return the newest one, because waiting for the others is useless.
         """
         slots = self.slab.slots
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
@@ -219,7 +219,7 @@ class RankSlots:
         """Return whether a slot holds `save_id`."""
         return any(slot.header.save_id == save_id for slot in self.slab.slots)
 
-    def adopt(self, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, save_id: str | None, iteration: int) -> None:
         """Empty all slots that hold another save of `iteration` or a later one."""
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header

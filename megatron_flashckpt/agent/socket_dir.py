@@ -188,17 +188,17 @@ def _shared_base() -> Path:
     """Return the base that all processes of this user find, in any environment."""
     usual = _TEMPORARY / f"flashckpt-{os.getuid()}"
     # Look for substitutes first: once a process had to create one, all others use it.
-    if others := _of_our_own(usual.name):
+    if others := _own_replacements(usual.name):
         return others[0]
     try:
         return private_directory(usual)
     except AgentError:
-        with _one_at_a_time():
-            if others := _of_our_own(usual.name):
+        with _creation_lock():
+            if others := _own_replacements(usual.name):
                 return others[0]
             name = f"{usual.name}-{time.time_ns():016x}-{secrets.token_hex(4)}"
             made = private_directory(_TEMPORARY / name)
-    first = _of_our_own(usual.name)[0]
+    first = _own_replacements(usual.name)[0]
     if first != made:  # the lock was held for long, and another process did not wait either
         with contextlib.suppress(OSError):
             made.rmdir()
@@ -206,10 +206,10 @@ def _shared_base() -> Path:
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _creation_lock() -> Iterator[None]:
     """Keep other processes of this machine from creating a shared base meanwhile.
 
-    The lock is that of the temporary directory itself, which nobody can remove. The wait is short,
+    The lock is that of the temporary directory itself, which no user can remove. The wait is short,
     because every user can hold this lock.
     """
     fd = os.open(_TEMPORARY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -226,7 +226,7 @@ def _one_at_a_time() -> Iterator[None]:
         os.close(fd)
 
 
-def _of_our_own(usual: str) -> list[Path]:
+def _own_replacements(usual: str) -> list[Path]:
     """Return the private directories of this user that replace `usual`, oldest first."""
     with os.scandir(_TEMPORARY) as entries:
         names = sorted(entry.name for entry in entries if entry.name.startswith(f"{usual}-"))

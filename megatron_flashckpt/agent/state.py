@@ -14,12 +14,12 @@ from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
-from megatron_flashckpt.agent.life import AgentFacts, own_life
+from megatron_flashckpt.agent.life import AgentFacts, own_unit
 from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
-from megatron_flashckpt.agent.write_limits import Flow, Pace
+from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -50,7 +50,7 @@ class Trainer:
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
         """Saves that the connected trainer has staged and whose results were not reported."""
-        self.untold: list[p.Outcome] = []
+        self.unreported: list[p.Outcome] = []
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
@@ -64,7 +64,7 @@ class Trainer:
         A failed save of a crashed run must not stop a job that has restarted well.
         """
         self.awaited.clear()
-        self.untold.clear()
+        self.unreported.clear()
         self.notices.clear()
 
 
@@ -79,7 +79,7 @@ class Node:
         self.fence = Fence()
         self.storage = self.storage_at(options.root)
         self.held = HeldDirectory(options.root)
-        self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
+        self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
@@ -90,7 +90,7 @@ class Node:
         """The newest save that was seen committed; None if none was."""
         self.resumed_from: str | None = None
         """The save that training resumed from; "": from none; None: not reported."""
-        self._facts = AgentFacts(time.time(), options.foreground, own_life())
+        self._facts = AgentFacts(time.time(), options.foreground, own_unit())
 
     @property
     def lineage(self) -> tuple[str, ...]:
@@ -118,8 +118,8 @@ class Node:
         if settings.direct_io != former.direct_io:  # otherwise keep the measurements
             self.direct_io = DirectIo(settings.direct_io)
         self.options = options_of(settings, former.root, foreground=former.foreground)
-        self.flow.pace.limit(settings.write_mib_per_s)
-        self.flow = Flow(settings.write_threads, self.flow.pace)
+        self.flow.rate_limit.limit(settings.write_mib_per_s)
+        self.flow = Flow(settings.write_threads, self.flow.rate_limit)
         self.traces.configure(settings.trace)
         if self._process is not None:
             self._process.apply(settings)

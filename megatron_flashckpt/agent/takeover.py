@@ -60,7 +60,7 @@ def take(
         interval_s=claims.INTERVAL_S,
         pid=client.agent_pid,
         started=0 if agent is None else agent.started,
-        machine=claims.here(),
+        machine=claims.this_host(),
         epoch=key.epoch,
         host=platform.node(),
         run_id=run_id,
@@ -89,9 +89,9 @@ def is_live(storage: Storage) -> Claim | None:
 
     Takes as long as a renewal can take, or less if the state is certain earlier.
     """
-    watch = _Watch(storage)
+    watch = _ClaimWatcher(storage)
     while True:
-        claim = watch.look()
+        claim = watch.current()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
             return None
         if watch.renews:
@@ -108,9 +108,9 @@ def _await_end(
         OtherWriterError: the run of the claim trains, and `policy` is `refuse`.
     """
     deadline = time.monotonic() + wait_s
-    watch = _Watch(storage)
+    watch = _ClaimWatcher(storage)
     while True:
-        claim = watch.look()
+        claim = watch.current()
         if claim is None or claim.state in (IDLE, ENDED) or watch.is_dead(claim):
             return claim
         if claim.state == TRAINING and policy == "take_over":
@@ -121,7 +121,7 @@ def _await_end(
             )
             return claim
         # A restarted job finds its agent on the same node again, and that agent continues.
-        if claim.machine == claims.here() and connect().agent_pid == claim.pid:
+        if claim.machine == claims.this_host() and connect().agent_pid == claim.pid:
             return claim
         if not watch.has_waited:
             watch.has_waited = True
@@ -145,7 +145,7 @@ def _await_end(
         time.sleep(_LOOK_S)
 
 
-class _Watch:
+class _ClaimWatcher:
     """Reads a claim repeatedly, to see whether it is renewed, by the clock of this host."""
 
     def __init__(self, storage: Storage) -> None:
@@ -155,7 +155,7 @@ class _Watch:
         self.renews = False
         self.has_waited = False
 
-    def look(self) -> Claim | None:
+    def current(self) -> Claim | None:
         """Return the current claim; None if there is none or it is damaged."""
         try:
             claim = claims.read(self._storage)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.cleanup import Leftovers, beside
+from megatron_flashckpt.agent.cleanup import OrphanedFiles, files_of_other_saves
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
@@ -22,7 +22,7 @@ from megatron_flashckpt.catalog.retention import finish, hide
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.tracing import phase
@@ -84,7 +84,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
     try:
         with phase("tidy up"):
             _obsolete_files(save, pending).remove(storage)
-        reach("commit.tidy")
+        hit("commit.tidy")
         with phase("retention"):
             with save.manifests.changing:
                 hide(
@@ -96,7 +96,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
                     manifests=save.manifests,
                 )
             finish(storage)
-        reach("commit.done")
+        hit("commit.done")
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; a failed removal must not make it look failed.
         logger.warning(
@@ -104,7 +104,7 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
         )
 
 
-def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Leftovers:
+def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> OrphanedFiles:
     """Return the files of other attempts in the directory of a committed save.
 
     Empty if another save of the same iteration has been committed since.
@@ -114,19 +114,19 @@ def _obsolete_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Lef
         try:
             committed = save.manifests.facts(save.storage, save.directory).save_id
         except FileNotFoundError:  # retention has removed the checkpoint since
-            return Leftovers()
+            return OrphanedFiles()
         if committed != save.save_id:
-            return Leftovers()
-        files = beside(save.storage, save.directory, save.save_id)
+            return OrphanedFiles()
+        files = files_of_other_saves(save.storage, save.directory, save.save_id)
         # Query pending saves and the run after the listing. Until a job starts again, this agent
         # knows every save of the iteration before its files can be listed. After a start, other
         # nodes may have begun a save that this agent does not know.
         spared = pending()
         if not save.is_of_newest_run:
-            return Leftovers(
+            return OrphanedFiles(
                 [name for name in files if file_names.save_id_in(name) == save.save_id]
             )
-    return Leftovers([name for name in files if file_names.save_id_in(name) not in spared])
+    return OrphanedFiles([name for name in files if file_names.save_id_in(name) not in spared])
 
 
 class Tidier:

@@ -101,7 +101,7 @@ class Traces:
         finally:
             self.add(iteration, save_id, rank, recorder.spans)
 
-    def told(self, save_id: str, rank: int) -> None:
+    def note_reported(self, save_id: str, rank: int) -> None:
         """Record that a trainer receives the result of a save now."""
         known = self._saves.get(save_id)
         if known is not None:
@@ -109,7 +109,7 @@ class Traces:
             self.add(known.iteration, save_id, rank, [now])
             self._unwritten.add(save_id)
 
-    def write_told(self) -> None:
+    def write_reported(self) -> None:
         """Write the traces of saves with newly reported results. Called without locks."""
         while self._unwritten:
             with contextlib.suppress(KeyError):
@@ -154,13 +154,13 @@ class Traces:
         own_traces = [
             path
             for path in listed
-            if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_mine(path)
+            if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_own(path)
         ]
         own_traces.sort(key=lambda path: path.stat().st_mtime_ns)
         for path in own_traces[: -self._keep]:
             path.unlink(missing_ok=True)
 
-    def _is_mine(self, path: Path) -> bool:
+    def _is_own(self, path: Path) -> bool:
         """Return whether a file is a trace of this save directory; several jobs may share one."""
         if path not in self._known:
             self._known[path] = False
@@ -206,7 +206,7 @@ def chrome_trace(
     for pid in sorted({pid for pid, _ in tracks}):
         name = f"rank {pid}" if pid < _AGENT else f"agent on {host}"
         events.append(_name("process_name", pid, 0, name))
-    # At the end of the file, where `_is_mine` looks for it.
+    # At the end of the file, where `_is_own` looks for it.
     facts = {"iteration": iteration, "save": save_id, "host": host, "root": root}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 

@@ -84,7 +84,7 @@ class Upkeep:
             raise
         return listener
 
-    def look(self) -> socket.socket | None:
+    def restore_missing(self) -> socket.socket | None:
         """Restore missing files; return a new socket to listen on if there is one.
 
         Called often, checks every `_LOOK_S`. Never raises.

@@ -9,7 +9,7 @@ import threading
 import time
 
 
-class Pace:
+class RateLimit:
     """Rate limit for bytes, shared by all threads that write."""
 
     def __init__(self, mib_per_s: float | None = None) -> None:
@@ -41,11 +41,11 @@ class Flow:
 
     threads: int = 1
     """Chunks of a shard that are digested and written at the same time."""
-    pace: Pace = dataclasses.field(default_factory=Pace)
+    rate_limit: RateLimit = dataclasses.field(default_factory=RateLimit)
     """Rate limit of all shards of the node together."""
 
 
-def give_way(nice: int) -> None:
+def lower_priority(nice: int) -> None:
     """Raise the nice value of the calling thread, and of its future threads, by `nice`.
 
     I/O priority follows where the device's scheduler knows priorities (ioprio_set(2)).

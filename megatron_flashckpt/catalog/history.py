@@ -67,7 +67,7 @@ def read(storage: Storage) -> list[PastSave]:
     return saves
 
 
-def told_of(storage: Storage, save_id: str) -> PastSave | None:
+def past_save(storage: Storage, save_id: str) -> PastSave | None:
     """Return the history's entry of one save; None if there is none.
 
     A rank whose agent was killed may connect late to the next agent. The save that the rank staged

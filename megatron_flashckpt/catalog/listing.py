@@ -28,7 +28,7 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -57,7 +57,7 @@ _SMALL_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class IterationEntry:
     """Iteration directory and its state."""
 
     directory: str
@@ -85,8 +85,8 @@ def save_directory(directory: str) -> Storage:
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
     path = Path(directory)
-    storage = PatientStorage(open_storage(path))
-    if not storage.patiently(path.is_dir):
+    storage = RetryingStorage(open_storage(path))
+    if not storage.with_retries(path.is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"
         )
@@ -174,7 +174,7 @@ def _is_foreign(storage: Storage, directory: str) -> bool:
     )
 
 
-def checkpoints(storage: Storage) -> list[Found]:
+def checkpoints(storage: Storage) -> list[IterationEntry]:
     """Return all iteration directories in order, whatever their state."""
     entries = []
     removals = {file_names.parse_removal_name(name) for name in storage.list("")}
@@ -186,22 +186,24 @@ def checkpoints(storage: Storage) -> list[Found]:
                 entries.append(_committed(open_checkpoint(storage, iteration), present))
             elif foreign.is_dlrovers(storage, directory):
                 remark = foreign.dlrover_remark(storage, directory)
-                entries.append(Found(directory, iteration, foreign.DLROVER, remark))
+                entries.append(IterationEntry(directory, iteration, foreign.DLROVER, remark))
             elif megatron := foreign.megatron_format(storage, directory):
-                entries.append(Found(directory, iteration, MEGATRON, megatron))
+                entries.append(IterationEntry(directory, iteration, MEGATRON, megatron))
             elif directory in removed:
                 remark = "its removal was interrupted; the next commit completes it"
-                entries.append(Found(directory, iteration, NOT_COMMITTED, remark))
+                entries.append(IterationEntry(directory, iteration, NOT_COMMITTED, remark))
             else:
                 entries.append(_uncommitted(storage, directory, iteration, present))
         except (FlashCkptError, OSError) as error:
-            entries.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
+            entries.append(
+                IterationEntry(directory, iteration, UNREADABLE, for_listing(str(error)))
+            )
     tracked = tracked_iteration(storage)
     if tracked is not None and foreign.dlrover_empty(storage, tracked):
         directory = file_names.iteration_dir(tracked)
         entries = [entry for entry in entries if entry.directory != directory]
         remark = "committed without any file"
-        entries.append(Found(directory, tracked, foreign.DLROVER, remark))
+        entries.append(IterationEntry(directory, tracked, foreign.DLROVER, remark))
     return entries
 
 
@@ -217,10 +219,10 @@ def _directories(storage: Storage) -> list[tuple[int | None, str]]:
     return sorted(directories, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
-def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
+def _committed(stored: StoredCheckpoint, present: set[str]) -> IterationEntry:
     manifest = stored.manifest
     damage = _damage(stored, present)
-    return Found(
+    return IterationEntry(
         directory=stored.directory,
         iteration=manifest.iteration,
         state=DAMAGED if damage else COMMITTED,
@@ -250,13 +252,13 @@ def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
         ]
     problems = {"missing": missing, "of another length": changed}
     return "; ".join(
-        f"{problem}: {_some(affected)}" for problem, affected in problems.items() if affected
+        f"{problem}: {_first_few(affected)}" for problem, affected in problems.items() if affected
     )
 
 
 def _uncommitted(
     storage: Storage, directory: str, iteration: int | None, present: set[str]
-) -> Found:
+) -> IterationEntry:
     """Return an entry that describes the progress of each attempt to save this iteration."""
     saves: dict[str, list[str]] = defaultdict(list)
     for name in sorted(present):
@@ -264,7 +266,7 @@ def _uncommitted(
         if save_id is not None and name.endswith(_OF_RANKS):
             saves[save_id].append(name)
     if not saves:
-        return Found(directory, iteration, NOT_COMMITTED, "no files of ours in it")
+        return IterationEntry(directory, iteration, NOT_COMMITTED, "no files of ours in it")
     remarks, ranks, nbytes = [], None, 0
     for save_id, own_files in saves.items():
         shards = [name for name in own_files if name.endswith(".safetensors")]
@@ -279,8 +281,8 @@ def _uncommitted(
         durable = file_names.ranks_with_record(own_files, save_id, ranks or _MAX_RANKS)
         remark = f"no {file_names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
-        remarks.append(f"{remark}, missing: {_some(missing)}" if missing else remark)
-    return Found(directory, iteration, NOT_COMMITTED, "; ".join(remarks), ranks, nbytes)
+        remarks.append(f"{remark}, missing: {_first_few(missing)}" if missing else remark)
+    return IterationEntry(directory, iteration, NOT_COMMITTED, "; ".join(remarks), ranks, nbytes)
 
 
 def _world_size(storage: Storage, directory: str, shards: list[str]) -> int | None:
@@ -307,7 +309,7 @@ def layout_of(description: dict[str, Any]) -> str:
     )
 
 
-def _some(items: Sequence[object]) -> str:
+def _first_few(items: Sequence[object]) -> str:
     """Return the first few of `items` and the number of further ones, for a message."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(map(str, items[:_SHOWN])) + more

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.errors import FlashCkptError, for_listing
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
@@ -144,7 +144,7 @@ def hide(
         previous=previous,
         manifests=manifests,
     ):
-        reach("retain.chosen")
+        hit("retain.chosen")
         _attempt(storage, commit.iteration, commit.save_id, _hide)
 
 
@@ -245,7 +245,7 @@ def _hide(storage: Storage, iteration: int, save_id: str) -> None:
     manifest = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     # One atomic step: no load finds the checkpoint, and the next commit finds the removal.
     storage.move(manifest, file_names.removal_name(iteration, save_id))
-    reach("retain.hidden")
+    hit("retain.hidden")
 
 
 def _clear(storage: Storage, iteration: int, save_id: str) -> None:
@@ -256,7 +256,7 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     def delete(path: str) -> None:
         if storage.kind(path) == "file":
             storage.delete(path)
-            reach("retain.file")
+            hit("retain.file")
 
     if storage.kind(directory) == "directory":
         # Only files of this save: another save of this iteration may be writing there.
@@ -291,6 +291,6 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
             place,
             ", ".join(foreign[:_SHOWN]),
         )
-    reach("retain.deleted")
+    hit("retain.deleted")
     storage.delete(file_names.removal_name(iteration, save_id))
     logger.info("removed the checkpoint of iteration %d (save %s)", iteration, save_id)

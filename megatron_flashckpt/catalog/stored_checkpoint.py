@@ -65,7 +65,7 @@ class StoredCheckpoint:
     def check_whole(self) -> None:
         """Raise CorruptCheckpointError if an element of a tensor is missing or stored twice.
 
-        If a load misses an element, this tells a damaged checkpoint from a wrong request.
+        If a load misses an element, this distinguishes a damaged checkpoint from a wrong request.
         """
         problems = incomplete(self.sources())
         if problems:
@@ -80,7 +80,7 @@ class StoredCheckpoint:
     def common(self) -> bytes:
         """Return the contents of `common-<id>.msgpack`, verified."""
         name = file_names.common_name(self.manifest.save_id)
-        with self._promised(name):
+        with self._missing_file_is_damage(name):
             encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_COMMON_NBYTES)
         digest = xxhash.xxh3_64_hexdigest(encoded)
         if digest != self.manifest.common_digest:
@@ -158,7 +158,7 @@ class StoredCheckpoint:
         file = self.manifest.shards[shard.metadata.rank].file
         start = index * CHUNK_NBYTES
         hasher = new_chunk_digest()
-        with self._promised(file):
+        with self._missing_file_is_damage(file):
             name = f"{self.directory}/{file}"
             place = shard.data_offset + start
             self.storage.read_into(name, place, parts, hasher.update, self._kept)
@@ -171,11 +171,11 @@ class StoredCheckpoint:
             )
 
     def _stored(self, file: str, offset: int, nbytes: int) -> bytes:
-        with self._promised(file):
+        with self._missing_file_is_damage(file):
             return self.storage.read(f"{self.directory}/{file}", offset, nbytes)
 
     @contextlib.contextmanager
-    def _promised(self, file: str) -> Iterator[None]:
+    def _missing_file_is_damage(self, file: str) -> Iterator[None]:
         """Raise CorruptCheckpointError for a missing file that the manifest names."""
         try:
             yield

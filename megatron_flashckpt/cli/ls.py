@@ -139,7 +139,7 @@ def _nothing(directory: str, storage: Storage, tracker: str | None) -> str:
     return f"{directory}: holds no checkpoint{fact}; give Megatron's --save directory"
 
 
-def _rules(entry: listing.Found, kept_by: dict[int, list[str]] | None) -> list[str] | None:
+def _rules(entry: listing.IterationEntry, kept_by: dict[int, list[str]] | None) -> list[str] | None:
     if kept_by is None or entry.iteration is None:
         return None
     return kept_by.get(entry.iteration)

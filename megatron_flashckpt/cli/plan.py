@@ -21,7 +21,7 @@ from megatron_flashckpt.cli.console import (
 from megatron_flashckpt.config import Config, Redundancy, Weights
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm import served
-from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
+from megatron_flashckpt.megatron_lm.job_flags import changes_outside_steps
 from megatron_flashckpt.sizing import gpt_size
 from megatron_flashckpt.sizing.cluster_model import (
     GB,
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     size = sizes_of(args.megatron, args.gpus, args.parameters, args.weights)
     megatron = gpt_size.parse(args.megatron, model_known=True)
     notes = served.notes(megatron)
-    if (flag := changes_beside_steps(megatron)) is not None:
+    if (flag := changes_outside_steps(megatron)) is not None:
         notes.append(f"{flag}: each save blocks training until everything is copied")
     if args.redundancy_group < 2:
         raise ConfigError(f"--redundancy-group {args.redundancy_group}: must be at least 2")

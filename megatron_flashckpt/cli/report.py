@@ -132,7 +132,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
 
 
 def _state_and_remark(
-    save: history.PastSave, entry: listing.Found | None, storage: Storage
+    save: history.PastSave, entry: listing.IterationEntry | None, storage: Storage
 ) -> tuple[str, str]:
     """Return state and remark of a committed save whose manifest is gone, replaced or unreadable.
 

@@ -47,7 +47,7 @@ from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 _T = TypeVar("_T")
 
@@ -59,7 +59,7 @@ class Source:
     name: str
     recognises: Callable[[Path], bool]
     """Returns True for a checkpoint directory in this format."""
-    open: Callable[[PatientStorage, Path, int, Options], Contents]
+    open: Callable[[RetryingStorage, Path, int, Options], Contents]
     """Returns the contents of a checkpoint, from its save directory, its own directory and its
     iteration (0 for a release)."""
 
@@ -67,38 +67,36 @@ class Source:
 def _with_retries(open_format: Callable[[Path, int, Options], Contents]) -> Any:
     """Return `Source.open` for a reader that uses no storage: reads are retried as a whole."""
 
-    def open_patiently(
-        storage: PatientStorage, directory: Path, iteration: int, options: Options
+    def open_retry(
+        storage: RetryingStorage, directory: Path, iteration: int, options: Options
     ) -> Contents:
-        contents = _patiently(
-            storage, directory, lambda: open_format(directory, iteration, options)
-        )
+        contents = _retry(storage, directory, lambda: open_format(directory, iteration, options))
         return dataclasses.replace(
             contents,
-            tensors=[_patient(tensor, storage, directory) for tensor in contents.tensors],
-            doubles=tuple(_patient(tensor, storage, directory) for tensor in contents.doubles),
+            tensors=[_retrying(tensor, storage, directory) for tensor in contents.tensors],
+            doubles=tuple(_retrying(tensor, storage, directory) for tensor in contents.doubles),
         )
 
-    return open_patiently
+    return open_with_retries
 
 
-def _patient(tensor: GlobalTensor, storage: PatientStorage, directory: Path) -> GlobalTensor:
+def _retrying(tensor: GlobalTensor, storage: RetryingStorage, directory: Path) -> GlobalTensor:
     """Return `tensor` with reads that are retried after transient errors."""
 
     def read(box: Box) -> torch.Tensor:
-        return _patiently(storage, directory, lambda: tensor.read(box))
+        return _retry(storage, directory, lambda: tensor.read(box))
 
     return dataclasses.replace(tensor, read=read)
 
 
-def _patiently(storage: PatientStorage, directory: Path, attempt: Callable[[], _T]) -> _T:
+def _retry(storage: RetryingStorage, directory: Path, attempt: Callable[[], _T]) -> _T:
     """Return `attempt()`, a read in `directory`, repeated after errors that may pass.
 
     Raises:
         StorageError: the last attempt failed, too.
     """
     try:
-        return storage.patiently(attempt)
+        return storage.with_retries(attempt)
     except OSError as error:
         if isinstance(error, FlashCkptError) or not may_pass(error):
             raise
@@ -135,7 +133,7 @@ DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint that is open for conversion."""
 
     format: str
@@ -151,7 +149,7 @@ class Opened:
         return sum(tensor.nbytes for tensor in self.contents.tensors)
 
 
-def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
+def open_source(root: Path, iteration: int | None, options: Options) -> OpenCheckpoint:
     """Open a checkpoint of any known format.
 
     Args:
@@ -162,10 +160,10 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
         NotCommittedError: no such checkpoint.
         FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
-    storage = PatientStorage(open_storage(root))
+    storage = RetryingStorage(open_storage(root))
     directory, number = _directory(storage, root, iteration)
     for source in SOURCES:
-        if _patiently(storage, directory, functools.partial(source.recognises, directory)):
+        if _retry(storage, directory, functools.partial(source.recognises, directory)):
             with _named_arguments(str(directory)):
                 contents = source.open(storage, directory, number, options)
             if not hasattr(contents.args, "__dict__"):
@@ -173,7 +171,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
                     f"{directory}: holds {contents.args!r} instead of training arguments; convert "
                     "another iteration"
                 )
-            return Opened(
+            return OpenCheckpoint(
                 source.name,
                 root,
                 directory,
@@ -187,7 +185,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
 
 
 def convert(
-    opened: Opened,
+    opened: OpenCheckpoint,
     destination: Path,
     to: str,
     options: Options,
@@ -237,12 +235,12 @@ def _named_arguments(place: str) -> Iterator[None]:
         ) from error
 
 
-def _directory(storage: PatientStorage, root: Path, iteration: int | None) -> tuple[Path, int]:
+def _directory(storage: RetryingStorage, root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
         if empty := foreign.dlrover_empty(storage, iteration):
             raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
-        if not _patiently(storage, directory, directory.is_dir):
+        if not _retry(storage, directory, directory.is_dir):
             raise NotCommittedError(
                 f"{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints of a save "
                 "directory"

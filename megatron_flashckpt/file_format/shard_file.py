@@ -191,7 +191,7 @@ def decode_header(
             f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {OLDER}"
         )
     if expected is not None and _matches(tensors, metadata, *expected):
-        return _sound(metadata, *expected, len(header), place)
+        return _checked_shard(metadata, *expected, len(header), place)
     pieces, offsets, position = [], [], 0
     for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
         kind, _, rest = name.partition("/")
@@ -217,7 +217,7 @@ def decode_header(
         )
         for piece, *at in zip(pieces, offsets, placed_at, strict=True)
     )
-    return _sound(metadata, Template(items, position, b""), placement, len(header), place)
+    return _checked_shard(metadata, Template(items, position, b""), placement, len(header), place)
 
 
 def _matches(
@@ -242,13 +242,13 @@ def _matches(
     return True
 
 
-def _sound(
+def _checked_shard(
     metadata: ShardMetadata, template: Template, placement: Placement, data_offset: int, place: str
 ) -> Shard:
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(template.nbytes):
         raise CorruptCheckpointError(
-            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
+            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not match "
             f"{template.nbytes} bytes of data; {OLDER}"
         )
     return Shard(metadata, template, placement, digests, data_offset)

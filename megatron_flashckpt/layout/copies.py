@@ -6,8 +6,8 @@ their gradients are not reduced. A save has no communication, so each rank compu
 copy, and the committing agent compares the sums.
 
 Data-parallel replicas may shard the copies differently, so the sum is additive
-(`copy_sums.weighed`). The total sums of equal copies are equal; those of different copies agree by
-chance only once in about 2**64.
+(`copy_sums.weighted_sum`). The total sums of equal copies are equal; those of different copies
+agree by chance only once in about 2**64.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compared_numel(piece: Piece) -> int:
 
 
 def added_up(parts: Iterable[tuple[Piece, int]]) -> tuple[CopySum, ...]:
-    """Return one rank's sums, from its pieces and the sums that `weighed` returned for them."""
+    """Return one rank's sums, from its pieces and their results of `weighted_sum`."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for piece, total in parts:
         name = (piece.key, *split_kind(piece.kind))

@@ -17,7 +17,7 @@ from megatron_flashckpt.layout.piece import Piece
 _AT_ONCE = 2**16
 
 
-def weighed(piece: Piece, content: Any) -> int:
+def weighted_sum(piece: Piece, content: Any) -> int:
     """Return the weighted sum of the first `compared_numel` elements of `piece`, modulo 2**64.
 
     The weight of an element is an odd number derived from the element's position in its box.

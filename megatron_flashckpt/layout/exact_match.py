@@ -22,14 +22,14 @@ Tensors = Mapping[tuple[str, str, str, Shape], int]
 """Number of elements stored by all ranks together, by kind, key, type and global shape."""
 
 
-class Held(NamedTuple):
+class StoredPieces(NamedTuple):
     """The pieces that one rank stored, with their byte offsets in its data section."""
 
     rank: int
     pieces: Mapping[Piece, int]
 
 
-NOTHING_HELD = Held(-1, {})
+NOTHING_STORED = StoredPieces(-1, {})
 
 
 def stored_tensors(sources: Iterable[Source]) -> Tensors:
@@ -64,7 +64,7 @@ def typed_runs(
     return runs
 
 
-def held_once(source: Source, tensors: Tensors) -> Held:
+def pieces_stored_once(source: Source, tensors: Tensors) -> StoredPieces:
     """Return the pieces of `source`, except those of tensors with more elements than their shape.
 
     A wanted piece that equals a returned piece in every field can be read from it unchecked:
@@ -80,8 +80,8 @@ def held_once(source: Source, tensors: Tensors) -> Held:
     """
     template, placement = source.template, source.placement
     if len(placement) != placement_length(template.items):  # `read_plan` reports this defect
-        return NOTHING_HELD
-    doubtful = _doubtful(tensors)
+        return NOTHING_STORED
+    doubtful = _inconsistent_tensors(tensors)
     pieces: dict[Piece, int] = {}
     for item in template.items:
         if (item.kind, item.key) in doubtful or not 0 <= item.byte_offset < LIMIT:
@@ -101,11 +101,11 @@ def held_once(source: Source, tensors: Tensors) -> Held:
             start + item.numel,
         )
         if pieces.setdefault(piece, item.byte_offset) != item.byte_offset:
-            return NOTHING_HELD  # the piece is stored twice, so the choice is ambiguous
-    return Held(source.rank, pieces)
+            return NOTHING_STORED  # the piece is stored twice, so the choice is ambiguous
+    return StoredPieces(source.rank, pieces)
 
 
-def _doubtful(tensors: Tensors) -> set[tuple[str, str]]:
+def _inconsistent_tensors(tensors: Tensors) -> set[tuple[str, str]]:
     """Return kind and key of tensors with several shapes or with too many stored elements.
 
     Layers that share a key may differ in type, so elements of all types are counted together.

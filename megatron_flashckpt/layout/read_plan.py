@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_flashckpt.errors import ANOTHER, MissingStateError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.exact_match import NOTHING_HELD, Held
+from megatron_flashckpt.layout.exact_match import NOTHING_STORED, StoredPieces
 from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 from megatron_flashckpt.layout.stored_index import Columns, Rows, Variant, hulls, stored_columns
@@ -55,7 +55,7 @@ def read_plan(
     sources: Collection[Source],
     place: str,
     resizable: Collection[int] = (),
-    held: Held = NOTHING_HELD,
+    held: StoredPieces = NOTHING_STORED,
 ) -> ReadPlan:
     """Return the reads that fill every element of `wanted` exactly once.
 
@@ -63,7 +63,8 @@ def read_plan(
         place: the checkpoint's name, for error messages.
         resizable: indices of wanted pieces whose tensor may be stored in another global shape. As
             in Megatron (`allow_shape_mismatch`), the common part is read and the rest is zero.
-        held: stored pieces that need no search if a wanted piece equals them (`held_once`).
+        held: result of `pieces_stored_once`; a wanted piece that equals one of them needs no
+            search.
 
     Raises:
         MissingStateError: lists every key that is missing, incomplete, or of another shape or type.
@@ -109,16 +110,16 @@ def read_plan(
 
 
 def missing_state(
-    place: str, found: Iterable[str], unwanted: Iterable[str] = ()
+    place: str, problems: Iterable[str], unexpected: Iterable[str] = ()
 ) -> MissingStateError:
     """Return the error that lists all differences; its `differences` holds them too.
 
     Args:
-        found: one line per tensor that the checkpoint cannot provide.
-        unwanted: names of stored tensors that no rank's model has (see `superfluous`).
+        problems: one line per tensor that the checkpoint cannot provide.
+        unexpected: names of stored tensors that no rank's model has (see `unexpected_tensors`).
     """
-    lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unwanted)]
-    differences = tuple(dict.fromkeys([*lines, *found]))
+    lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unexpected)]
+    differences = tuple(dict.fromkeys([*lines, *problems]))
     error = MissingStateError(
         f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
         + "\n  ".join(differences)
@@ -129,7 +130,7 @@ def missing_state(
     return error
 
 
-def superfluous(
+def unexpected_tensors(
     wanted: Collection[tuple[str, str]], sources: Iterable[Source], kinds: set[str]
 ) -> set[str]:
     """Return `kind/key` of the unexpected tensors: stored, one of `kinds`, and not in `wanted`.
@@ -168,7 +169,7 @@ def _stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> l
     return sorted(
         dtype
         for (_, dtype), stored in variants.items()
-        if any(overlap(run, wanted).numel for *_, run in stored.meeting(wanted))
+        if any(overlap(run, wanted).numel for *_, run in stored.overlapping(wanted))
     )
 
 
@@ -207,7 +208,7 @@ def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
     parts = []
-    for rank, byte_offset, run in stored.meeting(wanted):
+    for rank, byte_offset, run in stored.overlapping(wanted):
         common = overlap(run, wanted)
         if common.numel:
             read = Read(

@@ -47,21 +47,24 @@ class StoredRun(NamedTuple):
 class Rows(list[StoredRun]):
     """Stored runs of one tensor, for templates that few ranks share."""
 
-    def meeting(self, wanted: Run) -> list[StoredRun]:
+    def overlapping(self, wanted: Run) -> list[StoredRun]:
         """Return all runs that overlap `wanted`, possibly with others."""
         if len(self) <= 1:
             return self
         # Under the saved layout the box is equal, and disjoint from all others.
-        if self._apart is not None and (equal_box := self._apart.get(wanted[:2])) is not None:
+        if (
+            self._runs_by_box is not None
+            and (equal_box := self._runs_by_box.get(wanted[:2])) is not None
+        ):
             return equal_box
         if len(self) > _FEW_ROWS:
-            return self._columns.meeting(wanted)
+            return self._columns.overlapping(wanted)
         low, high = bounds(wanted)
         pairs = zip(self, self._bounds, strict=True)
-        return [row for row, row_bounds in pairs if _meet(*row_bounds, low, high)]
+        return [row for row, row_bounds in pairs if _hulls_overlap(*row_bounds, low, high)]
 
     @functools.cached_property
-    def _apart(self) -> dict[Box, list[StoredRun]] | None:
+    def _runs_by_box(self) -> dict[Box, list[StoredRun]] | None:
         """The runs by box; None if boxes may overlap.
 
         Boxes are disjoint if all have one shape and start at multiples of it, which holds in nearly
@@ -105,11 +108,11 @@ class Columns:
         columns = (ranks, byte_offsets, *zip(*runs, strict=True), lows, highs)
         return cls(*(np.array(column, np.int64) for column in columns))
 
-    def meeting(self, wanted: Run) -> list[StoredRun]:
+    def overlapping(self, wanted: Run) -> list[StoredRun]:
         """Return all runs that overlap `wanted`, possibly with others."""
         low, high = bounds(wanted)
-        meets = ((self.low < np.array(high)) & (self.high > np.array(low))).all(axis=1)
-        return [self._row(row) for row in np.flatnonzero(meets).tolist()]
+        overlaps = ((self.low < np.array(high)) & (self.high > np.array(low))).all(axis=1)
+        return [self._row(row) for row in np.flatnonzero(overlaps).tolist()]
 
     def _row(self, row: int) -> StoredRun:
         offset, shape = (tuple(column[row].tolist()) for column in (self.offset, self.shape))
@@ -196,7 +199,7 @@ def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> R
         *corner, start = user.placement[where]
         offset = tuple(corner)
         far = tuple(map(operator.add, offset, shape))
-        if comparable and not _meet(offset, far, *hull):
+        if comparable and not _hulls_overlap(offset, far, *hull):
             continue
         if (
             not 0 <= start <= last_start
@@ -209,7 +212,7 @@ def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> R
     return rows
 
 
-def _meet(low: Shape, high: Shape, other_low: Shape, other_high: Shape) -> bool:
+def _hulls_overlap(low: Shape, high: Shape, other_low: Shape, other_high: Shape) -> bool:
     return all(map(operator.lt, low, other_high)) and all(map(operator.gt, high, other_low))
 
 
@@ -225,8 +228,8 @@ def _columns(
     if len(hull[0]) == len(shape):  # otherwise shapes differ, and the error lists all runs
         offset = placed[:, :-1]
         low, high = (np.array(corner, np.int64) for corner in hull)
-        meets = ((offset < high) & (offset > low - shape)).all(axis=1)
-        placed, ranks = placed[meets], ranks[meets]
+        overlaps = ((offset < high) & (offset > low - shape)).all(axis=1)
+        placed, ranks = placed[overlaps], ranks[overlaps]
     offset, start = placed[:, :-1], placed[:, -1]
     room = np.array(item.global_shape, np.int64) - shape
     outside = ((offset < 0) | (offset > room)).any(axis=1)

@@ -23,7 +23,7 @@ from megatron_flashckpt.collectives import (
     gather_objects,
     raise_agreed,
     reduce_largest,
-    together,
+    run_and_agree,
 )
 from megatron_flashckpt.load.gpu_buffers import host_buffer
 
@@ -127,10 +127,10 @@ def transfer(
         FlashCkptError: on all ranks of `group`, if a rank has no memory for its buffers, or if
             `room` or `take` raised on any.
     """
-    pace, buffers = _agreed_pace(outgoing, incoming, room, group)
+    sizes, buffers = _agreed_sizes(outgoing, incoming, room, group)
     failure: Exception | None = None
-    for turn in range(pace.rounds(outgoing, incoming)):
-        sends, receives = pace.cuts(outgoing, turn), pace.cuts(incoming, turn)
+    for number in range(sizes.rounds(outgoing, incoming)):
+        sends, receives = sizes.cuts(outgoing, number), sizes.cuts(incoming, number)
         sent = _buffer_parts(sends, buffers.sent)
         received = _buffer_parts(receives, buffers.received)
         # A failed rank joins the remaining rounds with arbitrary bytes, because the others wait
@@ -140,22 +140,22 @@ def transfer(
             failure = attempt(functools.partial(buffers.fill, parts)).error
         send_and_receive(sent, received, group)
         if failure is None:
-            failure = attempt(functools.partial(_hand_out, receives, received, take)).error
-    together(functools.partial(_raise, failure), group)
+            failure = attempt(functools.partial(_deliver, receives, received, take)).error
+    run_and_agree(functools.partial(_raise, failure), group)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class RoundSizes:
     """Sizes of the parts of each stream per round; equal on all ranks once they have agreed."""
 
-    turns: int
+    most_rounds: int
     """Rounds for a stream of any length; fewer if its parts would be shorter than `least`."""
     least: int
     """Lower bound of a part's bytes, a multiple of `ALIGNMENT`."""
 
     @classmethod
-    def of(cls, streams: Streams, room: int) -> Pace:
-        """Return the fastest pace with which a round of `streams` fits into `room` bytes.
+    def of(cls, streams: Streams, room: int) -> RoundSizes:
+        """Return the largest parts with which a round of `streams` fits into `room` bytes.
 
         A quarter of the room is reserved for parts of the shortest length.
         """
@@ -167,20 +167,20 @@ class Pace:
 
     def quota(self, nbytes: int) -> int:
         """Return the bytes per round of a stream of `nbytes`."""
-        return max(_aligned(-(-nbytes // self.turns)), self.least)
+        return max(_aligned(-(-nbytes // self.most_rounds)), self.least)
 
     def rounds(self, *streams: Streams) -> int:
         """Return the number of rounds in which this rank sends or receives."""
         lengths = [stream.nbytes for by_peer in streams for stream in by_peer.values()]
         return max((-(-nbytes // self.quota(nbytes)) for nbytes in lengths), default=0)
 
-    def cuts(self, streams: Streams, turn: int) -> dict[int, list[Cut]]:
-        """Return the cuts of the streams for round `turn`."""
+    def cuts(self, streams: Streams, number: int) -> dict[int, list[Cut]]:
+        """Return the cuts of the streams for round `number`."""
         cuts = {}
         for peer, stream in streams.items():
             quota = self.quota(stream.nbytes)
-            if turn * quota < stream.nbytes:
-                cuts[peer] = stream.cut(turn * quota, (turn + 1) * quota)
+            if number * quota < stream.nbytes:
+                cuts[peer] = stream.cut(number * quota, (number + 1) * quota)
         return cuts
 
 
@@ -192,30 +192,30 @@ def _nbytes(streams: Streams) -> int:
     return sum(stream.nbytes for stream in streams.values())
 
 
-def _agreed_pace(
+def _agreed_sizes(
     outgoing: Streams, incoming: Streams, room: Callable[[], int], group: Group
-) -> tuple[Pace, _Buffers]:
-    """Return the pace on which all ranks agree, and this rank's buffers. Collective."""
+) -> tuple[RoundSizes, _Buffers]:
+    """Return the sizes on which all ranks agree, and this rank's buffers. Collective."""
 
-    def prepared() -> tuple[Pace, Pace, _Buffers]:
+    def prepared() -> tuple[RoundSizes, RoundSizes, _Buffers]:
         nbytes = room()
         send_nbytes, receive_nbytes = (
             min(_nbytes(streams), max(nbytes, _least_room(streams)))
             for streams in (outgoing, incoming)
         )
         buffers = _Buffers(send_nbytes, receive_nbytes, device_of(group))
-        return Pace.of(outgoing, nbytes), Pace.of(incoming, nbytes), buffers
+        return RoundSizes.of(outgoing, nbytes), RoundSizes.of(incoming, nbytes), buffers
 
     outcome = attempt(prepared)
     # The largest number of rounds and the shortest parts of any rank count.
-    paces = [] if outcome.value is None else outcome.value[:2]
-    turns = max((pace.turns for pace in paces), default=0)
-    least = min((pace.least for pace in paces), default=0)
-    failed, turns, least = reduce_largest([outcome.error is not None, turns, -least], group)
+    proposals = [] if outcome.value is None else outcome.value[:2]
+    rounds = max((sizes.most_rounds for sizes in proposals), default=0)
+    least = min((sizes.least for sizes in proposals), default=0)
+    failed, rounds, least = reduce_largest([outcome.error is not None, rounds, -least], group)
     if failed:
-        raise_agreed(gather_objects(outcome.said, group), outcome.error)
+        raise_agreed(gather_objects(outcome.report, group), outcome.error)
     assert outcome.value is not None
-    return Pace(turns, -least), outcome.value[2]
+    return RoundSizes(rounds, -least), outcome.value[2]
 
 
 def _buffer_parts(cuts: Mapping[int, list[Cut]], buffer: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -254,7 +254,7 @@ def _global_rank(peer: int, group: Group) -> int:
     return peer if group is None else dist.get_global_rank(group, peer)
 
 
-def _hand_out(
+def _deliver(
     cuts: Mapping[int, list[Cut]], received: Mapping[int, torch.Tensor], take: Take
 ) -> None:
     """Call `take` with every span of a round."""

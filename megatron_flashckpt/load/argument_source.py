@@ -21,19 +21,19 @@ class ArgumentSource(NamedTuple):
 
 
 #: Sources by Megatron's name of the directory argument: `load`, `pretrained_checkpoint`.
-_taken: dict[str, ArgumentSource] = {}
+_chosen: dict[str, ArgumentSource] = {}
 
 
 def note(load_arg: str, source: ArgumentSource | None) -> None:
     """Note the source in the directory that `load_arg` names; None if no argument was taken."""
-    _taken.pop(load_arg, None)
+    _chosen.pop(load_arg, None)
     if source is not None:
-        _taken[load_arg] = source
+        _chosen[load_arg] = source
 
 
-def taken() -> dict[str, ArgumentSource]:
+def chosen_sources() -> dict[str, ArgumentSource]:
     """Return the sources by the name of the directory argument."""
-    return dict(_taken)
+    return dict(_chosen)
 
 
 def disagreement(first: dict[str, ArgumentSource]) -> FlashCkptError | None:
@@ -43,10 +43,10 @@ def disagreement(first: dict[str, ArgumentSource]) -> FlashCkptError | None:
     checkpoints of one run usually have equal arguments.
 
     Args:
-        first: the result of `taken` on rank 0.
+        first: the result of `chosen_sources` on rank 0.
     """
-    for load_arg in sorted(first.keys() | _taken.keys()):
-        own, other = _taken.get(load_arg), first.get(load_arg)
+    for load_arg in sorted(first.keys() | _chosen.keys()):
+        own, other = _chosen.get(load_arg), first.get(load_arg)
         if own == other or (own and other and own.digest == other.digest):
             continue
         if own and other and own.save_id == other.save_id:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
-from megatron_flashckpt.collectives import from_first
+from megatron_flashckpt.collectives import run_on_rank_0
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -30,7 +30,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_id_of,
 )
 from megatron_flashckpt.file_format.manifest import decode_facts
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _RELEASE = "release"
 _RULE = "=" * 88
 
 
-class Named(NamedTuple):
+class NamedCheckpoint(NamedTuple):
     """The checkpoint that a save directory names as the one to resume from."""
 
     iteration: int | None
@@ -52,7 +52,7 @@ class Named(NamedTuple):
     """Save id of the iteration; None if not looked up, or if the manifest cannot be read."""
 
 
-def named_in(storage: Storage, step: int | None) -> Named:
+def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:
     """Return the iteration that `step` (`--ckpt-step`) or else the tracker names.
 
     An iteration in one of Megatron's own formats is left to Megatron's loader.
@@ -75,16 +75,16 @@ def named_in(storage: Storage, step: int | None) -> Named:
         ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
         if ahead is None:
             _warn_of_missing_tracker(storage, text)
-        return Named(ahead)
+        return NamedCheckpoint(ahead)
     iteration = iteration_in(text)
     if iteration is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
     ahead = _newest_untracked(storage, iteration)
-    return _unless_foreign(storage, iteration) if ahead is None else Named(ahead)
+    return _unless_foreign(storage, iteration) if ahead is None else NamedCheckpoint(ahead)
 
 
-def with_save(named: Named, storage: Storage) -> Named:
+def with_save(named: NamedCheckpoint, storage: Storage) -> NamedCheckpoint:
     """Return `named` with the save id from the manifest of its iteration."""
     if named.iteration is None:
         return named
@@ -123,24 +123,24 @@ def _newest_untracked(storage: Storage, tracked: int) -> int | None:
     return None
 
 
-def _newest_named(storage: Storage, problem: str) -> Named:
+def _newest_named(storage: Storage, problem: str) -> NamedCheckpoint:
     committed = listing.committed_iterations(storage)
-    return Named(committed[-1], problem) if committed else Named(None)
+    return NamedCheckpoint(committed[-1], problem) if committed else NamedCheckpoint(None)
 
 
-def _unless_foreign(storage: Storage, iteration: int) -> Named:
+def _unless_foreign(storage: Storage, iteration: int) -> NamedCheckpoint:
     """Return `iteration`, or None in its place if another program wrote it."""
     directory = iteration_dir(iteration)
     try:
         if MANIFEST in storage.list(directory):
-            return Named(iteration)
+            return NamedCheckpoint(iteration)
         if problem := foreign.dlrover_problem(storage, iteration):
-            return Named(None, foreign=problem)
-        return Named(None if foreign.megatron_format(storage, directory) else iteration)
+            return NamedCheckpoint(None, foreign=problem)
+        return NamedCheckpoint(None if foreign.megatron_format(storage, directory) else iteration)
     except StorageError as error:
         if not is_damage(error):
             raise
-        return Named(iteration)
+        return NamedCheckpoint(iteration)
 
 
 def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
@@ -159,7 +159,7 @@ def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
         )
 
 
-class _Refused(NamedTuple):
+class _RefusedCandidate(NamedTuple):
     iteration: int
     source: str
     problem: str
@@ -181,8 +181,8 @@ class Candidates:
     def __init__(
         self,
         storage: Storage | None,
-        named: Named,
-        memory: list[InMemory],
+        named: NamedCheckpoint,
+        memory: list[MemoryCheckpoint],
         *,
         rank: int,
         fall_back: bool,
@@ -196,7 +196,7 @@ class Candidates:
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
-        self._refused: list[_Refused] = []
+        self._refused: list[_RefusedCandidate] = []
         if self.is_other_history and rank == 0 and storage is not None:
             logger.warning(
                 "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
@@ -215,7 +215,7 @@ class Candidates:
             )
 
     @property
-    def current(self) -> InMemory | int | None:
+    def current(self) -> MemoryCheckpoint | int | None:
         """The checkpoint to load now: one in memory, an iteration in storage, or None."""
         if self._memory and _is_ahead(self._memory[0], self._stored):
             return self._memory[0]
@@ -225,7 +225,7 @@ class Candidates:
     def iteration(self) -> int | None:
         """Iteration of `current`."""
         current = self.current
-        return current.offer.iteration if isinstance(current, InMemory) else current
+        return current.offer.iteration if isinstance(current, MemoryCheckpoint) else current
 
     def _tried_in_storage(self) -> set[int]:
         return {refused.iteration for refused in self._refused if refused.source == "storage"}
@@ -242,9 +242,9 @@ class Candidates:
         """
         current = self.current
         damage = is_damage(error)
-        if isinstance(current, InMemory):
+        if isinstance(current, MemoryCheckpoint):
             iteration = current.offer.iteration
-            self._note(_Refused(iteration, "memory", str(error), damage, False))
+            self._note(_RefusedCandidate(iteration, "memory", str(error), damage, False))
             # An error that is no damage comes from the job: every checkpoint in memory would fail.
             self._memory = [other for other in self._memory if damage and other is not current]
             if damage and not self._fall_back and self.iteration != iteration:
@@ -255,12 +255,12 @@ class Candidates:
             if not (damage and self._fall_back):
                 raise error
             gone = isinstance(error, NotCommittedError)
-            self._note(_Refused(current, "storage", str(error), damage, gone))
+            self._note(_RefusedCandidate(current, "storage", str(error), damage, gone))
             self._stored = self._next_stored(gone=gone)
             if self.current is None:
                 self._raise_nothing_left(error)
 
-    def _note(self, refused: _Refused) -> None:
+    def _note(self, refused: _RefusedCandidate) -> None:
         self._refused.append(refused)
         if self._rank == 0:
             logger.error(
@@ -290,7 +290,7 @@ class Candidates:
             older = [iteration for iteration in untried if gone or iteration < min(tried)]
             return max(older or untried, default=None)
 
-        return from_first(find)
+        return run_on_rank_0(find)
 
     def _raise_nothing_left(self, error: FlashCkptError) -> None:
         tried = [refused for refused in self._refused if refused.damage]
@@ -321,21 +321,21 @@ class Candidates:
         if resumed is None:
             lines.append("TRAINING STARTS FROM SCRATCH: there is no other checkpoint")
         else:
-            where = "memory" if isinstance(self.current, InMemory) else "storage"
+            source = "memory" if isinstance(self.current, MemoryCheckpoint) else "storage"
             newest = max(damaged, default=None)
             lost = "nothing is lost"
             if newest is not None and newest.iteration > resumed:
                 at_most = "at most " if newest.gone else ""
                 count = newest.iteration - resumed
                 lost = f"{at_most}{count} iteration{'s are' if count > 1 else ' is'} lost"
-            lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {where}: {lost}")
+            lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {source}: {lost}")
         lines.append(
             "all damaged data was left unchanged; set 'damaged: stop' to stop the job instead"
         )
         logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
 
 
-def _is_ahead(held: InMemory, stored: int | None) -> bool:
+def _is_ahead(held: MemoryCheckpoint, stored: int | None) -> bool:
     """Return whether memory is at least as new as `stored`, the iteration to load from storage.
 
     Memory is ahead of storage if the job crashed before a staged save was committed.
@@ -343,7 +343,7 @@ def _is_ahead(held: InMemory, stored: int | None) -> bool:
     return stored is None or held.offer.iteration >= stored
 
 
-def _is_other_history(named: Named, memory: list[InMemory]) -> bool:
+def _is_other_history(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) -> bool:
     """Return whether the save in storage is known to be no ancestor of the saves in memory.
 
     All saves of one start of a job share a run id. A start knows the save that it resumed from, and
@@ -360,7 +360,7 @@ def _is_other_history(named: Named, memory: list[InMemory]) -> bool:
     return bool(lineage) or memory[0].offer.iteration == named.iteration
 
 
-def _is_set_back(named: Named, memory: list[InMemory]) -> bool:
+def _is_set_back(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) -> bool:
     """Return whether storage names an older checkpoint than the newest committed one.
 
     In that case a user has removed the newest one or set the tracker back, which is respected.

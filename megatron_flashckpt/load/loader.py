@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_flashckpt.collectives import together
+from megatron_flashckpt.collectives import run_and_agree
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource, Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
@@ -20,7 +20,7 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint whose tensors are in place, with its side state, which is not applied yet."""
 
     origin: Origin
@@ -29,23 +29,23 @@ class Loaded:
 
 
 @gc_paused()
-def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
+def load(request: LoadRequest, source: CheckpointSource) -> LoadedCheckpoint:
     """Fill the model and optimizer of `request`; return the side state, too. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike. Tensors were overwritten only if reading failed or
+        FlashCkptError: on every rank. Tensors were overwritten only if reading failed or
             found damaged bytes; storage and slots are unchanged.
     """
     side, plan = _checked_plan(request, source)
     request.overwritten.update(plan.names)
-    reach("load.planned")
-    with together(lambda: _opened(plan, source)) as reader:
+    hit("load.planned")
+    with run_and_agree(lambda: _opened(plan, source)) as reader:
         report = source.fill(plan, reader)
-    together(plan.finish)
-    reach("load.filled")
+    run_and_agree(plan.finish)
+    hit("load.filled")
     # The next save stores all copies of these tensors.
     request.model_state.differing_keys |= source.job.differing
-    return Loaded(source.origin, side, report)
+    return LoadedCheckpoint(source.origin, side, report)
 
 
 def _checked_plan(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, LoadPlan]:

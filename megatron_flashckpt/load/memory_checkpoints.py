@@ -6,15 +6,15 @@ import dataclasses
 from typing import Any
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.collectives import gathered
-from megatron_flashckpt.failpoints import reach
-from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
+from megatron_flashckpt.collectives import run_and_gather
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.checkpointer import Checkpointer
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemory:
+class MemoryCheckpoint:
     """A checkpoint that every rank holds in a slot, with this rank's slab and slot offer."""
 
     slab: Slab
@@ -25,7 +25,7 @@ class InMemory:
     """Ancestors of this save that agents know of; see `protocol.Offer`."""
 
 
-def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
+def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
     """Return the checkpoints that *all* ranks hold, newest first. Collective.
 
     With `redundancy`, ranks of a lost node, and ranks that run on another node than before, first
@@ -36,43 +36,47 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     if is_redundant:
         checkpointer.start_run()
 
-    def taken() -> tuple[_Taken, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]]:
+    def slab_and_offers() -> tuple[
+        _SlabAndOffers, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]
+    ]:
         own, fields = _with_gathered_fields(link.take_slab())
         # If all ranks run on other nodes than before, no rank has an offer. The saves that the
         # nodes hold for their former ranks then show which saves to recover.
         return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
 
-    (slab, offers), replies = gathered(taken)
+    (slab, offers), replies = run_and_gather(slab_and_offers)
     all_offers = [fields for fields, _ in replies]
-    reach("load.taken")
+    hit("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
-    recovering = lacking_ranks(all_offers, newest)
+    recovering = missing_ranks(all_offers, newest)
     if is_redundant and newest and recovering:
 
-        def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
+        def recovered() -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
             if checkpointer.rank not in recovering:
                 return _with_gathered_fields((slab, offers))
             link.recover(newest)
             return _with_gathered_fields(link.take_slab())
 
-        (slab, offers), all_offers = gathered(recovered)
+        (slab, offers), all_offers = run_and_gather(recovered)
     if slab is None:
         return []
     own = {offer.save_id: offer for offer in offers}
     return [
-        InMemory(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
+        MemoryCheckpoint(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
         for by_rank in common_saves(all_offers)
     ]
 
 
-_Taken = tuple[Slab | None, tuple[Offer, ...]]
+_SlabAndOffers = tuple[Slab | None, tuple[Offer, ...]]
 
 
-def _with_gathered_fields(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
+def _with_gathered_fields(
+    slab_and_offers: _SlabAndOffers,
+) -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
     """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
-    return taken, [
+    return slab_and_offers, [
         {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
-        for offer in taken[1]
+        for offer in slab_and_offers[1]
     ]
 
 

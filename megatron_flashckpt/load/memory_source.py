@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_flashckpt.collectives import exchange_blobs, from_first, gathered, this_rank
+from megatron_flashckpt.collectives import exchange_blobs, run_and_gather, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -32,7 +32,7 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 class MemorySource:
     """See `checkpoint_source.CheckpointSource`."""
 
-    slot: HeldSlot
+    slot: OfferedSlot
     """The slot of this rank."""
     threads: int
     origin: Origin
@@ -65,15 +65,15 @@ class MemorySource:
 
 
 @gc_paused()
-def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
+def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
     """Open the checkpoint that the slots of all ranks hold. Collective.
 
     Raises:
-        FlashCkptError: a slot differs from its agent's offer; on every rank alike.
+        FlashCkptError: a slot differs from its agent's offer; on every rank.
     """
     rank, offer = this_rank(), checkpoint.offer
-    (slot, items), descriptions = gathered(
-        lambda: _described(HeldSlot(checkpoint.slab, offer, rank))
+    (slot, items), descriptions = run_and_gather(
+        lambda: _described(OfferedSlot(checkpoint.slab, offer, rank))
     )
     templates = _templates(descriptions, rank, slot.meta.template, items)
     job = SavedJob(
@@ -90,8 +90,8 @@ def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
         reader_threads(config),
         Origin(offer.iteration, offer.save_id, "memory"),
         job,
-        from_first(lambda: slot.meta.common),
-        job.is_same([description.now_at for description in descriptions], parallel.model_cut()),
+        run_on_rank_0(lambda: slot.meta.common),
+        job.is_same([description.now_at for description in descriptions], parallel.model_sizes()),
     )
 
 
@@ -110,7 +110,7 @@ class _Description(NamedTuple):
     sums: tuple[CopySum, ...] | None
 
 
-def _described(slot: HeldSlot) -> tuple[tuple[HeldSlot, bytes], _Description]:
+def _described(slot: OfferedSlot) -> tuple[tuple[OfferedSlot, bytes], _Description]:
     """Return the slot with its template's encoded items, and the description to gather."""
     meta = slot.meta
     items = msgspec.msgpack.encode(meta.template.items)

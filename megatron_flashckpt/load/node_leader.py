@@ -138,7 +138,7 @@ def _lead(name: str, read: Callable[[], _T], encode: Callable[[_T], bytes], othe
 def _listening(name: str, others: int) -> socket.socket | None:
     listener = None
     try:
-        with forks.held_off():
+        with forks.forks_blocked():
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             forks.close_in_children(listener)
         listener.bind(name)

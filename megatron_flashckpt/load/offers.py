@@ -23,7 +23,7 @@ def newest_saves(
     return tuple(save_id for _, save_id in sorted(held, reverse=True)[:count])
 
 
-def lacking_ranks(all_offers: list[list[dict[str, Any]]], newest: tuple[str, ...]) -> list[int]:
+def missing_ranks(all_offers: list[list[dict[str, Any]]], newest: tuple[str, ...]) -> list[int]:
     """Return the ranks that hold none of the newest saves, which are those of a lost node."""
     return [
         rank

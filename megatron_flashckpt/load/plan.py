@@ -11,19 +11,24 @@ import msgspec
 import torch
 
 from megatron_flashckpt.collectives import (
-    Said,
+    ErrorReport,
     attempt,
-    cut_list,
-    gathered,
     raise_agreed,
     reduce_flags,
+    run_and_gather,
+    shorten_list,
     this_rank,
     world_size,
 )
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece
-from megatron_flashckpt.layout.read_plan import ReadPlan, missing_state, read_plan, superfluous
+from megatron_flashckpt.layout.read_plan import (
+    ReadPlan,
+    missing_state,
+    read_plan,
+    unexpected_tensors,
+)
 from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.load.targets import Targets
@@ -82,7 +87,7 @@ def plan_load(
             overwritten.
     """
     planner = _RankPlanner(request, job)
-    planned, findings = gathered(lambda: planner.plan(param_groups, state_types))
+    planned, findings = run_and_gather(lambda: planner.plan(param_groups, state_types))
     unexpected, replaced = _agreed_names(planner, job, planned, findings)
     _raise_missing(request, job, findings, unexpected)
     raise_agreed([finding.refusal for finding in findings], planned.refusal)
@@ -94,7 +99,7 @@ def plan_load(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
+class _RankPlan:
     """The plan of one rank, which other ranks do not see."""
 
     plan: LoadPlan | None
@@ -107,14 +112,14 @@ class _Planned:
 
 @dataclasses.dataclass(frozen=True)
 class _Findings:
-    """Results of one rank's plan that all ranks gather; lists are limited by `cut_list`."""
+    """Results of one rank's plan that all ranks gather; lists are limited by `shorten_list`."""
 
     differences: tuple[str, ...]
     sees_unexpected: bool
     """True if the shards that the rank checked hold tensors that its model does not have."""
     missing: tuple[str, ...]
     """Requested names that the checkpoint does not have."""
-    refusal: Said | None = None
+    refusal: ErrorReport | None = None
     """The reason, apart from differences, why the rank refuses the load."""
     replaces: bool = False
     """True if the rank gets the main copy of a tensor in place of its own copy."""
@@ -126,7 +131,7 @@ class _RankPlanner:
     def __init__(self, request: LoadRequest, job: SavedJob) -> None:
         self._request = request
         self._job = job
-        self.has_same_tensor_ranks = job.model_cut[0] == parallel.model_cut()[0]
+        self.has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
         self._copies = job.copies if self.has_same_tensor_ranks else frozenset()
         optimizer_kinds = job.optimizer_kinds if request.optimizer else set()
@@ -134,7 +139,7 @@ class _RankPlanner:
 
     def plan(
         self, param_groups: list[dict[str, Any]], state_types: StateTypes
-    ) -> tuple[_Planned, _Findings]:
+    ) -> tuple[_RankPlan, _Findings]:
         """Return the plan of this rank, and the findings that all ranks gather.
 
         Raises:
@@ -147,7 +152,7 @@ class _RankPlanner:
         names = wanted_names | requantized
         unused, missing = self._not_stored(wanted_names)
         sees_unexpected = self._sees_unexpected(names)
-        missing_names = cut_list(sorted({f"{kind}/{key}" for kind, key in missing}))
+        missing_names = shorten_list(sorted({f"{kind}/{key}" for kind, key in missing}))
         omitted = unused if self._request.strict else unused | missing
         if omitted:
             kept = [n for n, piece in enumerate(pieces) if (piece.kind, piece.key) not in omitted]
@@ -155,13 +160,13 @@ class _RankPlanner:
         try:
             plan = self._reads(wanted, pieces)
         except MissingStateError as error:
-            differences = cut_list(error.differences)
-            return _Planned(None, names), _Findings(differences, sees_unexpected, missing_names)
+            differences = shorten_list(error.differences)
+            return _RankPlan(None, names), _Findings(differences, sees_unexpected, missing_names)
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
         replaced = self._replaced(wanted)
         return (
-            _Planned(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, missing_names, checked.said, bool(replaced)),
+            _RankPlan(plan, names, checked.error, replaced),
+            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
         )
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
@@ -197,7 +202,7 @@ class _RankPlanner:
         shard.
         """
         shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
-        return bool(superfluous(names, shards, self._kinds))
+        return bool(unexpected_tensors(names, shards, self._kinds))
 
     def _reads(self, wanted: list[LocalPiece], pieces: list[Piece]) -> LoadPlan:
         """Return the plan that fills `wanted` from the stored `pieces`.
@@ -206,9 +211,9 @@ class _RankPlanner:
             MissingStateError: lists the differences of this rank.
         """
         job = self._job
-        saver = job.matching_rank(parallel.coordinates(), parallel.model_cut())
+        saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
-        reads = read_plan(pieces, job.sources, job.place, resizable, job.held_by(saver))
+        reads = read_plan(pieces, job.sources, job.place, resizable, job.pieces_of_rank(saver))
         names = {(local.piece.kind, local.piece.key) for local in wanted}
         copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
         targets = Targets(pieces, [local.tensor for local in wanted])
@@ -234,7 +239,7 @@ class _RankPlanner:
 
 
 def _agreed_names(
-    planner: _RankPlanner, job: SavedJob, planned: _Planned, findings: list[_Findings]
+    planner: _RankPlanner, job: SavedJob, planned: _RankPlan, findings: list[_Findings]
 ) -> tuple[set[str], set[str]]:
     """Return the stored tensors that no rank expects, and the keys whose copies are replaced.
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.collectives import Group, device_of, gather_named, together
+from megatron_flashckpt.collectives import Group, device_of, gather_named, run_and_agree
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import ReadPlan
@@ -58,8 +58,8 @@ def exchange(
             lambda group: _exchange(reader, own, rank, plan, wanted, targets, askers, group)
         )
     else:
-        together(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
-        reach("load.half")
+        run_and_agree(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
+        hit("load.half")
     synchronize()
     return sum(read.nbytes for reads in requests.values() for read in reads)
 
@@ -86,7 +86,7 @@ def _exchange(
     def read() -> int:
         # `transfer` agrees on the round sizes, and there also on the success of these reads.
         reader.read(_own_chunks(rank, plan, wanted, spans), targets)
-        reach("load.half")
+        hit("load.half")
         return _round_nbytes()
 
     def take(peer: int, number: int, start: int, part: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ def _exchange_requests(
     """
     device = device_of(group)
     # All ranks call this before the first message, because it connects the group.
-    own_counts, counts = together(
+    own_counts, counts = run_and_agree(
         lambda: (
             torch.tensor([len(spans) for spans in requested.values()], dtype=torch.int64).to(
                 device
@@ -132,7 +132,7 @@ def _exchange_requests(
         received = torch.zeros(sum(lengths), dtype=torch.int64)
         return torch.tensor(numbers, dtype=torch.int64).to(device), received.to(device), lengths
 
-    sent, received, lengths = together(make_messages, group)
+    sent, received, lengths = run_and_agree(make_messages, group)
     send_and_receive(
         _by_peer(sent, requested, [2 * len(spans) for spans in requested.values()]),
         _by_peer(received, askers, lengths),

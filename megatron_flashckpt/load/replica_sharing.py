@@ -20,7 +20,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.collectives import Group, gather_objects, together
+from megatron_flashckpt.collectives import Group, gather_objects, run_and_agree
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load.all_to_all import ALIGNMENT, Stream, transfer
 from megatron_flashckpt.load.checkpoint_source import ReadReport
@@ -43,7 +43,7 @@ _Chunk = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharing:
+class ReplicaGroup:
     """The group of this rank's replicas, and the rules by which they share reads."""
 
     group: Group
@@ -59,7 +59,7 @@ class Sharing:
 
 
 def read_with_replicas(
-    reader: ChunkReader, chunks: list[ChunkReads], targets: Targets, sharing: Sharing
+    reader: ChunkReader, chunks: list[ChunkReads], targets: Targets, sharing: ReplicaGroup
 ) -> ReadReport:
     """Read `chunks` into `targets`. Collective over the replicas.
 
@@ -86,10 +86,12 @@ def read_with_replicas(
         if sharing.measures and max(map(len, needs)) < _CHUNKS_PER_ROUND:
             readers = {}
         unshared = [chunk for key, chunk in own_chunks.items() if key not in readers]
-        together(lambda: reader.read(unshared, targets), sharing.group)
+        run_and_agree(lambda: reader.read(unshared, targets), sharing.group)
         rounds = _Rounds(reader, own_chunks, needs, readers, targets, sharing, report)
         rest = rounds.run(per_round)
-        together(lambda: reader.read([own_chunks[key] for key in rest], targets), sharing.group)
+        run_and_agree(
+            lambda: reader.read([own_chunks[key] for key in rest], targets), sharing.group
+        )
     synchronize()
     report.read_nbytes = reader.read_nbytes
     report.seconds = time.perf_counter() - started
@@ -122,7 +124,7 @@ class _Rounds:
         needs: list[set[_Chunk]],
         readers: dict[_Chunk, int],
         targets: Targets,
-        sharing: Sharing,
+        sharing: ReplicaGroup,
         report: ReadReport,
     ) -> None:
         self._reader = reader
@@ -148,7 +150,7 @@ class _Rounds:
             return []
         per_round = min(per_round, longest)
         on_gpu = self._targets.gpu is not None
-        buffer = together(
+        buffer = run_and_agree(
             lambda: host_buffer(per_round * CHUNK_NBYTES, pinned=on_gpu), self._sharing.group
         )
         # In addition to the read buffer: one send buffer and one receive buffer.
@@ -177,7 +179,7 @@ class _Rounds:
             return view[slots[chunk.rank, chunk.number] * CHUNK_NBYTES :]
 
         work = [self._own_chunks[chunk] for chunk in chunks]
-        together(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
+        run_and_agree(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
         synchronize()  # the GPU's copies belong to this measurement
         return time.perf_counter() - started
 

@@ -73,7 +73,7 @@ class LoadRequest:
         """
         if not self.fill:
             return []
-        refuse_unmastered(self, job.place)
+        refuse_missing_masters(self, job.place)
         dtype_of = job.optimizer_states.dtype_of
         return load_pieces.load_pieces(
             self.geometry, self.chunks, self.optimizer, state_types, dtype_of
@@ -96,7 +96,7 @@ class LoadRequest:
         refuse_mixture(self, names, place)
 
 
-def refuse_unmastered(request: LoadRequest, place: str) -> None:
+def refuse_missing_masters(request: LoadRequest, place: str) -> None:
     """Raise an error if this rank has FP8 or FP4 weights whose masters this load does not read."""
     lines = unquantizable(request.chunks, request.optimizer)
     if lines:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import from_first, this_rank, together
+from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
-from megatron_flashckpt.load.candidates import Candidates, Named, named_in, with_save
+from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in, with_save
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
-from megatron_flashckpt.load.loader import Loaded
-from megatron_flashckpt.load.memory_checkpoints import InMemory, held_in_memory
+from megatron_flashckpt.load.loader import LoadedCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint, held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
@@ -28,7 +28,7 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         _refuse_foreign(candidates, request)
         if getattr(margs, "use_checkpoint_args", False):
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
-            together(request.raise_refusal)
+            run_and_agree(request.raise_refusal)
         if _saves_where_it_loads(margs, load_dir):
             _forget_saves(margs)
         return None
@@ -84,7 +84,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 # ---------------------------------------------------------------------- choose
 
 
-def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
+def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoint]:
     """Return the checkpoints in memory, if the job loads from its save directory. Collective."""
     usable = (
         session.config.restore_from_memory
@@ -101,7 +101,7 @@ def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[InMemory]:
         return []
 
 
-def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str | None:
+def _load_directory(call: LoadCall, margs: Any, memory: list[MemoryCheckpoint]) -> str | None:
     """Return the load directory; that of a pretrained model if there is no other checkpoint."""
     stock = checkpointing()
     load_dir: str | None = getattr(margs, call.load_arg)
@@ -118,29 +118,29 @@ def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str |
 
 
 def _candidates(
-    margs: Any, load_dir: str | None, memory: list[InMemory]
+    margs: Any, load_dir: str | None, memory: list[MemoryCheckpoint]
 ) -> tuple[Candidates, FlashCkptError | None]:
     """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
-    storage = None if load_dir is None else _patient(margs, load_dir)
+    storage = None if load_dir is None else _retrying_storage(margs, load_dir)
 
-    def find_named() -> Named:
+    def find_named() -> NamedCheckpoint:
         if storage is None:
-            return Named(None)
+            return NamedCheckpoint(None)
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
-    named, sources = from_first(lambda: (find_named(), argument_source.taken()))
+    named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
     # A job that names an iteration, or finetunes a model, accepts no other checkpoint.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
     return candidates, argument_source.disagreement(sources)
 
 
-def _patient(margs: Any, load_dir: str) -> PatientStorage:
+def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
     """Return the storage to load from; its retries end before other ranks' collectives time out."""
     minutes = getattr(margs, "distributed_timeout_minutes", None)
-    return PatientStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
+    return RetryingStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
 def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
@@ -167,11 +167,11 @@ def _model_state(margs: Any) -> ModelState:
 
 def _load_first_undamaged(
     candidates: Candidates, request: LoadRequest, margs: Any, load_dir: str | None
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Fill the model from the first undamaged candidate; None if there is no candidate. Collective.
 
     Raises:
-        FlashCkptError: a candidate failed, and no other may be loaded; on every rank alike.
+        FlashCkptError: a candidate failed, and no other may be loaded; on every rank.
     """
     while (iteration := candidates.iteration) is not None:
         announcements.announce_loading(margs, load_dir, iteration)
@@ -187,7 +187,7 @@ def _load_first_undamaged(
 def _opened(candidates: Candidates) -> CheckpointSource:
     """Open the current candidate, on which all ranks agree. Collective."""
     candidate = candidates.current
-    if isinstance(candidate, InMemory):
+    if isinstance(candidate, MemoryCheckpoint):
         return open_memory(candidate, session.config)
     assert candidate is not None
     assert candidates.storage is not None
@@ -216,23 +216,23 @@ def _forget_saves(margs: Any) -> None:
     session.checkpointer(margs.save).link.resume_from(None, 0)
 
 
-def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> None:
+def _continue_from(loaded: LoadedCheckpoint, margs: Any, *, is_other_history: bool) -> None:
     """Tell the agent from which save training resumes.
 
     Args:
         is_other_history: True if the saves in memory belong to another history than the loaded one.
     """
-    reach("load.unadopted")
+    hit("load.unadopted")
     if is_other_history:
         _forget_saves(margs)
     origin = loaded.origin
     session.checkpointer(margs.save).link.resume_from(origin.save_id, origin.iteration)
     if origin.source == "storage":
         session.resumed(margs.save, origin.iteration)
-    reach("load.adopted")
+    hit("load.adopted")
 
 
-def _summary(loaded: Loaded) -> str:
+def _summary(loaded: LoadedCheckpoint) -> str:
     """Return a log line with the bytes, seconds and memory of the load on rank 0."""
     report = loaded.report
     if loaded.origin.source == "memory":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import gathered, this_rank, together, world_size
+from megatron_flashckpt.collectives import run_and_agree, run_and_gather, this_rank, world_size
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.layout.piece import Piece
@@ -55,10 +55,11 @@ class SideState:
 def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[SideState, StateTypes]:
     """Return this rank's side state, and the optimizer states that any rank must fill.
 
-    Collective. An error on one rank is raised on all, so no rank continues without its state.
+    Collective. An error on one rank is raised on all, so a rank never continues without its
+    state.
 
     Raises:
-        FlashCkptError: on every rank alike.
+        FlashCkptError: on every rank.
     """
     collective_reads = None if source.reads_alone else _read_together(source)
 
@@ -72,7 +73,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
         own, assigned = reads.states()
         return (common, reads, own), (assigned, request.state_types(source.job))
 
-    (common, reads, own), by_rank = gathered(read)
+    (common, reads, own), by_rank = run_and_gather(read)
     state = reads.merged(common, own, [assigned for assigned, _ in by_rank])
     types: StateTypes = defaultdict(dict)
     for _, rank_types in by_rank:
@@ -94,7 +95,7 @@ def _read_together(source: CheckpointSource) -> _SideReads:
         reads = _SideReads(source.job)
         return reads, source.open(reads.plan)
 
-    reads, reader = together(opened)
+    reads, reader = run_and_agree(opened)
     with reader:
         source.fill(reads.plan, reader)
     return reads
@@ -113,8 +114,8 @@ class _SideReads:
 
     def __init__(self, job: SavedJob) -> None:
         self._job = job
-        self._cut = parallel.model_cut()
-        self._matching = job.matching_rank(parallel.coordinates(), self._cut)
+        self._model_sizes = parallel.model_sizes()
+        self._matching = job.matching_rank(parallel.coordinates(), self._model_sizes)
         # If the layout is unchanged, an assigned state is the rank's own, which it reads anyway.
         self._assigned = [
             rank for rank in job.representatives() if rank % world_size() == this_rank()
@@ -147,7 +148,9 @@ class _SideReads:
             for rank, content in self._framed.items()
         }
         own = None if self._matching is None else states.get(self._matching)
-        ranks_have_objects = self._cut == self._job.model_cut and self._job.has_all_side_state
+        ranks_have_objects = (
+            self._model_sizes == self._job.model_sizes and self._job.has_all_side_state
+        )
         needed = ("optimizer",) if ranks_have_objects else ("optimizer", "objects")
         assigned = {
             rank: {name: states[rank][name] for name in needed}
@@ -171,7 +174,7 @@ class _SideReads:
         objects: dict[str, Any] = {}
         for state in assigned:
             objects.update(state.get("objects", {}))
-        if own is not None and self._cut == self._job.model_cut:
+        if own is not None and self._model_sizes == self._job.model_sizes:
             objects = own["objects"]
             if hyper_parameters.knows_steps(own["optimizer"]):
                 groups = hyper_parameters.completed(own["optimizer"], groups)

@@ -23,7 +23,7 @@ from megatron_flashckpt.storage.scatter_read import read_parts
 logger = logging.getLogger(__name__)
 
 
-class HeldSlot:
+class OfferedSlot:
     """A slot of this rank that the agent offers. See `load.chunk_reader.ChunkSource`.
 
     Raises:

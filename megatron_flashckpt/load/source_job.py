@@ -14,10 +14,10 @@ from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import is_copy, split_kind
 from megatron_flashckpt.layout.exact_match import (
-    NOTHING_HELD,
-    Held,
+    NOTHING_STORED,
+    StoredPieces,
     Tensors,
-    held_once,
+    pieces_stored_once,
     stored_tensors,
     typed_runs,
 )
@@ -40,7 +40,7 @@ class SavedJob:
     """Keys of tensors whose copies differed between these ranks."""
 
     @property
-    def model_cut(self) -> tuple[int, int, int]:
+    def model_sizes(self) -> tuple[int, int, int]:
         """The tensor, pipeline and expert parallel sizes of the saving job."""
         ranks = self.coordinates
         return (
@@ -49,7 +49,7 @@ class SavedJob:
             max(rank.ep for rank in ranks) + 1,
         )
 
-    def matching_rank(self, own: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
+    def matching_rank(self, own: Coordinates, model_sizes: tuple[int, int, int]) -> int | None:
         """Return the saving rank at coordinates `own`, whose random state the loading rank takes.
 
         If the number of replicas has changed, there may be no such rank. Then return the first rank
@@ -57,7 +57,7 @@ class SavedJob:
         Return None if the tensor or pipeline parallel size has changed, because random states have
         no meaning then.
         """
-        if model_cut[:2] != self.model_cut[:2]:
+        if model_sizes[:2] != self.model_sizes[:2]:
             return None
         for part in (
             lambda place: place,
@@ -69,9 +69,9 @@ class SavedJob:
                     return rank
         return None
 
-    def is_same(self, now: list[Coordinates], model_cut: tuple[int, int, int]) -> bool:
+    def is_same(self, now: list[Coordinates], model_sizes: tuple[int, int, int]) -> bool:
         """Return whether every rank has the same coordinates as when it saved."""
-        return now == self.coordinates and model_cut == self.model_cut
+        return now == self.coordinates and model_sizes == self.model_sizes
 
     def representatives(self) -> list[int]:
         """Return one rank per pipeline stage and expert rank; together these know all groups."""
@@ -145,9 +145,11 @@ class SavedJob:
             if copy and kinds == copies.get("")
         )
 
-    def held_by(self, rank: int | None) -> Held:
+    def pieces_of_rank(self, rank: int | None) -> StoredPieces:
         """Return the pieces that only `rank` stores; empty if `rank` is None."""
-        return NOTHING_HELD if rank is None else held_once(self.sources[rank], self.tensors)
+        return (
+            NOTHING_STORED if rank is None else pieces_stored_once(self.sources[rank], self.tensors)
+        )
 
     def rank_state(self, rank: int) -> tuple[Piece, int] | None:
         """Return the piece with the side state of `rank`, and its byte offset in the rank's data.

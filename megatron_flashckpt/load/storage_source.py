@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.collectives import from_first, this_rank, together
+from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -32,12 +32,14 @@ class StorageSource:
         return ChunkReader(self.stored, reader_threads(self.config), plan.targets.gpu)
 
     def fill(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
-        return together(lambda: self._read(plan, reader))
+        return run_and_agree(lambda: self._read(plan, reader))
 
     def _read(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
         """Read the plan's chunks. Collective over the replicas of this rank."""
         memory_nbytes = self.config.read_memory_mib * 2**20 - reader.nbytes
-        sharing = Sharing(parallel.data_parallel_group(), self.config.share_reads, memory_nbytes)
+        sharing = ReplicaGroup(
+            parallel.data_parallel_group(), self.config.share_reads, memory_nbytes
+        )
         return read_with_replicas(
             reader, chunk_reads(plan.reads, plan.pieces), plan.targets, sharing
         )
@@ -46,7 +48,7 @@ class StorageSource:
         read_all(self.stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu)
 
     def check_whole(self) -> None:
-        together(lambda: self.stored.check_whole() if this_rank() == 0 else None)
+        run_and_agree(lambda: self.stored.check_whole() if this_rank() == 0 else None)
 
 
 @gc_paused()
@@ -54,10 +56,10 @@ def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSour
     """Open a committed checkpoint; rank 0 alone reads its manifest. Collective.
 
     Raises:
-        FlashCkptError: the checkpoint is missing or damaged; on every rank alike.
+        FlashCkptError: the checkpoint is missing or damaged; on every rank.
     """
-    encoded, common_state = from_first(lambda: _manifest_and_common_state(storage, iteration))
-    stored, job = together(lambda: _decoded(storage, iteration, encoded))
+    encoded, common_state = run_on_rank_0(lambda: _manifest_and_common_state(storage, iteration))
+    stored, job = run_and_agree(lambda: _decoded(storage, iteration, encoded))
     origin = Origin(iteration, stored.manifest.save_id, "storage")
     return StorageSource(stored, config, origin, job, common_state)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megatron_flashckpt.load.loader import Loaded
+from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 
 
-def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: Loaded) -> int:
+def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: LoadedCheckpoint) -> int:
     """Set the state of the job from `loaded`; return the iteration from which training resumes.
 
     All ranks call this after their tensors are filled.
@@ -77,7 +77,7 @@ def _as_of_this_layout(saved: Any, margs: Any) -> Any:
 
 
 def _apply_to_optimizer(
-    call: LoadCall, margs: Any, loaded: Loaded, geometry: ModelGeometry
+    call: LoadCall, margs: Any, loaded: LoadedCheckpoint, geometry: ModelGeometry
 ) -> None:
     """Set param groups and scheduler; if no optimizer state is loaded, create new masters."""
     optimizer = call.optimizer

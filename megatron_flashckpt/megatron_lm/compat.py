@@ -4,7 +4,7 @@ Differences of releases before core 0.7 are in `old_releases`.
 
 A renamed function looks like a function that an old release does not have, and its work would be
 skipped silently. DLRover's integration lost the shards of chained optimizers in this way. So
-`missing` also reports an optional name that is absent although a name of a later release exists.
+`missing` also reports a missing optional name if a name of a later release exists.
 """
 
 from __future__ import annotations

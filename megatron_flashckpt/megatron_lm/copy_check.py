@@ -14,12 +14,12 @@ import msgspec
 import torch
 
 from megatron_flashckpt.layout.copies import CopySum, added_up, compared_numel
-from megatron_flashckpt.layout.copy_sums import weighed
+from megatron_flashckpt.layout.copy_sums import weighted_sum
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.memory.runs import Aside, Copy
+from megatron_flashckpt.memory.runs import Copy, UnsavedCopies
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.tracing import phase
 
@@ -55,11 +55,11 @@ class Comparison:
                 copies.append(Copy(source, end, local.early))
                 self._others.append((end, local.piece))
                 end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.aside = Aside(copies, torch.empty(end, dtype=torch.uint8))
+        self.unsaved = UnsavedCopies(copies, torch.empty(end, dtype=torch.uint8))
         """Copies to make before the tensors change."""
 
     @property
-    def room(self) -> tuple[CopySum, ...]:
+    def placeholder_sums(self) -> tuple[CopySum, ...]:
         """Placeholder sums of the same encoded length as the final sums."""
         return added_up((piece, 0) for _, piece in (*self._saved, *self._others))
 
@@ -67,11 +67,11 @@ class Comparison:
         """Write the sums into the slot's descriptor after all copies have been made."""
         with phase("sums of copies"), slot.data() as data:
             sums = [
-                (piece, weighed(piece, data[layout.template.items[number].byte_offset :]))
+                (piece, weighted_sum(piece, data[layout.template.items[number].byte_offset :]))
                 for number, piece in self._saved
             ]
-            content = self.aside.content.numpy()
-            sums += [(piece, weighed(piece, content[begin:])) for begin, piece in self._others]
+            content = self.unsaved.content.numpy()
+            sums += [(piece, weighted_sum(piece, content[begin:])) for begin, piece in self._others]
         # Other fields are copied byte for byte, so that the descriptor keeps its length: a typed
         # decoder would turn a setting given as 24 into 24.0.
         fields = msgspec.msgpack.decode(slot.encoded_meta(), type=dict[str, msgspec.Raw])

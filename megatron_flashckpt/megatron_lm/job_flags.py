@@ -27,7 +27,7 @@ def converts_format(args: Any) -> bool:
     return getattr(args, "ckpt_convert_format", None) is not None
 
 
-def changes_beside_steps(args: Any) -> str | None:
+def changes_outside_steps(args: Any) -> str | None:
     """Return the given flag under which tensors change outside `optimizer.step()`, or None.
 
     Only `optimizer.step()` waits for the late copies of a save.

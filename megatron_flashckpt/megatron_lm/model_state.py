@@ -61,7 +61,7 @@ class ModelState:
         self.quantized_keys = frozenset(keys)
 
     @property
-    def lacks_nodes(self) -> bool:
+    def needs_nodes(self) -> bool:
         """True if the choice of writers depends on nodes and `note_nodes` was not called yet."""
         policies = (self._replicated.weight, self._replicated.optimizer)
         return self._nodes is None and any(isinstance(policy, int) for policy in policies)
@@ -218,7 +218,7 @@ class ModelState:
             and any(self.derives_key(geometry, run.key) for run in geo.runs)
         }
 
-    def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
+    def tensors_starting_here(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
         """Return kind, key and global shape of the tensors whose first element is on this rank.
 
         The result follows Megatron's numbering of replicas. `owned` does not use that numbering, so

@@ -77,7 +77,7 @@ def config_of(optimizer: Any) -> Any:
     return getattr(optimizer, "config", None)
 
 
-def gathers_beside_parameters(optimizer: Any) -> bool:
+def gathers_into_buffer(optimizer: Any) -> bool:
     """Return whether an overlapped all-gather writes to a buffer instead of the parameters.
 
     Before core 0.7 it does, also on the rank that owns a range. The next forward pass copies the

@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.cpu_offload import is_offloading, steppers
 from megatron_flashckpt.megatron_lm.old_releases import (
     config_of,
-    gathers_beside_parameters,
+    gathers_into_buffer,
     gradient_buffers,
     optimizer_module,
     range_map,
@@ -279,7 +279,7 @@ def weights_lag(sub: Any) -> bool:
 
     With MXFP8 weights in the gradient buffer, the next forward pass copies the masters.
     """
-    if gathers_beside_parameters(sub):
+    if gathers_into_buffer(sub):
         return True
     overlaps = bool(getattr(config_of(sub), "overlap_param_gather", False))
     return reuses_gradient_buffer(sub) and overlaps

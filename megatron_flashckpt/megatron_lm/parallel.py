@@ -57,7 +57,7 @@ def replica_ranks(*, expert: bool) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def model_cut() -> tuple[int, int, int]:
+def model_sizes() -> tuple[int, int, int]:
     """Return the tensor, pipeline and expert parallel sizes, which determine the sharding."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),

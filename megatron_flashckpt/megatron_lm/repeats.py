@@ -29,7 +29,7 @@ _dtype_of = operator.attrgetter("dtype")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Written(NamedTuple):
+class WrittenEntry(NamedTuple):
     """One optimizer entry and the kinds of its pieces in the enumeration to repeat."""
 
     entry: OptimizerEntry
@@ -47,7 +47,7 @@ class Written(NamedTuple):
 class Repeat:
     """The cached pieces of one DistributedOptimizer; made by `of`."""
 
-    def __init__(self, derived: Set[int], written: list[Written]) -> None:
+    def __init__(self, derived: Set[int], written: list[WrittenEntry]) -> None:
         self._derived = frozenset(derived)
         self._parameters = [id(w.entry.parameter) for w in written]
         self._owned = [weakref.ref(w.entry.owned) for w in written]
@@ -77,7 +77,7 @@ class Repeat:
         self._arrange(written, tensors)
 
     @classmethod
-    def of(cls, sub: Any, derived: Set[int], written: list[Written]) -> Repeat | None:
+    def of(cls, sub: Any, derived: Set[int], written: list[WrittenEntry]) -> Repeat | None:
         """Return the cache for `sub`; None if its tensors must be enumerated one by one.
 
         Args:
@@ -135,7 +135,7 @@ class Repeat:
         states = itertools.compress(values, self._is_used)
         return [*itertools.compress(owned, self._is_owned_used), *states]
 
-    def _arrange(self, written: list[Written], tensors: list[torch.Tensor]) -> None:
+    def _arrange(self, written: list[WrittenEntry], tensors: list[torch.Tensor]) -> None:
         """Store the pieces and their source tensors, in the order of a full enumeration."""
         positions = {id(tensor): n for n, tensor in enumerate(tensors, len(self._weights))}
         weight = itertools.count()
@@ -174,7 +174,7 @@ class Repeat:
 _NO_STATE: dict[str, Any] = {}
 
 
-def _state_of(written: Written) -> dict[str, Any]:
+def _state_of(written: WrittenEntry) -> dict[str, Any]:
     state: dict[str, Any] = written.entry.inner.state.get(written.entry.owned, _NO_STATE)
     return state
 

@@ -28,7 +28,7 @@ SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class SizeEstimate:
     """Estimate of a rank's save before the first step."""
 
     pieces: list[Piece]
@@ -51,7 +51,7 @@ class Expected:
         return sum(_plan_nbytes(piece) for piece in (*self.pieces, *self.copies))
 
 
-def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
+def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> SizeEstimate:
     """Return the estimate for this rank. No communication, no copied tensors.
 
     Raises:
@@ -64,7 +64,7 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     unsaved_copies = state.copies(geometry, chunks, optimizer, unsaved, _tensors_after_step)
     copies = [local.piece for local in unsaved_copies if local.copy.startswith(_FIRST_STAGE)]
     compared = sum(_compared_nbytes(local.piece) for local in unsaved_copies)
-    return Expected([local.piece for local in owned], side_nbytes, copies, compared)
+    return SizeEstimate([local.piece for local in owned], side_nbytes, copies, compared)
 
 
 def _compared_nbytes(piece: Piece) -> int:

@@ -77,7 +77,7 @@ def loaded(name: str) -> ModuleType | None:
     return sys.modules.get(f"{training_package()}.{name}")
 
 
-def door() -> str:
+def entry_point() -> str:
     """Return a description of the entry point that the training script uses."""
     if is_replaced("checkpointing", "save_checkpoint"):
         return "through the launcher"

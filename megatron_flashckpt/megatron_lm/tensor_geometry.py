@@ -69,8 +69,8 @@ class Geometry:
     copy: str = ""
     """Name of this rank's copy of the tensor; empty for the main copy.
 
-    The name consists of the duplicate's numbers over pipeline stages and over tensor ranks: "0.1"
-    is tensor rank 1's copy of a tensor whose main copy is on tensor rank 0."""
+    The name consists of the duplicate's numbers over pipeline stages and over tensor ranks. For
+    example, "0.1" is tensor rank 1's copy if the main copy is on tensor rank 0."""
     _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

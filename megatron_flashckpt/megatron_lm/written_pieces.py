@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut, flat, section
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.repeats import Written
+from megatron_flashckpt.megatron_lm.repeats import WrittenEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
@@ -77,13 +77,13 @@ class PieceCollector:
         """Geometry by id of a parameter. Unused if all optimizers repeat an earlier enumeration."""
         return {id(parameter): geo for parameter, geo in self._geometry.parameters}
 
-    def own_parts(self, entries: Iterable[OptimizerEntry]) -> list[Written]:
+    def own_parts(self, entries: Iterable[OptimizerEntry]) -> list[WrittenEntry]:
         """Return the parts of sharded parameters that this rank writes.
 
         Replicated tensors are added to streams, for `shares`.
         """
         geometry_of, is_written, tensors_of = self._geometry_of, self._is_written, self._tensors_of
-        written: list[Written] = []
+        written: list[WrittenEntry] = []
         for entry in entries:
             geo = geometry_of.get(id(entry.parameter))
             if geo is None:
@@ -97,7 +97,7 @@ class PieceCollector:
                 weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
                 if not entry.main:  # another instance writes the tensors; listed for `Repeat`
                     tensors, weight_kind = {}, None
-                written.append(Written(entry, geo, tensors, weight_kind))
+                written.append(WrittenEntry(entry, geo, tensors, weight_kind))
             elif tensors:
                 expert = optimizer_state.is_expert(entry.parameter)
                 self._streams[self._share(self._policy.optimizer, expert)] += [
@@ -143,7 +143,7 @@ def _outside_model(entry: OptimizerEntry) -> UnsupportedError:
     )
 
 
-def own_pieces(written: Written) -> list[LocalPiece]:
+def own_pieces(written: WrittenEntry) -> list[LocalPiece]:
     """Return the pieces of this rank's part of a parameter: the weight, then the states."""
     entry, geo, kinds, weight_kind = written
     pieces: list[LocalPiece] = []

@@ -1,6 +1,6 @@
 """Prepares each thread of this package for CUDA calls.
 
-CUDA keeps two settings per thread, and both start wrong in a new thread: the current device is 0,
+CUDA keeps two settings per thread, and both start wrong in a new thread. The current device is 0,
 and the thread's calls may invalidate a graph capture of another thread.
 """
 

@@ -27,7 +27,7 @@ _MADV_COLLAPSE = 25
 _MADV_DONTFORK = 10
 _MADV_DONTDUMP = 16
 #: Bytes that one call maps. The kernel holds the lock of the memory map meanwhile, so another
-#: thread's mmap waits: up to 5 s for a slab of 3 GiB in one call, 31 ms in calls of 4 MiB.
+#: thread's mmap waits. It waits 31 ms with calls of 4 MiB, instead of 5 s with one call for 3 GiB.
 _POPULATE_NBYTES = 4 * 2**20
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
@@ -93,7 +93,7 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
     The bytes are unmapped with the last view of them. Forked children do not inherit the mapping,
-    and core dumps leave it out. Called under `forks.held_off`.
+    and core dumps leave it out. Called under `forks.forks_blocked`.
 
     Raises:
         OSError: the kernel refuses.

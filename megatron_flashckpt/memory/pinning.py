@@ -41,20 +41,20 @@ class PinnedSlab:
     raises it in the next kernel of the same thread.
     """
 
-    def __init__(self, slab: Slab, device: int, turns: Path | None) -> None:
+    def __init__(self, slab: Slab, device: int, lock_directory: Path | None) -> None:
         """Start locking.
 
         Args:
             slab: stays mapped until `unpin`, or for the life of the process.
             device: the CUDA device that copies into the slab.
-            turns: a directory that the ranks of this node share; its lock is held for each chunk.
+            lock_directory: shared by the ranks of this node; its lock is held for each chunk.
                 None: the rank is alone.
         """
         self.nbytes = 0
         """Bytes from the begin of the slab that are locked; grows."""
         self._memory = memoryview(slab.memory)
         self._device = device
-        self._turns = turns
+        self._lock_directory = lock_directory
         self._ended = threading.Event()
         self._unpins = False
         self._settled = threading.Event()
@@ -106,8 +106,8 @@ class PinnedSlab:
         runtime, address = torch.cuda.cudart(), _address(self._memory)  # type: ignore[no-untyped-call]
         while not self._ended.is_set() and self.nbytes < self._memory.nbytes:
             nbytes = min(CHUNK_NBYTES, self._memory.nbytes - self.nbytes)
-            with self._turn() as has_turn:
-                if not has_turn:
+            with self._node_lock() as has_lock:
+                if not has_lock:
                     return
                 status = int(runtime.cudaHostRegister(address + self.nbytes, nbytes, 0))
             if status:
@@ -124,12 +124,12 @@ class PinnedSlab:
                 runtime.cudaHostUnregister(address + begin)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
+    def _node_lock(self) -> Iterator[bool]:
         """Hold the node's lock inside the context; yield False if `unpin` or `close` came first."""
-        if self._turns is None:
+        if self._lock_directory is None:
             yield True
             return
-        fd = os.open(self._turns, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(self._lock_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield self._take_lock(fd)
         finally:

@@ -31,7 +31,7 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Aside:
+class UnsavedCopies:
     """Copies outside the slab: data that a save checks but does not store."""
 
     copies: list[Copy]

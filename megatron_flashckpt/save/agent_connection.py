@@ -9,7 +9,7 @@ import os
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
-from megatron_flashckpt.agent.run_messages import BeginRun, whose
+from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
 from megatron_flashckpt.agent.socket_dir import agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
@@ -28,7 +28,7 @@ def held_memory(client: AgentClient, wait_s: float) -> str:
         slabs = client.held(wait_s)
     except AgentError:  # the agent is gone, and its memory with it
         return ""
-    return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
+    return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
 
 
 class AgentConnection:
@@ -65,10 +65,10 @@ class AgentConnection:
             # later, because it waits for this rank in training.
             local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
-            self._introduce(self._client)
+            self._send_run(self._client)
         return self._client
 
-    def _introduce(self, client: AgentClient) -> None:
+    def _send_run(self, client: AgentClient) -> None:
         """Send a new agent all that the run has sent its agents so far."""
         if self._key is not None:
             client.hold(self._key)

@@ -201,7 +201,7 @@ class NodeLink:
         fits = slab is not None and slab.fits(meta_nbytes, data_nbytes, self._config.slots)
         if slab is None or slab.read_only or not fits:
             self.stager.wait()
-            self._make_way()
+            self._free_empty_slab()
             slab = new_slab(
                 *(self._connection.client(), self._config, self._rank, self._device),
                 *(data_nbytes, meta_nbytes),
@@ -216,7 +216,7 @@ class NodeLink:
         self._pin()
         return slab
 
-    def _make_way(self) -> None:
+    def _free_empty_slab(self) -> None:
         """Free a slab without a checkpoint: the node may lack the memory for two slabs."""
         slab = self._slab
         if slab is None or (_holds_checkpoint(slab) and not self._gives_up_only(slab)):
@@ -298,7 +298,7 @@ class NodeLink:
                 logger.error("rank %d: no agent is available: %s", self._rank, error)
                 return
             try:
-                client.adopt(save_id, iteration)
+                client.resume_from(save_id, iteration)
             except AgentError as error:
                 logger.warning("rank %d: %s", self._rank, error)
                 self.replace_agent(client)
@@ -349,7 +349,7 @@ class NodeLink:
         self._preparing.start()
 
     def withdraw(self, save_id: str) -> None:
-        """Keep later agents from writing a staged save that other ranks are told has failed."""
+        """Keep later agents from writing a staged save that other ranks report as failed."""
         if self._slab is not None and not self._slab.read_only:
             for slot in self._slab.slots:
                 if (slot.header.save_id, slot.header.state) == (save_id, SlotState.STAGED):
@@ -368,7 +368,7 @@ class NodeLink:
             self.refusal = str(error)
             self._connection.close()
 
-    def settled(self) -> tuple[str, ...] | None:
+    def adopted_saves(self) -> tuple[str, ...] | None:
         """Return the saves that an agent has adopted with the slab since the last call.
 
         Returns None while the successor of a lost agent is being sought.

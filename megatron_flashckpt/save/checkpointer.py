@@ -35,7 +35,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.peer_setup import introduce
+from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.planner import Planner
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
@@ -49,7 +49,7 @@ _BUSY = (
 _NOT_BEGUN = "a rank could not begin this save, and 'busy' is 'skip'; that rank's error says why"
 
 
-class _Obstacle(enum.IntEnum):
+class _SkipReason(enum.IntEnum):
     """Reasons why a rank takes no part in a save. Of several ranks' reasons the greatest counts."""
 
     BUSY = 1
@@ -58,7 +58,7 @@ class _Obstacle(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
+class _PlannedSave:
     """The pieces that a save copies, and the slot that receives them."""
 
     pieces: list[LocalPiece]
@@ -104,7 +104,7 @@ class Checkpointer:
             *(self.root, self.rank, self.world_size, config),
             *(self.link, self.model_state, self.saves),
         )
-        #: Identity of the last saved state, see `_mark`.
+        #: Identity of the last saved state, see `_state_identity`.
         self._last: tuple[int, int, bool] | None = None
         #: The last save and its number of steps, if that save does not go to storage.
         self._unwritten: tuple[SaveRequest, int] | None = None
@@ -145,7 +145,7 @@ class Checkpointer:
         if self.config.redundancy == "none":
             self.link.prepare(None)
         else:
-            introduce(self.link, self.rank, self.config)
+            connect_agents(self.link, self.rank, self.config)
 
     def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
         """Enumerate and plan as a save does; copy nothing. The first save then finds warm caches.
@@ -192,10 +192,10 @@ class Checkpointer:
             return SaveReport(iteration, 0.0, 0, recorder, skipped=True, is_repeat=True)
         save_id = self._begin(request)
         plan = self._planned(request, save_id)
-        self._last = self._mark(request)
+        self._last = self._state_identity(request)
         if (refusal := self._skipped_by_all(request, plan)) is not None:
             return SaveReport(iteration, recorder.age_s, 0, recorder, True, refusal)
-        if isinstance(plan, _Obstacle):
+        if isinstance(plan, _SkipReason):
             return SaveReport(iteration, recorder.age_s, 0, recorder, skipped=True)
         if not request.memory_only:
             reported.clear()
@@ -205,19 +205,19 @@ class Checkpointer:
             self.link.stager.wait_copied()
         return SaveReport(iteration, recorder.age_s, plan.layout.nbytes, recorder)
 
-    def _mark(self, request: SaveRequest) -> tuple[int, int, bool]:
+    def _state_identity(self, request: SaveRequest) -> tuple[int, int, bool]:
         """Return the identity of the state that `request` saves."""
         return request.iteration, self.hook.steps, request.memory_only
 
     def _is_repeat(self, request: SaveRequest) -> bool:
         """Return whether this state was saved before: Megatron may save its last state twice."""
-        mark = self._mark(request)
+        mark = self._state_identity(request)
         return self._last in (mark, (*mark[:2], False))
 
     def _begin(self, request: SaveRequest) -> str:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
-        self.saves.settle()
+        self.saves.process_failures()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.id is None:
             self.run.begin(run_id.from_store(self.root))
@@ -226,8 +226,8 @@ class Checkpointer:
         self._unwritten = (request, self.hook.steps) if request.memory_only else None
         return save_id
 
-    def _planned(self, request: SaveRequest, save_id: str) -> _Planned | _Obstacle:
-        """Return the planned copies, or the obstacle; a failure is already recorded as an outcome.
+    def _planned(self, request: SaveRequest, save_id: str) -> _PlannedSave | _SkipReason:
+        """Return the planned copies, or the reason to skip. A failure is recorded as an outcome.
 
         Raises:
             UnsupportedError: as `save`; the other ranks are informed.
@@ -240,29 +240,29 @@ class Checkpointer:
                 self._withdraw(request, save_id, error)
                 raise
             self.saves.fail(request.iteration, save_id, str(error))
-            return _Obstacle.FAILED
+            return _SkipReason.FAILED
 
     def _withdraw(self, request: SaveRequest, save_id: str, error: Exception) -> None:
         """Let the other ranks end the save for which this rank raises `error`."""
         if self._may_skip(request):
-            reduce_int(_Obstacle.FAILED, "max")  # the other ranks wait in this collective
+            reduce_int(_SkipReason.FAILED, "max")  # the other ranks wait in this collective
         elif not request.memory_only:
             reason = f"rank {self.rank}: {type(error).__name__}: {error}"
             self.saves.call_off(request.iteration, save_id, reason)
 
-    def _skipped_by_all(self, request: SaveRequest, plan: _Planned | _Obstacle) -> str | None:
+    def _skipped_by_all(self, request: SaveRequest, plan: _PlannedSave | _SkipReason) -> str | None:
         """Return why all ranks skip this save, or None. Collective under `busy: skip`."""
         if not self._may_skip(request):
             return None
         # A failed rank takes part, too: the others wait for it.
-        obstacle = reduce_int(plan if isinstance(plan, _Obstacle) else 0, "max")
-        if not obstacle:
+        reason = reduce_int(plan if isinstance(plan, _SkipReason) else 0, "max")
+        if not reason:
             return None
-        if isinstance(plan, _Planned):
+        if isinstance(plan, _PlannedSave):
             plan.slot.set_header(EMPTY_HEADER)
-        # On all ranks alike: the next call for this state saves it.
+        # Equal on all ranks: the next call for this state saves it.
         self._last, self._unwritten = None, (request, self.hook.steps)
-        return _BUSY if obstacle == _Obstacle.BUSY else _NOT_BEGUN
+        return _BUSY if reason == _SkipReason.BUSY else _NOT_BEGUN
 
     def _may_skip(self, request: SaveRequest) -> bool:
         return self.config.busy == "skip" and not request.must_wait
@@ -276,7 +276,7 @@ class Checkpointer:
         pieces: list[LocalPiece],
         comparison: Comparison | None,
         save_id: str,
-    ) -> _Planned | _Obstacle:
+    ) -> _PlannedSave | _SkipReason:
         """Plan and acquire a slot; if the agent is gone, from its successor."""
         may_skip = self._may_skip(request)
         for client in (self.link.current, None):
@@ -291,14 +291,14 @@ class Checkpointer:
             except AgentError as error:
                 if client is None:
                     raise
-                self.saves.lose_agent(client, error)
+                self.saves.replace_lost_agent(client, error)
             else:
                 if slot is None:
-                    return _Obstacle.BUSY
-                return _Planned(pieces, comparison, layout, slot)
+                    return _SkipReason.BUSY
+                return _PlannedSave(pieces, comparison, layout, slot)
         raise AssertionError
 
-    def _stage(self, request: SaveRequest, plan: _Planned, recorder: Recorder) -> None:
+    def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> None:
         """Begin to copy; the copy thread hands over the slot after the last copy."""
         blocking = self._is_blocking(request)
         hand_over = HandOver(
@@ -324,7 +324,7 @@ class Checkpointer:
         if plan.comparison is None:
             self.link.stager.stage(copies, hand_over)
         else:
-            self.link.stager.stage(copies, hand_over, plan.comparison.aside)
+            self.link.stager.stage(copies, hand_over, plan.comparison.unsaved)
 
     # ------------------------------------------------------------------ after a save
 

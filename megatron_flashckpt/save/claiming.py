@@ -6,13 +6,13 @@ import logging
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.takeover import take
-from megatron_flashckpt.collectives import from_first
+from megatron_flashckpt.collectives import run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
     def claim() -> tuple[str, int]:
         claimed_id = known or run_id.new()
         # A short outage of storage must not end a job that has just started.
-        storage = PatientStorage(open_storage(root))
+        storage = RetryingStorage(open_storage(root))
         try:
             wait_s = config.other_writer_wait_s
             key = take(storage, claimed_id, link.client, config.other_writer, wait_s)
@@ -45,7 +45,7 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
             return claimed_id, 0
         return claimed_id, key.epoch
 
-    claimed_id, epoch = from_first(claim)
+    claimed_id, epoch = run_on_rank_0(claim)
     if epoch:
         link.agent.hold(RunKey(epoch, claimed_id))
     return claimed_id

@@ -30,7 +30,7 @@ def check(
         UnsupportedError: lists the tensors of which too many or too few elements are saved; on all
             ranks.
     """
-    _compare(tally(_model_pieces(state, geometry, pieces), state.stands_for(chunks)))
+    _compare(tally(_model_pieces(state, geometry, pieces), state.tensors_starting_here(chunks)))
 
 
 def _model_pieces(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:

@@ -14,13 +14,13 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     SaveFailedError,
 )
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.reports import log_level
 from megatron_flashckpt.tracing import Recorder, phase
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class HandOver:
             self._mark_staged()
             self._notify_agent()
             self.saves.handed_over(save_id)
-            reach("stage.rung")
+            hit("stage.rung")
             self._log(seconds)
         except AgentRefusedError as failure:
             self.slot.set_state(SlotState.FAILED)
@@ -82,7 +82,7 @@ class HandOver:
     def _check_copies(self, error: BaseException | None) -> None:
         if error is not None:
             raise SaveFailedError(f"copying to host memory failed: {error}") from error
-        reach("stage.copied")
+        hit("stage.copied")
         if self.slot.header != self.header:
             raise SaveFailedError(
                 "the agent discarded the slot during the copy, because this rank had disconnected"
@@ -94,7 +94,7 @@ class HandOver:
             self.comparison.write(self.slot, self.layout)
         state = SlotState.KEPT if self.memory_only else SlotState.STAGED
         self.slot.set_header(msgspec.structs.replace(self.header, state=state))
-        reach("stage.staged")
+        hit("stage.staged")
 
     def _notify_agent(self) -> None:
         """Send the "staged" message with the timings of this rank's part."""
@@ -106,7 +106,7 @@ class HandOver:
 
     def _log(self, seconds: float) -> None:
         logger.log(
-            level_on(self.rank, logging.INFO),
+            log_level(self.rank, logging.INFO),
             "rank %d: staged iteration %d, %d bytes in %.3f s",
             self.rank,
             self.header.iteration,

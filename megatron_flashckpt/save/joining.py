@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from megatron_flashckpt.agent.life import AgentFacts, Life, own_life
+from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, own_unit
 
 #: Pid and start time of the announced agents. Megatron's last save joins an agent a second time.
 _announced: set[tuple[int, float]] = set()
@@ -25,13 +25,13 @@ def announce(pid: int, facts: AgentFacts | None, root: str) -> None:
     if facts is None or (pid, facts.started_at) in _announced:
         return
     _announced.add((pid, facts.started_at))
-    for line in lines(pid, facts, own_life(), root):
+    for line in lines(pid, facts, own_unit(), root):
         # One write per line: other threads print, too.
         sys.stdout.write(f"  flashckpt: {line}\n")
     sys.stdout.flush()
 
 
-def lines(pid: int, facts: AgentFacts, own: Life, root: str) -> list[str]:
+def lines(pid: int, facts: AgentFacts, own: EnclosingUnit, root: str) -> list[str]:
     """Return the lines; the second line only if the agent ends together with the ranks.
 
     Args:

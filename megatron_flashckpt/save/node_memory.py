@@ -12,7 +12,7 @@ import errno
 import platform
 from collections.abc import Sequence
 
-from megatron_flashckpt.collectives import gathered
+from megatron_flashckpt.collectives import run_and_gather
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits, shown
 
@@ -35,7 +35,7 @@ class Need:
     agent: str = ""
     """Directory of the agent of this rank; ranks of one host may have several."""
     holder: str = ""
-    """Memory that the agent holds already, and for which ranks; empty if not asked for."""
+    """Memory that the agent holds already, and for which ranks; empty if unknown."""
     compared_nbytes: int = 0
     """Bytes of copies that the first save compares outside of its slot."""
 
@@ -45,7 +45,7 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedLimit:
     """Memory that several ranks together will allocate under one limit."""
 
     host: str
@@ -93,10 +93,10 @@ def gather_needs(
         sizes = (slab_nbytes, held_nbytes, is_there)
         return None, Need(platform.node(), *sizes, *bounds, agent, holder, compared_nbytes)
 
-    return gathered(measure)[1]
+    return run_and_gather(measure)[1]
 
 
-def neighbours(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
+def ranks_of_same_agent(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
     """Return the ranks that have the same agent as `rank`."""
     place = (needs[rank].host, needs[rank].agent)
     return tuple(other for other, need in enumerate(needs) if (need.host, need.agent) == place)
@@ -112,7 +112,7 @@ def check(needs: Sequence[Need], slots: int) -> None:
     _check_processes(needs, slots)
     short = [shared for shared in by_limit(needs) if shared.nbytes and shared.missing_nbytes > 0]
     # Several limits may bound the same ranks: show the tightest one.
-    worst: dict[tuple[int, ...], Shared] = {}
+    worst: dict[tuple[int, ...], SharedLimit] = {}
     for shared in sorted(short, key=lambda shared: shared.missing_nbytes):
         worst[shared.ranks] = shared
     if not worst:
@@ -159,7 +159,7 @@ def _listed(lines: list[str]) -> str:
     return "\n  ".join(lines)
 
 
-def by_limit(needs: Sequence[Need]) -> list[Shared]:
+def by_limit(needs: Sequence[Need]) -> list[SharedLimit]:
     """Return, for each limit, the memory that all ranks under the limit will allocate together."""
     bounded: dict[str, list[tuple[int, Limit]]] = {}
     new = [not need.is_there for need in needs]
@@ -167,7 +167,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
         for limit in need.limits:
             bounded.setdefault(limit.key, []).append((rank, limit))
     return [
-        Shared(
+        SharedLimit(
             host=needs[group[0][0]].host,
             place=group[0][1].place,
             ranks=tuple(rank for rank, _ in group),
@@ -181,7 +181,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
     ]
 
 
-def around(needs: Sequence[Need], rank: int) -> Shared:
+def tightest_limit(needs: Sequence[Need], rank: int) -> SharedLimit:
     """Return the memory under the tightest limit that bounds `rank`."""
     return max(
         (shared for shared in by_limit(needs) if rank in shared.ranks),
@@ -189,7 +189,7 @@ def around(needs: Sequence[Need], rank: int) -> Shared:
     )
 
 
-def _refusal(shared: Shared) -> str:
+def _refusal(shared: SharedLimit) -> str:
     first, last = shared.ranks[0], shared.ranks[-1]
     needing = f"{len(shared.ranks)} ranks ({first} to {last}) need"
     if first == last:

@@ -1,8 +1,8 @@
 """One rank's pending saves, and the sources of their outcomes.
 
-The agent reports the outcome of a save. This rank itself concludes a save if planning, the slot or
-a copy failed; if the agent is lost and its successor finds neither the slot nor the checkpoint; or,
-by reading storage, if no agent owes an outcome.
+The agent reports the outcome of a save. This rank itself concludes a save if planning,
+the slot or a copy failed, or if the agent's successor has neither the slot nor the checkpoint. If
+no agent will report an outcome, this rank reads storage and concludes the save.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
-from megatron_flashckpt.catalog.history import PastSave, told_of
+from megatron_flashckpt.catalog.history import PastSave, past_save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
@@ -79,7 +79,7 @@ class PendingSaves:
         self._unanswered: dict[str, _Unanswered] = {}
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
-        #: Tells other nodes while there is no agent.
+        #: Reports failures to other nodes while there is no agent.
         self._notes = FailureNotes(root, rank)
         self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
@@ -118,7 +118,7 @@ class PendingSaves:
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
         """Have the agents fail a save of the other ranks; this rank raises its own error."""
         self._lost.append((iteration, save_id, reason))
-        self.settle()
+        self.process_failures()
 
     def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
         """Note that a save failed. Called by the copy thread."""
@@ -128,7 +128,7 @@ class PendingSaves:
         """Note that the agent is gone. Called by the copy thread."""
         self._agent_failures.put((client, error))
 
-    def lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
+    def replace_lost_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Connect to a new agent in the background; it gets the slab with all staged saves."""
         if lost is not None and self._link.replace_agent(lost):
             logger.warning(
@@ -143,7 +143,7 @@ class PendingSaves:
         Never raises for a failed save. A lost agent is replaced in the background, and its
         successor continues with the staged saves.
         """
-        self.settle()
+        self.process_failures()
         client = self._link.current
         handed_over = self._handed_over & self._open.keys()
         try:
@@ -153,7 +153,7 @@ class PendingSaves:
             for save_id in list(self._open):
                 self._conclude(save_id, str(error))
         except AgentError as error:
-            self.lose_agent(client, error)
+            self.replace_lost_agent(client, error)
         else:
             if reply is not None:
                 self._note(reply, handed_over)
@@ -190,7 +190,7 @@ class PendingSaves:
             handed_over: open saves that had been handed to an agent before the request.
         """
         if reply.finished:
-            reach("save.told")
+            hit("save.told")
         for outcome in reply.finished:
             self._open.pop(outcome.save_id, None)
         self._unreported += reply.finished
@@ -209,14 +209,14 @@ class PendingSaves:
             for save, iteration in open_saves.items()
         ]
 
-    def settle(self) -> None:
+    def process_failures(self) -> None:
         """Process failures of the copy thread, answers of storage, and a change of agents."""
         while not self._failed_copies.empty():
             save_id, failure = self._failed_copies.get()
             if save_id in self._open:  # `give_up` may have reported the failure already
                 self.fail(self._open[save_id], save_id, str(failure))
         while not self._agent_failures.empty():
-            self.lose_agent(*self._agent_failures.get())
+            self.replace_lost_agent(*self._agent_failures.get())
         for save_id, unanswered in list(self._unanswered.items()):
             if save_id not in self._open:
                 del self._unanswered[save_id]
@@ -224,7 +224,7 @@ class PendingSaves:
                 self._conclude(save_id, unanswered.otherwise)
         if not self._orphaned and not self._lost:
             return
-        adopted = self._link.settled()
+        adopted = self._link.adopted_saves()
         if adopted is not None:
             self._conclude_orphaned(adopted)
             self._call_off(adopted)
@@ -263,7 +263,7 @@ class PendingSaves:
         manifest = past = None
         try:
             manifest = self._committed(iteration, save_id)
-            past = None if manifest is not None else self._past(save_id)
+            past = None if manifest is not None else self._history_entry(save_id)
         except OSError as error:
             since = former.since if former is not None else now
             if now - since < _ANSWER_S:
@@ -284,14 +284,14 @@ class PendingSaves:
             outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
         self._unreported.append(outcome)
 
-    def _past(self, save_id: str) -> PastSave | None:
+    def _history_entry(self, save_id: str) -> PastSave | None:
         """Return the history's entry of a save, which retention may have removed since.
 
         Raises:
             OSError: storage reports an error that may pass.
         """
         try:
-            return told_of(open_storage(self._root), save_id)
+            return past_save(open_storage(self._root), save_id)
         except (FlashCkptError, OSError) as error:
             if may_pass(error):
                 raise
@@ -314,7 +314,7 @@ class PendingSaves:
                     error,
                 )
             except AgentError as error:
-                self.lose_agent(client, error)
+                self.replace_lost_agent(client, error)
                 return
             self._lost.popleft()
 
@@ -338,7 +338,7 @@ class PendingSaves:
             self._notes.add(iteration, save_id, reason, agent.run)
 
     def close(self) -> None:
-        """Return when the other nodes have been told of failures, or after a bounded wait."""
+        """Return when failures have been reported to the other nodes, or after a bounded wait."""
         self._notes.close()
 
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:

@@ -13,7 +13,7 @@ import socket
 
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
-from megatron_flashckpt.collectives import gather_objects, together
+from megatron_flashckpt.collectives import gather_objects, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -21,7 +21,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 logger = logging.getLogger(__name__)
 
 
-def introduce(link: NodeLink, rank: int, config: Config) -> None:
+def connect_agents(link: NodeLink, rank: int, config: Config) -> None:
     """Introduce the agents of all nodes to each other. Collective; never in a save.
 
     If the agent of a node cannot take part, its ranks have no copies. This is logged only, because
@@ -30,7 +30,7 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
     Raises:
         ConfigError: pyzmq is missing on the node of a rank; on all ranks.
     """
-    together(require_pyzmq)
+    run_and_agree(require_pyzmq)
     own: tuple[str, int, str] | None = None
     try:
         address = config.agent.address or own_address()

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megatron_flashckpt.collectives import from_first, gathered
+from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.storage.base import Storage, probe_name
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +52,22 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float 
     """
     name = probe_name(rank) if is_first_of_node and wait_s is not None else None
     # A short outage of storage must not end a job that has just started.
-    patient = PatientStorage(storage)
+    retrying = RetryingStorage(storage)
 
     def probe_storage() -> tuple[None, str | None]:
         if name is not None:
-            _within(_ANSWER_S, lambda: patient.patiently(lambda: _write(storage, name)), storage)
+            _within(
+                _ANSWER_S, lambda: retrying.with_retries(lambda: _write(storage, name)), storage
+            )
         return None, name
 
     try:
-        _, names = gathered(probe_storage)
-        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(patient, names, wait_s))
+        _, names = run_and_gather(probe_storage)
+        seen_s = run_on_rank_0(lambda: 0.0 if wait_s is None else _await(retrying, names, wait_s))
     finally:
         if name is not None:
             # In the background: hanging storage must not delay training.
-            threading.Thread(target=_remove, args=(patient, name), daemon=True).start()
+            threading.Thread(target=_remove, args=(retrying, name), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
             "%s: files of other nodes became visible after %.1f s; every commit waits for that",
@@ -143,9 +145,9 @@ def _await(storage: Storage, names: Sequence[str | None], wait_s: float) -> floa
         pause_s = min(2 * pause_s, longest_s)
 
 
-def _remove(storage: PatientStorage, name: str) -> None:
+def _remove(storage: RetryingStorage, name: str) -> None:
     try:
-        storage.patiently(lambda: storage.delete(name))
+        storage.with_retries(lambda: storage.delete(name))
     except (FlashCkptError, OSError) as error:
         logger.warning("%s: a probe file was not removed: %s", storage.place, error)
 

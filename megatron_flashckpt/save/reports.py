@@ -1,4 +1,4 @@
-"""Reports of a rank on the saves to one directory, and the verdict on the last save.
+"""Reports of a rank on the saves to one directory, and how the last save failed.
 
 Rank 0 reports for the job, and the first rank whose part failed reports the failure. Other ranks
 log at debug level, because a job of 1,024 ranks would fill its log with copies of one line.
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _MOST_SHOWN = 8
 
 
-def level_on(rank: int, level: int) -> int:
+def log_level(rank: int, level: int) -> int:
     """Return `level` on rank 0 and the debug level on other ranks."""
     return level if rank == 0 else logging.DEBUG
 
@@ -87,10 +87,10 @@ class SaveReports:
         """Report a save that all ranks skipped (`busy: skip`)."""
         if self._open == iteration:
             self._reason = f"it was skipped: {refusal}"
-        level = level_on(self.rank, logging.WARNING)
+        level = log_level(self.rank, logging.WARNING)
         logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
 
-    def verdict(self) -> str | None:
+    def last_failure(self) -> str | None:
         """Return how the last save failed, or None if it did not fail."""
         if self._open is None or self._reason is None:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.errors import FlashCkptError, StorageError
-from megatron_flashckpt.megatron_lm.size_estimate import Expected
+from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.new_slab import slab_nbytes
@@ -20,7 +20,7 @@ from megatron_flashckpt.storage.opening import open_storage
 _RELEASE_S = 60.0
 
 
-def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+def check_memory(checkpointer: Checkpointer, expected: SizeEstimate) -> list[Need]:
     """Check that all nodes have the memory; return each rank's need, in rank order. Collective.
 
     An agent may still hold memory for ranks of an earlier run that this run does not have. The
@@ -31,7 +31,7 @@ def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
     """
     run_id, slots = checkpointer.agree(), checkpointer.config.slots
     needs = _needs(checkpointer, expected)
-    ranks = node_memory.neighbours(needs, checkpointer.rank)
+    ranks = node_memory.ranks_of_same_agent(needs, checkpointer.rank)
     checkpointer.link.agent.begin_run(BeginRun(run_id, ranks))
     try:
         node_memory.check(needs, slots)
@@ -41,7 +41,7 @@ def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
     return needs
 
 
-def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> list[Need]:
+def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "") -> list[Need]:
     """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
     with contextlib.suppress(FlashCkptError):  # the first save reports the same error

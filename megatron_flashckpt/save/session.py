@@ -38,7 +38,7 @@ _Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
 
 
 @dataclasses.dataclass
-class _Open:
+class _OpenCheckpointer:
     checkpointer: Checkpointer
     reports: SaveReports
     startup: Startup
@@ -79,7 +79,7 @@ class Session:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.loop_timer = LoopTimer()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenCheckpointer] = {}
         #: Save directories, as given, whose startup is complete. Looked up in every iteration.
         self._ready: set[str] = set()
         #: Keys that the ranks had gathered about the model, by closed save directory.
@@ -108,7 +108,7 @@ class Session:
             checkpointer.run = self._runs.setdefault(root, checkpointer.run)
             startup = Startup(checkpointer, self.note_nodes)
             reports = self._reports_of(root, checkpointer.rank)
-            self._open[root] = _Open(checkpointer, reports, startup)
+            self._open[root] = _OpenCheckpointer(checkpointer, reports, startup)
             exit_status.watch()
             if self._nodes is not None:
                 checkpointer.model_state.note_nodes(self._nodes)
@@ -208,7 +208,7 @@ class Session:
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
-    def _write_last(self, opened: _Open) -> None:
+    def _write_last(self, opened: _OpenCheckpointer) -> None:
         """Save the last state to storage, if its save was skipped or went to memory only."""
         save, opened.unwritten = opened.unwritten, None
         if save is None or announcements.saves_after_training(
@@ -231,7 +231,7 @@ class Session:
                 flush=True,
             )
 
-    def _report(self, opened: _Open, outcome: Outcome) -> bool:
+    def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
         """Log one outcome; return True for a success."""
         own = opened.checkpointer.saves.traces.end(outcome.save_id)
         failures = opened.failures_in_a_row + 1 if outcome.error is not None else 0
@@ -284,7 +284,7 @@ class Session:
     def _report_last_saves(self) -> bool:
         """Report on rank 0 the last saves that are not durable; return False to exit with 1.
 
-        Rank 0 decides alone, because no save is committed without rank 0. If other ranks exited
+        Rank 0 decides alone, because every commit needs rank 0. If other ranks exited
         with their own status, the launcher might end rank 0 before its report.
         """
         reports = [report for report in self._reports.values() if report.rank == 0]
@@ -292,7 +292,7 @@ class Session:
         verdicts = [
             (verdict, report.has_agent)
             for report in reports
-            if (verdict := report.verdict()) is not None
+            if (verdict := report.last_failure()) is not None
         ]
         fails = self.config.exit_nonzero_unless_durable
         if not fails:

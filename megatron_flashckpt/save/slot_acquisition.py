@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
@@ -20,7 +20,7 @@ from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotSt
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.reports import log_level
 from megatron_flashckpt.save.request import SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -74,17 +74,17 @@ class SlotAcquisition:
         """
         meta = self._encoded_meta(request, layout, comparison)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
-        self._saves.settle()
+        self._saves.process_failures()
         index = self._granted(request.iteration, save_id, may_skip=may_skip)
         if index is None:
             return None
         slot = slab.slots[index]
-        reach("save.granted")
+        hit("save.granted")
         slot.set_header(
             SlotHeader(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
         )
         slot.set_meta(meta)
-        reach("save.staging")
+        hit("save.staging")
         return slot
 
     def _granted(self, iteration: int, save_id: str, *, may_skip: bool) -> int | None:
@@ -94,7 +94,7 @@ class SlotAcquisition:
         while index < 0:
             if may_skip:
                 return None
-            level = level_on(self._rank, logging.INFO)
+            level = log_level(self._rank, logging.INFO)
             logger.log(level, "iteration %d: waiting for a free slot", iteration)
             self._saves.put_back(self._saves.poll())  # polled only for its log lines
             left_s = self.ends_at - time.monotonic()
@@ -125,7 +125,7 @@ class SlotAcquisition:
                 retention=self._config.retention,
                 metrics=reported.current(),
                 differing=self._state.differing_here(request.chunks),
-                sums=None if comparison is None else comparison.room,
+                sums=None if comparison is None else comparison.placeholder_sums,
             )
         )
 

@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.pinning import PinnedSlab
-from megatron_flashckpt.memory.runs import Aside, Copy, Run, runs
+from megatron_flashckpt.memory.runs import Copy, Run, UnsavedCopies, runs
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 PART_NBYTES = 64 * 2**20
 #: Upper bound of parts that are enqueued and unfinished, until the optimizer's step waits.
 PARTS_IN_FLIGHT = 2
-_NOTHING = Aside([], torch.empty(0, dtype=torch.uint8))
+_NOTHING = UnsavedCopies([], torch.empty(0, dtype=torch.uint8))
 #: Longest wait of `abandon` for running copies, in seconds.
 ABANDON_S = 1.0
 
@@ -48,7 +48,7 @@ ABANDON_S = 1.0
 @dataclasses.dataclass
 class _Job:
     copies: list[Copy]
-    aside: Aside
+    unsaved: UnsavedCopies
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
     """Recorder of the job's save."""
@@ -116,14 +116,14 @@ class Stager:
                 "restart the job on another GPU"
             ) from error
 
-    def pin(self, turns: Path | None) -> None:
+    def pin(self, lock_directory: Path | None) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
-            turns: directory of the lock that the ranks of a node share; None for a single rank.
+            lock_directory: shared by the ranks of a node; None for a single rank.
         """
         if self._device is not None and self._slab is not None and self._pinned is None:
-            self._pinned = PinnedSlab(self._slab, self._device, turns)
+            self._pinned = PinnedSlab(self._slab, self._device, lock_directory)
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Wait until page-locking has ended: afterwards only the copy thread calls CUDA.
@@ -146,31 +146,34 @@ class Stager:
         self,
         copies: list[Copy],
         finish: Callable[[float, BaseException | None], None],
-        aside: Aside = _NOTHING,
+        unsaved: UnsavedCopies = _NOTHING,
     ) -> None:
         """Start copying; return when all early copies are made or, on a GPU, enqueued.
 
-        The copies of `aside` follow the same rules and go into its own memory.
+        The copies of `unsaved` follow the same rules and go into its own memory.
 
         The copy thread calls `finish(seconds, error)` once, when all pieces are in the slot or a
         copy has failed. `stage` never raises: `finish` gets all errors, including those of CUDA.
         """
         self.wait()
         late = [copy for copy in copies if not copy.early]
-        late_aside = [copy for copy in aside.copies if not copy.early]
-        job = _Job(late, Aside(late_aside, aside.content), finish, recorder() or Recorder())
+        late_unsaved = [copy for copy in unsaved.copies if not copy.early]
+        job = _Job(
+            late, UnsavedCopies(late_unsaved, unsaved.content), finish, recorder() or Recorder()
+        )
         try:
             self._check_devices(copies)
             with phase(EARLY):
-                early_aside = [copy for copy in aside.copies if copy.early]
+                early_unsaved = [copy for copy in unsaved.copies if copy.early]
                 self._copy_early(
-                    [copy for copy in copies if copy.early], Aside(early_aside, aside.content)
+                    [copy for copy in copies if copy.early],
+                    UnsavedCopies(early_unsaved, unsaved.content),
                 )
-            reach("stage.half")
+            hit("stage.half")
         except Exception as failure:
             job.error = failure
         self._current = job
-        if not late and not late_aside and self._stream is None:
+        if not late and not late_unsaved and self._stream is None:
             job.copied.set()
         self._jobs.put(job)
 
@@ -286,7 +289,7 @@ class Stager:
             # Some copies may be enqueued: sources and slot must not change until they end.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
-        job.aside.copies.clear()
+        job.unsaved.copies.clear()
         job.copies.clear()  # frees the sources before the next save
         job.copied.set()
         try:
@@ -301,13 +304,13 @@ class Stager:
 
     def _copy_late(self, job: _Job) -> None:
         if self._stream is None:
-            for run in self._runs(job.copies, job.aside, sys.maxsize):
+            for run in self._runs(job.copies, job.unsaved, sys.maxsize):
                 run.copy_on_host()
             return
         window: collections.deque[torch.cuda.Event] = collections.deque()
         part_nbytes = 0
         with torch.cuda.stream(self._stream):
-            for run in self._runs(job.copies, job.aside, PART_NBYTES):
+            for run in self._runs(job.copies, job.unsaved, PART_NBYTES):
                 if part_nbytes and part_nbytes + run.nbytes > PART_NBYTES:
                     window.append(self._record())
                     part_nbytes = 0
@@ -320,11 +323,11 @@ class Stager:
         job.begun.set()
         job.all_copied.synchronize()
 
-    def _runs(self, copies: list[Copy], aside: Aside, most_nbytes: int) -> Iterator[Run]:
+    def _runs(self, copies: list[Copy], unsaved: UnsavedCopies, most_nbytes: int) -> Iterator[Run]:
         pinned = self._pinned
         is_pinned = pinned.covers if pinned is not None else lambda end: False
         yield from runs(copies, self._bytes, is_pinned, most_nbytes)
-        yield from runs(aside.copies, aside.content, lambda end: False, most_nbytes)
+        yield from runs(unsaved.copies, unsaved.content, lambda end: False, most_nbytes)
 
     def _record(self) -> torch.cuda.Event:
         """Record an event after the enqueued copies; a thread that waits for the event sleeps."""
@@ -333,18 +336,18 @@ class Stager:
         event.record(self._stream)
         return event
 
-    def _copy_early(self, copies: list[Copy], aside: Aside) -> None:
+    def _copy_early(self, copies: list[Copy], unsaved: UnsavedCopies) -> None:
         """Copy after all work that training has enqueued; its next work waits for the copies.
 
         On a GPU this also orders late copies. The copy thread would be too late, because the next
         forward may have begun on the current stream by then.
         """
         if self._stream is None:
-            for run in self._runs(copies, aside, sys.maxsize):
+            for run in self._runs(copies, unsaved, sys.maxsize):
                 run.copy_on_host()
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for run in self._runs(copies, aside, PART_NBYTES):
+            for run in self._runs(copies, unsaved, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)

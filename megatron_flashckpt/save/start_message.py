@@ -11,8 +11,8 @@ from megatron.core import package_info
 import megatron_flashckpt
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.megatron_lm import stock
-from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
-from megatron_flashckpt.megatron_lm.size_estimate import Expected
+from megatron_flashckpt.megatron_lm.job_flags import changes_outside_steps
+from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.save import node_memory
 from megatron_flashckpt.save.checkpointer import Checkpointer
@@ -20,7 +20,11 @@ from megatron_flashckpt.save.node_memory import Need
 
 
 def print_start(
-    margs: Any, checkpointer: Checkpointer, expected: Expected, needs: list[Need], started: float
+    margs: Any,
+    checkpointer: Checkpointer,
+    expected: SizeEstimate,
+    needs: list[Need],
+    started: float,
 ) -> None:
     """Print on rank 0 where and how the job saves; called by all ranks before the first step.
 
@@ -28,14 +32,14 @@ def print_start(
         started: `time.perf_counter()` when the checks began.
     """
     config = checkpointer.config
-    node = node_memory.around(needs, checkpointer.rank)
+    node = node_memory.tightest_limit(needs, checkpointer.rank)
     largest = max(need.slab_nbytes for need in needs)
     needed = sum(needs[rank].nbytes for rank in node.ranks)
     ranks = f"{len(node.ranks)} rank{'s' if len(node.ranks) > 1 else ''}"
     check_s = time.perf_counter() - started
     interval = getattr(margs, "save_interval", None)
     lines = [
-        f"{megatron_flashckpt.__version__}, {stock.door()}; megatron-core "
+        f"{megatron_flashckpt.__version__}, {stock.entry_point()}; megatron-core "
         f"{package_info.__version__}, torch {torch.__version__}",
         f"saves to {checkpointer.root}{f' every {interval} iterations' if interval else ''}"
         f"{_memory_saves(margs)}; {_retention(config.retention, margs)}; "
@@ -57,7 +61,7 @@ def print_start(
             f"{', or is skipped' if config.busy == 'skip' else ''}; a crash during its copies into "
             "host memory resumes from storage"
         )
-    if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
+    if (flag := changes_outside_steps(margs)) is not None and config.staging != "blocking":
         lines.append(
             f"each save copies everything before it returns, as with 'staging: blocking', because "
             f"{flag} changes tensors outside of the optimizer's step"

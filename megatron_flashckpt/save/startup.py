@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
-from megatron_flashckpt.collectives import gather_objects, reduce_int, together
+from megatron_flashckpt.collectives import gather_objects, reduce_int, run_and_agree
 from megatron_flashckpt.megatron_lm import parallel, self_check, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.megatron_lm.size_estimate import Expected, expect
+from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate, expect
 from megatron_flashckpt.save import coverage_check, reservation
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.start_message import print_start
@@ -106,7 +106,7 @@ class Startup:
         if self._is_prepared(job) or _is_same(self._checked_alone, job.parts):
             return
         keys = self._check_own(job)
-        if not keys <= self._state.quantized_keys and parallel.model_cut()[1] > 1:
+        if not keys <= self._state.quantized_keys and parallel.model_sizes()[1] > 1:
             raise self_check.refusal(
                 [
                     "the stages of a pipeline have not agreed on their FP8 or FP4 weights: call "
@@ -119,16 +119,16 @@ class Startup:
 
     def _check_ranks(self, job: _Job) -> None:
         """Check every rank's own part; gather quantized keys and nodes if a rank needs them."""
-        keys = together(lambda: self._check_own(job))
+        keys = run_and_agree(lambda: self._check_own(job))
         # One number first: gathering is rarely needed.
-        must_gather = reduce_int(bool(keys) or self._state.lacks_nodes, "max")
+        must_gather = reduce_int(bool(keys) or self._state.needs_nodes, "max")
         gathered = gather_objects((keys, self._node())) if must_gather else []
         quantized = frozenset[str]().union(*(keys for keys, _ in gathered))
         self._state.note_quantized(quantized)
         if gathered:
             self._note_nodes([node for _, node in gathered])
         if quantized:
-            together(lambda: self._check_derived(job))
+            run_and_agree(lambda: self._check_derived(job))
 
     def _check_own(self, job: _Job) -> frozenset[str]:
         """Check this rank; return the keys of its FP8 and FP4 weights."""
@@ -153,16 +153,16 @@ class Startup:
         if not getattr(args, "skip_train", False):  # the job may lack permission to write
             self.checkpointer.claim()
 
-    def _check_coverage(self, job: _Job) -> Expected:
+    def _check_coverage(self, job: _Job) -> SizeEstimate:
         """Check that all ranks together save every element; return this rank's expected save."""
-        expected = together(lambda: expect(self._state, job.chunks, job.optimizer))
+        expected = run_and_agree(lambda: expect(self._state, job.chunks, job.optimizer))
         geometry = self._state.geometry(job.chunks)
         coverage_check.check(self._state, geometry, job.chunks, expected.pieces)
         return expected
 
     # ------------------------------------------------------------------ 2. reserve
 
-    def _reserve(self, job: _Job, expected: Expected, started: float) -> None:
+    def _reserve(self, job: _Job, expected: SizeEstimate, started: float) -> None:
         """Check memory and storage, then create the slab in the background."""
         needs = reservation.check_memory(self.checkpointer, expected)
         reservation.check_storage(job.args, self.checkpointer)
@@ -172,7 +172,7 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Agree on the run's id, introduce the agents, and gather the keys that have copies."""
+        """Agree on the run's id, connect the agents, and gather the keys that have copies."""
         self.checkpointer.start_run()
         own = self._state.geometry(job.chunks).copied_keys
         copied_keys = gather_objects(own, parallel.model_parallel_group())

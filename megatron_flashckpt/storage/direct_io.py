@@ -1,7 +1,7 @@
 """The choice between O_DIRECT and the page cache for large writes, measured per file system.
 
-On a local disk, O_DIRECT is faster and takes less CPU time: 0.17 CPU seconds per GB, digests
-included, instead of 1.0 through the page cache (`scripts/bench persist --direct-io always never`).
+On a local disk, O_DIRECT is faster. It takes 0.17 CPU seconds per GB with digests, instead of 1.0
+through the page cache (`scripts/bench persist --direct-io always never`).
 Some file systems refuse O_DIRECT (tmpfs before Linux 6.6, some network and stacked ones); on others
 every such write waits for a server. So the first large chunks are written alternately with O_DIRECT
 and through the page cache. Each of these writes is made durable and timed, and the faster way is
@@ -80,7 +80,7 @@ class FileSystem:
         logger.info("%s: refuses O_DIRECT, so all writes go through the page cache", self._name)
 
     @contextlib.contextmanager
-    def turn(self, fd: int, nbytes: int) -> Iterator[bool]:
+    def timed_write(self, fd: int, nbytes: int) -> Iterator[bool]:
         """Yield whether to write `nbytes` directly; during the trial, time the write.
 
         Args:
@@ -104,7 +104,9 @@ class FileSystem:
     def _decide(self) -> None:
         if self._direct is not None or min(map(len, self._took_s.values())) < _TRIALS:
             return
-        direct, buffered = (statistics.median(self._took_s[way]) for way in (True, False))
+        direct, buffered = (
+            statistics.median(self._took_s[is_direct]) for is_direct in (True, False)
+        )
         self._direct = direct <= _MARGIN * buffered
         logger.info(
             "%s: %.0f MiB/s with O_DIRECT, %.0f MiB/s through the page cache; further writes use "

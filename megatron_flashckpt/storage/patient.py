@@ -37,7 +37,7 @@ _SHARE = 0.2
 _random = random.SystemRandom()
 
 
-class PatientStorage:
+class RetryingStorage:
     """See `storage.base.Storage`. One instance per load; among the writes only `put` is retried.
 
     Args:
@@ -60,7 +60,7 @@ class PatientStorage:
         return self._storage.place
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        return self.patiently(lambda: self._storage.read(name, offset, nbytes))
+        return self.with_retries(lambda: self._storage.read(name, offset, nbytes))
 
     def read_into(
         self,
@@ -84,23 +84,23 @@ class PatientStorage:
             rest = cut(parts, before) if before else parts
             return before + self._storage.read_into(name, offset + before, rest, note, kept)
 
-        return self.patiently(read, lambda: kept.drop(name) if kept is not None else None)
+        return self.with_retries(read, lambda: kept.drop(name) if kept is not None else None)
 
     def size(self, name: str) -> int:
-        return self.patiently(lambda: self._storage.size(name))
+        return self.with_retries(lambda: self._storage.size(name))
 
     def stamp(self, name: str) -> Stamp:
-        return self.patiently(lambda: self._storage.stamp(name))
+        return self.with_retries(lambda: self._storage.stamp(name))
 
     def list(self, directory: str) -> list[str]:
-        return self.patiently(lambda: self._storage.list(directory))
+        return self.with_retries(lambda: self._storage.list(directory))
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
         wanted = tuple(names)
-        return self.patiently(lambda: self._storage.present(directory, wanted))
+        return self.with_retries(lambda: self._storage.present(directory, wanted))
 
     def kind(self, name: str) -> Kind | None:
-        return self.patiently(lambda: self._storage.kind(name))
+        return self.with_retries(lambda: self._storage.kind(name))
 
     def put(
         self,
@@ -110,9 +110,9 @@ class PatientStorage:
         guard: Callable[[], None] | None = None,
     ) -> None:
         # A `put` that failed may have happened; to repeat it does no harm.
-        self.patiently(lambda: self._storage.put(name, data, durable, guard))
+        self.with_retries(lambda: self._storage.put(name, data, durable, guard))
 
-    def patiently(
+    def with_retries(
         self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
     ) -> _T:
         """Return `attempt()`, repeated after errors that may pass.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_flashckpt.error_classes import class_of, is_unsupported
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, DirectIo, is_aligned
 from megatron_flashckpt.storage.fallocate import fallocate
@@ -32,7 +32,7 @@ _CACHED_NBYTES = 64 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
+def _storage_errors(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
     """Turn an OSError into a StorageError with fact, place and remedy.
 
     Args:
@@ -68,7 +68,7 @@ class PosixWriter:
         self._direct_fd = -1
         self._lock = threading.Lock()
         self._cached_nbytes = 0
-        with _explained(path, "create", makes=True):
+        with _storage_errors(path, "create", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISFIFO(os.lstat(path).st_mode):
@@ -78,9 +78,9 @@ class PosixWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o666)
         try:
-            with _explained(path, f"reserve {nbytes} bytes for"):
+            with _storage_errors(path, f"reserve {nbytes} bytes for"):
                 self._reserve(nbytes)
-            with _explained(path, "open", makes=True):
+            with _storage_errors(path, "open", makes=True):
                 self._file_system = direct_io.of(self._fd, path)
                 self._direct_fd = self._file_system.open(path)
         except OSError:
@@ -98,11 +98,11 @@ class PosixWriter:
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
         view = memoryview(chunk)
-        with _explained(self._path, "write"):
+        with _storage_errors(self._path, "write"):
             pages = 0
             if self._direct_fd >= 0 and is_aligned(offset, view):
                 pages = view.nbytes - view.nbytes % ALIGNMENT
-                with self._file_system.turn(self._fd, pages) as direct:
+                with self._file_system.timed_write(self._fd, pages) as direct:
                     write = self._write_past_cache if direct else self._write_through_cache
                     write(offset, view[:pages])
             self._write_through_cache(offset + pages, view[pages:])
@@ -138,11 +138,11 @@ class PosixWriter:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
-        with _explained(self._path, "make durable", makes=True):
+        with _storage_errors(self._path, "make durable", makes=True):
             os.fdatasync(self._fd)
             self._drop_cached()
             self._close()
-            reach("file.synced")
+            hit("file.synced")
             _sync_directory(self._path.parent)
 
     def _close(self) -> None:
@@ -210,7 +210,7 @@ class PosixStorage:
     ) -> None:
         path = self._own(name)
         temporary = path.with_name(temporary_name(path.name))
-        with _explained(path, "write", makes=True):
+        with _storage_errors(path, "write", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(temporary, "xb")  # noqa: SIM115, only a file made here is removed below
             try:
@@ -219,11 +219,11 @@ class PosixStorage:
                     file.flush()
                     if durable != "nothing":
                         os.fsync(file.fileno())
-                reach("put.written")
+                hit("put.written")
                 if guard is not None:
                     guard()
                 os.replace(temporary, path)
-                reach("put.renamed")
+                hit("put.renamed")
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -232,7 +232,7 @@ class PosixStorage:
 
     def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
         path = self._own(name)
-        with _explained(path, "write"):
+        with _storage_errors(path, "write"):
             try:
                 # The descriptor keeps this file open, even if another file is renamed to its name.
                 fd = _open_nofollow(str(path), os.O_RDWR | os.O_CLOEXEC)
@@ -249,7 +249,7 @@ class PosixStorage:
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
-        with _explained(path, "read"):
+        with _storage_errors(path, "read"):
             file = OpenFile(_open_nofollow(str(path), os.O_RDONLY | os.O_CLOEXEC))
             return _read_at(file.fd, offset, nbytes)
 
@@ -262,25 +262,25 @@ class PosixStorage:
         kept: KeptFiles | None = None,
     ) -> int:
         path = self._path(name)
-        with _explained(path, "read"):
+        with _storage_errors(path, "read"):
             kept = KeptFiles() if kept is None else kept
             file = kept.get(name, lambda: _open_nofollow(str(path), os.O_RDONLY | os.O_CLOEXEC))
             return read_parts(file.fd, offset, parts, seen)
 
     def size(self, name: str) -> int:
         path = self._path(name)
-        with _explained(path, "look at"):
+        with _storage_errors(path, "look at"):
             return path.stat(follow_symlinks=False).st_size
 
     def stamp(self, name: str) -> Stamp:
         path = self._path(name)
-        with _explained(path, "look at"):
+        with _storage_errors(path, "look at"):
             status = path.stat(follow_symlinks=False)
             return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def list(self, directory: str) -> list[str]:
         path = self._path(directory) if directory else self._root
-        with _explained(path, "list"):
+        with _storage_errors(path, "list"):
             try:
                 return sorted(os.listdir(path))
             except FileNotFoundError:
@@ -289,7 +289,7 @@ class PosixStorage:
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
         path = self._path(directory) if directory else self._root
         names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
-        with _explained(path, "look at"):
+        with _storage_errors(path, "look at"):
             try:
                 # Opening the directory makes NFS ask its server for changes. Otherwise a file that
                 # was missing a moment ago would count as missing for up to a minute.
@@ -303,12 +303,12 @@ class PosixStorage:
 
     def delete(self, name: str) -> None:
         path = self._own(name)
-        with _explained(path, "delete"):
+        with _storage_errors(path, "delete"):
             path.unlink(missing_ok=True)
 
     def kind(self, name: str) -> Kind | None:
         path = self._path(name)
-        with _explained(path, "look at"):
+        with _storage_errors(path, "look at"):
             try:
                 mode = path.lstat().st_mode
             except FileNotFoundError:
@@ -319,14 +319,14 @@ class PosixStorage:
 
     def move(self, name: str, to: str) -> None:
         path, target = self._own(name), self._own(to)
-        with _explained(path, "rename"):
+        with _storage_errors(path, "rename"):
             os.rename(path, target)
             _sync_directory(target.parent)
             _sync_directory(path.parent)
 
     def delete_directory(self, name: str) -> None:
         path = self._own(name)
-        with _explained(path, "delete"):
+        with _storage_errors(path, "delete"):
             try:
                 path.rmdir()
             except OSError as error:

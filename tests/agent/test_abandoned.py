@@ -44,7 +44,7 @@ def test_a_node_removes_no_files_of_a_save_that_rank_0_is_committing(
     note = directory / file_names.failure_name(1, save_id)
     try:
         second.hang_up()
-        other_node.trainer(root, 1, 2).client.adopt(None, 0)
+        other_node.trainer(root, 1, 2).client.resume_from(None, 0)
         eventually(
             "the agent knows of the abandoned save", lambda: note.exists() or not shard.exists()
         )
@@ -70,7 +70,7 @@ def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: P
     again = [node.trainer(root, rank, 2) for rank in range(2)]
     again[1].client.hold(again[0].claim())
     for trainer in again:
-        trainer.client.adopt(None, 0)
+        trainer.client.resume_from(None, 0)
     eventually("the removal of the shard", lambda: not shard.exists())
     log = (node.directory(root) / LOG).read_text()
     assert "orphaned" not in log, "the agent removes its own shard, not an orphaned file"
@@ -96,7 +96,7 @@ def test_other_nodes_learn_that_rank_0_staged_no_part(
     key = again[0].claim()
     for trainer in again:
         trainer.client.hold(key)
-        trainer.client.adopt(None, 0)
+        trainer.client.resume_from(None, 0)
     shard = directory / file_names.shard_name(2, save_id)
     eventually(
         "the removal of shard and record", lambda: not shard.exists() and not record.exists()
@@ -136,7 +136,7 @@ def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
         assert "ERROR" not in log
 
 
-class _Telling(PosixStorage):
+class _CallingStorage(PosixStorage):
     """Real storage that calls `tell` before it puts the common state."""
 
     tell: Callable[[], None]
@@ -154,9 +154,9 @@ class _Telling(PosixStorage):
 
 
 def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
-    storage = _Telling(root)
+    storage = _CallingStorage(root)
     save = persisted(storage, SAVE)
-    storage.tell = lambda: setattr(save, "outlived", True)
+    storage.tell = lambda: setattr(save, "is_abandoned", True)
     finished, error = outcome_of(save, 60.0)
     assert (finished, "resumed from an older" in (error or "")) == (True, True)
     forget(save)
@@ -166,7 +166,7 @@ def test_an_abandoned_commit_stops_before_its_manifest(root: Path) -> None:
 def test_other_nodes_remove_their_part_after_rank_0_reports_the_end(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE, rank, 2) for rank in range(2)]
     for save in saves:
-        save.outlived = True
+        save.is_abandoned = True
     assert outcome_of(saves[1], 60.0)[0] is False
     forget(saves[1])
     shards = [
@@ -182,7 +182,7 @@ def test_other_nodes_remove_their_part_after_rank_0_reports_the_end(root: Path) 
 def test_a_shard_without_a_commit_record_is_removed_at_once(root: Path) -> None:
     """No agent can commit a shard that lacks a record."""
     save = persisted(PosixStorage(root), SAVE, 1, 2)
-    save.outlived = True
+    save.is_abandoned = True
     (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE)).unlink()
     assert outcome_of(save, 60.0)[0]
     forget(save)
@@ -194,7 +194,7 @@ def test_a_node_waits_for_rank_0_only_for_a_limited_time(
 ) -> None:
     monkeypatch.setattr("megatron_flashckpt.agent.commit._ABANDONED_S", 0.0)
     save = persisted(PosixStorage(root), SAVE, 1, 2)
-    save.outlived = True
+    save.is_abandoned = True
     assert outcome_of(save, 60.0)[0]
     forget(save)
     assert (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists(), (

@@ -1,7 +1,7 @@
 """Memory that changes after its trainer has gone: neither restored nor written.
 
-When a trainer hangs up, the agent digests the slots that are not fully persisted, and offers them
-with these digests.
+When a trainer disconnects, the agent digests the slots that are not fully persisted, and offers
+them with these digests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
@@ -32,9 +32,9 @@ from tests.agent.test_succession import kill_agent
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
+    blocked_open,
     content,
     eventually,
-    held_back,
     new_save_id,
 )
 
@@ -42,7 +42,7 @@ from tests.support.trainer import (
 def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
     """Return the bytes that a load would take from the only chunk of a slot."""
     assert trainer.slab is not None
-    held = HeldSlot(trainer.slab, offer, trainer.rank)
+    held = OfferedSlot(trainer.slab, offer, trainer.rank)
     data = bytearray(held.data_nbytes(trainer.rank))
     held.read_chunk(trainer.rank, 0, [memoryview(data)])
     return bytes(data)
@@ -59,7 +59,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
 ) -> None:
     save_id = new_save_id()
     shard = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         crashed = node.process(root, iterations=[7], save_id=save_id, stop="staged")
         crashed.stopped()
         crashed.kill()
@@ -70,7 +70,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         flip(trainer, offer)
         with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
             restored(trainer, offer)
-        let_go()
+        unblock()
         assert trainer.slab is not None
         slot = trainer.slab.slots[offer.slot]
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
@@ -79,7 +79,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
     assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
 
 
-def test_a_slot_that_could_not_be_written_is_digested_at_the_hang_up(
+def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnects(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -122,7 +122,7 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(7)
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in trainers:
             trainer.stage(7, save_id)
             if trainer.rank == 0:
@@ -138,14 +138,14 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
         first.hang_up()
         again = node.trainer(root, 0, 2, config=config)
         assert again.take()[0].digests is not None, "the agent digested the slot at the hang-up"
-        let_go()
+        unblock()
         assert second.outcome().error is None
     (offer,) = again.take()
     with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
         restored(again, offer)
 
 
-def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_path: Path) -> None:
+def test_memory_that_changed_before_its_digests_is_not_restored(tmp_path: Path) -> None:
     """A slot of a memory-only save waits in a queue for its digests."""
     settings = msgspec.structs.asdict(settings_of(Config()))
     node = AgentNode(AgentOptions(root=str(tmp_path), **settings))
@@ -159,7 +159,7 @@ def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_pat
         rank.slots = RankSlots(slab)
         info = rank.slots.infos[0]
         saves._digest_pool.submit(may_run.wait)
-        saves.take_over(0, 0)
+        saves.accept_slot(0, 0)
         saves.digest_unread(rank)
         assert node.changed.wait_for(lambda: info.digests is not None, PATIENCE_S)
         taken = info.digests
@@ -167,7 +167,7 @@ def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_pat
         data[50] ^= 4
     may_run.set()
     with node.changed:
-        assert node.changed.wait_for(lambda: bool(rank.untold), PATIENCE_S)
+        assert node.changed.wait_for(lambda: bool(rank.unreported), PATIENCE_S)
         assert info.digests == taken
     saves.close()
     slab.close()

@@ -23,11 +23,11 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
-from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
-from tests.support.trainer import eventually, held_back
+from tests.support.trainer import blocked_open, eventually
 
 RUN = "0123abcd"
 #: Number of elements in one tensor.
@@ -199,7 +199,7 @@ def test_saves_of_a_refused_rank_fail_with_the_reason_of_the_agent(
     def refuse(*_: Any, **__: Any) -> None:
         raise AgentRefusedError(reason)
 
-    with held_back(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
+    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
         job.checkpointer.save(job.request(2))
         job.checkpointer.link.stager.wait()
         with monkeypatch.context() as patch:
@@ -223,7 +223,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
         root / file_names.iteration_dir(n) / file_names.shard_name(0, f"{RUN}{n - 1:04x}")
         for n in (1, 2)
     ]
-    with held_back(shards[0]), held_back(shards[1]):
+    with blocked_open(shards[0]), blocked_open(shards[1]):
         for iteration in (1, 2):
             job.checkpointer.save(job.request(iteration))
             job.checkpointer.link.stager.wait()
@@ -238,7 +238,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
-def test_an_error_promises_a_late_write_only_if_an_agent_lives(
+def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
 ) -> None:
     job = make(config)
@@ -249,7 +249,7 @@ def test_an_error_promises_a_late_write_only_if_an_agent_lives(
     reports.requested(2)
     reports.skipped(2, "no reason")
     startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[job.checkpointer.root] = _Open(job.checkpointer, reports, startup)
+    session._open[job.checkpointer.root] = _OpenCheckpointer(job.checkpointer, reports, startup)
     session._reports[job.checkpointer.root] = reports
     assert not session.end()
     assert ("try to write it after this exit" in caplog.text) == has_agent

@@ -103,7 +103,7 @@ def test_a_resumed_job_removes_files_of_saves_that_no_agent_writes(
         trainer = node.trainer(root)
         assert trainer.save(10).error is None
         plant(root, 99, *half_a_save("cccccccccccc"))
-        trainer.client.adopt(None, 10)
+        trainer.client.resume_from(None, 10)
         eventually(
             "the removal of the partial save",
             lambda: not (root / file_names.iteration_dir(99)).exists(),
@@ -183,7 +183,7 @@ def test_a_marker_shows_that_a_save_without_manifest_was_committed(root: Path) -
 def test_only_rank_0_removes_orphaned_files(node: Node, root: Path) -> None:
     ranks = [node.trainer(root, rank, 2) for rank in range(2)]
     (planted,) = plant(root, 99, file_names.shard_name(0, "cccccccccccc"))
-    ranks[1].client.adopt(None, 0)
+    ranks[1].client.resume_from(None, 0)
     save_id = new_save_id()
     for rank in ranks:
         rank.stage(10, save_id)
@@ -208,7 +208,7 @@ def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root:
     manifest.rename(manifest.with_suffix(".off"))
     before = listing(root / file_names.iteration_dir(20))
     plant(root, 20, *half_a_save("cccccccccccc"))
-    trainer.client.adopt(None, 10)
+    trainer.client.resume_from(None, 10)
     log = node.directory(root) / "agent.log"
     eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
     for iteration in (30, 40):
@@ -255,11 +255,11 @@ def test_a_recreated_directory_is_searched_again(node: Node, root: Path) -> None
     assert node.trainer(root).save(10).error is None
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):
-        sweeper.look(lambda _: False, committed)
+        sweeper.find_orphans(lambda _: False, committed)
     remove_tree(root / file_names.iteration_dir(10))
-    sweeper.look(lambda _: False, 30)
+    sweeper.find_orphans(lambda _: False, 30)
     plant(root, 10, *half_a_save("aaaaaaaaaaaa"))
-    sweeper.look(lambda _: False, 40)
+    sweeper.find_orphans(lambda _: False, 40)
     sweeper.sweep()
     assert not (root / file_names.iteration_dir(10)).exists()
 
@@ -273,20 +273,20 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
     (orphan,) = plant(root, 5, file_names.shard_name(7, "aaaaaaaaaaaa"))
     storage, looked = PosixStorage(root), threading.Event()
 
-    class Slow(PosixStorage):
+    class SlowStorage(PosixStorage):
         def list(self, directory: str) -> list[str]:
             looked.wait(PATIENCE_S)
             return super().list(directory)
 
-    sweeper = Sweeper(Slow(root))
-    sweeper.look_soon(lambda _: False)
+    sweeper = Sweeper(SlowStorage(root))
+    sweeper.find_orphans_soon(lambda _: False)
     (late,) = (thread for thread in threading.enumerate() if thread.name == "look")
     looked.set()
     late.join(PATIENCE_S)
     sweeper.sweep()
     assert orphan.exists(), "the file may belong to a save that began meanwhile"
     for committed in (10, 20):
-        sweeper.look(lambda _: False, committed)
+        sweeper.find_orphans(lambda _: False, committed)
         sweeper.sweep()
     assert not orphan.exists()
     assert storage.present(file_names.iteration_dir(5), [file_names.MANIFEST])
@@ -295,18 +295,18 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
 def test_a_save_under_way_keeps_its_files(root: Path) -> None:
     (planted,) = plant(root, 7, file_names.shard_name(0, "aaaaaaaaaaaa"))
     sweeper = Sweeper(PosixStorage(root))
-    sweeper.look_soon(lambda iteration: iteration == 7)
+    sweeper.find_orphans_soon(lambda iteration: iteration == 7)
     for committed in (6, 7):  # 7 becomes the second-newest commit
-        sweeper.look(lambda iteration: False, committed)
+        sweeper.find_orphans(lambda iteration: False, committed)
     sweeper.sweep()
     assert planted.exists()
-    sweeper.look(lambda iteration: False, 8)
+    sweeper.find_orphans(lambda iteration: False, 8)
     manifest = planted.with_name(file_names.MANIFEST)
     manifest.touch()  # the commit happens at the last moment
     sweeper.sweep()
     assert planted.exists()
     manifest.unlink()
-    sweeper.look(lambda iteration: False, 9)
+    sweeper.find_orphans(lambda iteration: False, 9)
     sweeper.sweep()
     assert not planted.parent.exists()
 

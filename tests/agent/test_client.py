@@ -19,7 +19,14 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend
+from tests.support.trainer import (
+    PATIENCE_S,
+    blocked_open,
+    eventually,
+    is_alive,
+    new_save_id,
+    suspend,
+)
 
 
 def kill_agent(pid: int) -> None:
@@ -34,7 +41,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
     "staged": lambda client: client.staged(0),
     "abandon": lambda client: client.abandon(1, new_save_id(), "a reason"),
     "take": lambda client: client.take(),
-    "adopt": lambda client: client.adopt(None, 0),
+    "resume_from": lambda client: client.resume_from(None, 0),
     "template": lambda client: client.fetch_template("x"),
     "leave": lambda client: client.leave(),
 }
@@ -106,7 +113,7 @@ def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, 
     first = [node.trainer(root, rank, 2) for rank in range(2)]
     cut_short = new_save_id()
     directory = root / file_names.iteration_dir(7)
-    with held_back(directory / file_names.shard_name(1, cut_short)):
+    with blocked_open(directory / file_names.shard_name(1, cut_short)):
         for trainer in first:
             trainer.stage(7, cut_short)
         eventually(
@@ -144,11 +151,11 @@ def test_ranks_that_connect_at_the_same_time_start_one_agent(node: Node, root: P
     clients: list[AgentClient] = []
     barrier = threading.Barrier(6)
 
-    def come(rank: int) -> None:
+    def connect_at_once(rank: int) -> None:
         barrier.wait()
         clients.append(connect(str(root), rank, 0, node.config()))
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(6)]
+    threads = [threading.Thread(target=connect_at_once, args=(rank,)) for rank in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -234,7 +241,7 @@ def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> N
     failures: list[BaseException] = []
     until = time.monotonic() + 3.0
 
-    def come_and_go(rank: int) -> None:
+    def connect_and_leave(rank: int) -> None:
         while time.monotonic() < until:
             try:
                 client = connect(str(root), rank, 0, config)
@@ -245,7 +252,7 @@ def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> N
                 failures.append(error)
             time.sleep(random.random() * 0.3)  # roughly until an agent notices the hang-up
 
-    threads = [threading.Thread(target=come_and_go, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=connect_and_leave, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -29,9 +29,9 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.persisting import persisted
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     content,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -237,7 +237,7 @@ def test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit(
     before = (directory / file_names.MANIFEST).read_bytes()
     # Otherwise the sweep removes the file that blocks the shard, because no save has that file.
     eventually("the removal of commit records", lambda: not list(directory.glob("*.commit")))
-    with held_back(directory / file_names.shard_name(1, second)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, second)) as unblock:
         for trainer in trainers:
             trainer.stage(5, second)
         eventually(
@@ -245,7 +245,7 @@ def test_a_repeated_save_replaces_the_committed_attempt_only_by_its_commit(
         )
         assert (directory / file_names.MANIFEST).read_bytes() == before
         assert_intact(root, 5, trainers)
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
     assert stored(root, 5).manifest.save_id == second
     assert_intact(root, 5, trainers)
@@ -275,12 +275,14 @@ def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
 ) -> None:
     trainer = node.trainer(root)
     older, newer = new_save_id(), new_save_id()
-    with held_back(root / file_names.iteration_dir(5) / file_names.shard_name(0, older)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(5) / file_names.shard_name(0, older)
+    ) as unblock:
         trainer.stage(5, older)
         trainer.stage(5, newer)
         outcome = trainer.outcome()
         assert (outcome.save_id, outcome.error) == (newer, None)
-        let_go()
+        unblock()
         outcome = trainer.outcome()
     assert outcome.save_id == older
     assert outcome.error is not None
@@ -325,13 +327,13 @@ def test_an_older_save_that_ends_last_leaves_tracker_and_newer_checkpoint(
 ) -> None:
     trainer = node.trainer(root)
     earlier = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(10, earlier)
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
-        let_go()
+        unblock()
         outcome = trainer.outcome()
     assert (outcome.iteration, outcome.error) == (10, None)
     assert_intact(root, 20, [trainer])
@@ -347,7 +349,7 @@ def test_training_that_resumes_from_an_older_checkpoint_moves_the_tracker_back(
         assert trainer.save(iteration).error is None
     trainer.hang_up()
     again = node.trainer(root)
-    again.client.adopt(None, 10)
+    again.client.resume_from(None, 10)
     assert again.save(15).error is None
     assert_intact(root, 15, [again])
 
@@ -379,12 +381,12 @@ def test_retention_applies_to_a_save_that_commits_after_a_later_one(
     node: Node, root: Path, interval: int, kept: list[int]
 ) -> None:
     trainer, save_id = node.trainer(root, retain_interval=interval), new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(20) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(20, save_id)
         assert trainer.save(30).iteration == 30
-        let_go()
+        unblock()
         assert trainer.outcome().error is None
     assert (root / file_names.TRACKER).read_text() == "30"
     eventually("the removal of the other checkpoints", lambda: iterations_in(root) == kept)
@@ -424,7 +426,7 @@ def test_a_symlink_in_place_of_an_iteration_directory_is_left_alone(
 # ---------------------------------------------------------------------- the order of steps
 
 
-class _Failing(PosixStorage):
+class _RefusingStorage(PosixStorage):
     """Real storage that refuses to put one name, and records the order of its calls."""
 
     def __init__(self, root: Path, refused: str) -> None:
@@ -453,7 +455,7 @@ class _Failing(PosixStorage):
 def test_a_commit_puts_shards_then_manifest_then_tracker_then_tidies(
     root: Path,
 ) -> None:
-    storage = _Failing(root, "nothing")
+    storage = _RefusingStorage(root, "nothing")
     save = persisted(storage, "a" * 12)
     commit(save)
     tidy(CommittedSave.of(save))
@@ -471,7 +473,7 @@ def test_a_commit_puts_shards_then_manifest_then_tracker_then_tidies(
     "refused", [file_names.common_name("a" * 12), file_names.MANIFEST, file_names.TRACKER]
 )
 def test_a_commit_that_fails_midway_never_moves_the_tracker(root: Path, refused: str) -> None:
-    storage = _Failing(root, refused)
+    storage = _RefusingStorage(root, refused)
     finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
     assert finished
     assert error is not None
@@ -483,15 +485,15 @@ def test_a_commit_that_fails_midway_never_moves_the_tracker(root: Path, refused:
 
 
 def test_the_manifest_names_the_digest_of_the_common_state(root: Path) -> None:
-    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    commit(persisted(_RefusingStorage(root, "nothing"), "a" * 12))
     common = (root / file_names.iteration_dir(5) / file_names.common_name("a" * 12)).read_bytes()
     assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
 
 
 def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(root: Path) -> None:
-    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    commit(persisted(_RefusingStorage(root, "nothing"), "a" * 12))
     with pytest.raises(StorageError):
-        commit(persisted(_Failing(root, file_names.MANIFEST), "b" * 12))
+        commit(persisted(_RefusingStorage(root, file_names.MANIFEST), "b" * 12))
     assert stored(root, 5).manifest.save_id == "a" * 12
     assert stored(root, 5).common() == b"a" * 12
 
@@ -530,7 +532,7 @@ def test_a_resume_gives_up_a_save_that_a_crash_cut_short(node: Node, root: Path)
         trainer.hang_up()
     again: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
     for trainer in again:
-        trainer.client.adopt(kept, 1)
+        trainer.client.resume_from(kept, 1)
     shard = root / file_names.iteration_dir(2) / file_names.shard_name(0, cut_short)
     eventually("the removal of its shard", lambda: not shard.exists())
 

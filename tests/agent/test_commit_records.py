@@ -30,7 +30,7 @@ RANKS = 64
 SAVE_ID = "a" * 12
 
 
-class _Distant(PosixStorage):
+class _SlowStorage(PosixStorage):
     """Answers a read after `wait_s`; records which threads read, and how many at a time."""
 
     def __init__(self, root: Path, wait_s: float) -> None:
@@ -83,7 +83,7 @@ def names(root: Path) -> list[str]:
 def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
-    merged = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+    merged = read_records(_SlowStorage(records, wait_s), 1, SAVE_ID, RANKS, names(records))
     assert [record.rank for record in merged] == list(range(RANKS))
     assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
     whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
@@ -91,7 +91,7 @@ def test_records_are_read_in_rank_order_and_each_template_once(
 
 
 def test_records_on_slow_storage_are_read_by_several_threads(records: Path) -> None:
-    distant = _Distant(records, 0.02)
+    distant = _SlowStorage(records, 0.02)
     read_records(distant, 1, SAVE_ID, RANKS, names(records))
     assert distant.most > 4
 
@@ -101,7 +101,7 @@ def test_records_on_fast_storage_are_read_by_one_thread(
 ) -> None:
     # A busy machine must not make this storage count as slow.
     monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
-    near = _Distant(records, 0.0)
+    near = _SlowStorage(records, 0.0)
     read_records(near, 1, SAVE_ID, RANKS, names(records))
     assert near.readers == {threading.get_ident()}
 
@@ -112,7 +112,7 @@ def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> N
     path = records / file_names.iteration_dir(1) / file_names.record_name(rank, SAVE_ID)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=path.name):
-        read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+        read_records(_SlowStorage(records, wait_s), 1, SAVE_ID, RANKS, names(records))
 
 
 # ---------------------------------------------------------------------- records of several ranks

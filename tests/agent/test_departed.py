@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
+from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
@@ -25,7 +25,7 @@ from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, eventually, held_back, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id
 
 MIB = 2**20
 
@@ -84,7 +84,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     second = started(node, root, range(2))
     for trainer in second:
         assert [offer.iteration for offer in trainer.take()] == [1]
-        trainer.client.adopt(None, 1)
+        trainer.client.resume_from(None, 1)
     assert slabs(agent) == [0, 1, 2, 3], "the slabs stay until the run has loaded"
     second[0].client.begin_run(BeginRun("second", (0, 1)))
     assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], (
@@ -105,7 +105,7 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
     first = started(node, root, range(2))
     agent, save_id = first[0].client.agent_pid, new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         data = [trainer.stage(1, save_id) for trainer in first]
         crash(first)
         second = started(node, root, range(1))
@@ -113,7 +113,7 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
         (own, departed) = second[0].client.held(0.5)
         assert (own.departed, departed.departed, departed.in_use) == (False, True, True)
         assert slabs(agent) == [0, 1]
-        let_go()
+        unblock()
         assert [held.rank for held in second[0].client.held(60.0)] == [0]
     checkpoint = stored(root, 1)
     assert [read_rank(checkpoint, trainer) for trainer in first] == data
@@ -131,7 +131,7 @@ def test_the_log_names_memory_only_saves_that_are_freed(node: Node, root: Path) 
     assert "rank 1 (iteration 7, in memory only" in log(node, root)
 
 
-def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_hangs_up(
+def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects(
     node: Node, root: Path
 ) -> None:
     first = started(node, root, range(2))
@@ -206,12 +206,12 @@ def test_holders_of_memory_are_named_by_rank_size_and_save() -> None:
         HeldSlab(2, 2 * gib, 6, False, True, True),
         HeldSlab(3, gib, 6, False, True, False),
     ]
-    assert whose(held) == (
+    assert describe_slabs(held) == (
         "5.0 GiB: 1.0 GiB of rank 0 (no checkpoint), 1.0 GiB of rank 1 (iteration 5, in "
         "storage), 2.0 GiB of rank 2 (iteration 6, being written, of an earlier run), "
         "1.0 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
     )
-    assert whose([held[0]] * 20).endswith("(no checkpoint), 12 more")
+    assert describe_slabs([held[0]] * 20).endswith("(no checkpoint), 12 more")
 
 
 def test_a_refused_slab_names_the_holders_of_memory(
@@ -257,11 +257,11 @@ def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
 
     monkeypatch.setattr(node_memory, "limits", limits)
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         for trainer in first:
             trainer.stage(1, save_id)
         crash(first)
-        threading.Timer(0.5, let_go).start()
+        threading.Timer(0.5, unblock).start()
         if missing_nbytes:
             with pytest.raises(StorageError) as raised:
                 fitting(node, root, link)

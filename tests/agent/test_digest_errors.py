@@ -53,9 +53,9 @@ def test_a_memory_only_save_gets_a_result_even_if_its_digest_fails(
 ) -> None:
     assert rank.slots is not None
     with node.changed:
-        saves.take_over(3, 0)
-        assert node.changed.wait_for(lambda: bool(rank.untold), PATIENCE_S)
-        (outcome,) = rank.untold
+        saves.accept_slot(3, 0)
+        assert node.changed.wait_for(lambda: bool(rank.unreported), PATIENCE_S)
+        (outcome,) = rank.unreported
         assert not rank.slots.busy
         assert not rank.awaited
     assert (outcome.iteration, outcome.kept, outcome.failed_ranks) == (7, False, (3,))

@@ -19,7 +19,7 @@ from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
-from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, remove_tree
+from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, remove_tree
 
 RUN = "0123abcd"
 
@@ -34,9 +34,9 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
     monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     config = Config(runtime_dir=str(node.runtime_dir), drain_timeout_s=0.3)
     job = Checkpointer(str(root), config)
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as let_go:
+    ) as unblock:
         job.save(request(1))
         (outcome,) = job.wait()
         assert (outcome.iteration, job.pending) == (1, False)
@@ -46,7 +46,7 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
         (agent,) = node.agents()
         job.close()
         assert is_alive(agent)
-        let_go()
+        unblock()
         eventually("the end of the agent", lambda: not is_alive(agent))
     assert (root / file_names.TRACKER).read_text() == "1"
     assert verify(stored(root, 1)) == []
@@ -95,16 +95,16 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
 def test_a_save_that_the_agent_still_writes_is_not_searched_in_storage(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as let_go:
+    ) as unblock:
         job.save(request(1))
         job.link.stager.wait()
         # From now on, the agent reports no result to this connection.
         connect(str(root), 0, 0, node.config()).close()
         assert job.saves.poll() == []
         assert job.pending
-        let_go()
+        unblock()
         (outcome,) = job.wait(10 * PATIENCE_S)
     assert outcome.error is None
 
@@ -114,7 +114,7 @@ def test_a_replaced_process_reports_its_failed_saves_without_a_wait(
 ) -> None:
     assert job.save(request(1)).refusal is None
     assert [outcome.error for outcome in job.wait()] == [None]
-    with held_back(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
+    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
         job.save(request(2))
         job.link.stager.wait()
         later = node.process(root, iterations=[3], save_id="b" * 12, stop="staged")

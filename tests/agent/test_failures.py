@@ -16,10 +16,10 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     config_of,
     content,
     eventually,
-    held_back,
     new_save_id,
 )
 
@@ -223,11 +223,11 @@ def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         trainers[1].stage(1, save_id)
         (directory / file_names.shard_name(0, save_id)).mkdir()
         trainers[0].stage(1, save_id)
-        let_go()
+        unblock()
         errors = [trainer.outcome().error for trainer in trainers]
         assert errors[0] is not None
         assert errors == [errors[0]] * 2
@@ -288,13 +288,15 @@ def test_a_note_for_other_nodes_does_not_wait_for_a_shard(node: Node, root: Path
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow, failed = new_save_id(), new_save_id()
-    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
+    ) as unblock:
         for trainer in trainers:
             trainer.stage(4, slow)
         trainers[1].client.abandon(6, failed, "no memory for it")
         note = root / file_names.iteration_dir(6) / file_names.failure_name(1, failed)
         eventually(f"{note}", note.exists)
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
@@ -355,7 +357,7 @@ def test_the_first_slow_rank_gets_the_warning_for_its_node(node: Node, root: Pat
     with contextlib.ExitStack() as held:
         for trainer in trainers:
             shard = directory / file_names.shard_name(trainer.rank, save_id)
-            held.enter_context(held_back(shard))
+            held.enter_context(blocked_open(shard))
             trainer.stage(1, save_id)
         (notice,) = eventually("a notice", lambda: trainers[0].client.poll(0.5).notices)
         assert "still being written" in notice.text

@@ -61,14 +61,14 @@ def test_a_claim_is_read_back_as_it_was_put(storage: PosixStorage) -> None:
 
 
 def test_a_renewal_never_restores_a_replaced_claim(storage: PosixStorage) -> None:
-    mine, theirs = claim_of(OLD), claim_of(NEW)
-    claims.put(storage, mine)
-    assert claims.renew(storage, mine, claim_of(OLD, state=IDLE, pid=2**22, host="a" * 64))
-    claims.put(storage, theirs)
-    assert not claims.renew(storage, mine, mine)
-    assert claims.read(storage) == theirs
+    older, newer = claim_of(OLD), claim_of(NEW)
+    claims.put(storage, older)
+    assert claims.renew(storage, older, claim_of(OLD, state=IDLE, pid=2**22, host="a" * 64))
+    claims.put(storage, newer)
+    assert not claims.renew(storage, older, older)
+    assert claims.read(storage) == newer
     (Path(storage.place) / file_names.CLAIM).unlink()
-    assert not claims.renew(storage, mine, mine)
+    assert not claims.renew(storage, older, older)
     assert claims.read(storage) is None
 
 
@@ -224,17 +224,17 @@ def test_the_agent_of_rank_0_renews_the_claim_with_the_run_state(node: Node, roo
     trainer = node.trainer(root)
     key = trainer.claim()
 
-    def found() -> Claim:
+    def stored_claim() -> Claim:
         claim = claims.read(storage)
         assert claim is not None
         assert (claim.key, claim.pid, claim.host) == (key, *node.agents(), platform.node())
         return claim
 
-    first = found()
-    eventually("a renewal", lambda: found() != first)
-    assert found().state == TRAINING
+    first = stored_claim()
+    eventually("a renewal", lambda: stored_claim() != first)
+    assert stored_claim().state == TRAINING
     trainer.hang_up()
-    eventually("the run is over", lambda: found().state == IDLE)
+    eventually("the run is over", lambda: stored_claim().state == IDLE)
     (agent,) = node.agents()
     os.kill(agent, signal.SIGTERM)
     eventually("the end of the agent", lambda: not is_alive(agent))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent.claim import INTERVAL_S
-from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
+from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import joining
@@ -23,7 +23,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched
-from tests.support.trainer import eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id
 
 #: A long limit, because other tests may keep the machine busy.
 PATIENCE_S = 60.0
@@ -147,25 +147,25 @@ def test_a_run_may_claim_the_directory_before_it_joins_the_agent(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_foreground_agent_told_to_end_persists_staged_slots(
+def test_a_foreground_agent_persists_staged_slots_when_it_must_end(
     node: Node, root: Path, foreground: Foreground, name: str
 ) -> None:
     agent = foreground.agent()
     save_id = new_save_id()
     trainer = node.trainer(root)
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id)
         trainer.client.close()
         agent.send_signal(signal.Signals[name])
         assert watched(agent.pid, 0.7)
-        let_go()
+        unblock()
         assert ended(agent)[0] == 0
     assert_intact(root, 1, [trainer])
 
 
-@pytest.mark.parametrize("how", ["told twice", "out of time"])
+@pytest.mark.parametrize("how", ["a second SIGTERM", "out of time"])
 def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     node: Node, root: Path, foreground: Foreground, how: str
 ) -> None:
@@ -173,10 +173,10 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
     config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
     trainer = node.trainer(root, config=config)
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         agent.terminate()
-        if how == "told twice":
+        if how == "a second SIGTERM":
             assert watched(agent.pid, 0.5)
             agent.terminate()
         status, lines = ended(agent)
@@ -356,23 +356,32 @@ def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
 @pytest.mark.parametrize(
     ("life", "remedy"),
     [
-        (Life("Slurm step", "7.0"), "'srun --overlap flashckpt agent --save /s --foreground'"),
-        (Life("container", "pod"), "'flashckpt agent --save /s --foreground' runs in a container"),
-        (Life("systemd unit", "a.service"), "'flashckpt agent --save /s --foreground' runs in a u"),
+        (
+            EnclosingUnit("Slurm step", "7.0"),
+            "'srun --overlap flashckpt agent --save /s --foreground'",
+        ),
+        (
+            EnclosingUnit("container", "pod"),
+            "'flashckpt agent --save /s --foreground' runs in a container",
+        ),
+        (
+            EnclosingUnit("systemd unit", "a.service"),
+            "'flashckpt agent --save /s --foreground' runs in a u",
+        ),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_an_agent_that_would_end_with_its_ranks_is_named_with_the_remedy(
-    life: Life, remedy: str
+    life: EnclosingUnit, remedy: str
 ) -> None:
     facts = AgentFacts(0.0, False, life, (2, 4))
     first, second = joining.lines(5, facts, life, "/s")
     assert first.endswith("its memory holds iterations 2, 4")
     assert second.startswith(f"agent 5 ends with the {life} that this rank runs in")
     assert remedy in second
-    for apart in (Life(life.kind, "another"), Life()):
+    for apart in (EnclosingUnit(life.kind, "another"), EnclosingUnit()):
         assert len(joining.lines(5, facts, apart, "/s")) == 1
-    own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), Life(), "/s")
+    own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), EnclosingUnit(), "/s")
     assert len(own) == 1
     assert f"a foreground one in {life}," in own[0]
 
@@ -405,5 +414,5 @@ MACHINE = 0xEFFFFFFC
 def test_the_control_groups_of_a_process_show_what_ends_it(
     cgroups: str, namespace: int, expected: str | None
 ) -> None:
-    life = life_of(cgroups, namespace, {"HOSTNAME": "host"})
+    life = unit_of(cgroups, namespace, {"HOSTNAME": "host"})
     assert str(life) == (expected or "container cri-containerd-ab.scope")

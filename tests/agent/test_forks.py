@@ -34,12 +34,12 @@ from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.reports import SaveReports
-from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import NUMEL, RUN, Job
-from tests.support.trainer import PATIENCE_S, eventually, held_back
+from tests.support.trainer import PATIENCE_S, blocked_open, eventually
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -79,7 +79,7 @@ def sockets_of(pid: int | str) -> list[str]:
     return [link for link in sockets if link.startswith("socket:")]
 
 
-class Tie:
+class Descriptors:
     """Descriptors that tie a trainer to its node: the agent's socket, and the slab."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -104,7 +104,7 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job
 
 def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None:
     assert job.save(1) is None
-    tie = Tie(job.checkpointer)
+    tie = Descriptors(job.checkpointer)
     assert len(tie.kept_by("self")) == 3, "descriptor, mapping, socket"
     assert in_child(lambda: tie.kept_by("self")) == []
     assert len(tie.kept_by("self")) == 3
@@ -112,10 +112,10 @@ def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None
     job.assert_stored(root, 2)
 
 
-class Keeping(Dataset[torch.Tensor]):
+class DescriptorCounts(Dataset[torch.Tensor]):
     """Items count the descriptors and mappings of the tie that a worker keeps."""
 
-    def __init__(self, tie: Tie) -> None:
+    def __init__(self, tie: Descriptors) -> None:
         self._tie = tie
 
     def __len__(self) -> int:
@@ -125,14 +125,17 @@ class Keeping(Dataset[torch.Tensor]):
         return torch.tensor([os.getpid(), len(self._tie.kept_by("self"))])
 
 
-def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
+def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_runs(
     job: Job, root: Path
 ) -> None:
     assert job.save(1) is None
-    former, agent = Tie(job.checkpointer).inode, job.checkpointer.link.client().agent_pid
+    former, agent = (
+        Descriptors(job.checkpointer).inode,
+        job.checkpointer.link.client().agent_pid,
+    )
     assert former in slabs_of("self")
     assert former in slabs_of(agent)
-    items = iter(DataLoader(Keeping(Tie(job.checkpointer)), num_workers=1))
+    items = iter(DataLoader(DescriptorCounts(Descriptors(job.checkpointer)), num_workers=1))
     worker, kept = next(items)[0].tolist()
     assert worker != os.getpid()
     assert kept == 0
@@ -198,7 +201,7 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
         seen.append(in_child(lambda: registered))
 
     thread = threading.Thread(target=fork)
-    with forks.held_off():
+    with forks.forks_blocked():
         thread.start()
         assert about_to_fork.wait(PATIENCE_S)
         for _ in range(1000):
@@ -213,7 +216,7 @@ def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The session of this process with one checkpointer, set up as for the launcher."""
     made = Session(Config())
     startup = Startup(job.checkpointer, made.note_nodes)
-    made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0), startup)
+    made._open[str(root)] = _OpenCheckpointer(job.checkpointer, SaveReports(str(root), 0), startup)
     monkeypatch.setattr(session_module, "session", made)
     return made
 
@@ -237,14 +240,14 @@ def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
             assert session.end()
         return True
 
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as let_go:
+    ) as unblock:
         job.checkpointer.save(job.request(1))
         job.checkpointer.link.stager.wait()
         assert in_child(end)
         assert job.checkpointer.pending
-        let_go()
+        unblock()
         (outcome,) = job.checkpointer.wait()
     assert outcome.error is None
     assert job.checkpointer.link.client().agent_pid == agent

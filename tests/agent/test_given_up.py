@@ -20,7 +20,7 @@ from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 DIRECTORY = file_names.iteration_dir(2)
 
 
-class Stuck(PosixStorage):
+class HungStorage(PosixStorage):
     """Storage that hangs for the commit thread of the agent, in the save of iteration 2."""
 
     back = threading.Event()
@@ -51,19 +51,19 @@ class Stuck(PosixStorage):
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
-    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Stuck)
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HungStorage]]:
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", HungStorage)
     monkeypatch.setattr(commit_thread, "_HUNG_S", 0.1)
-    for event in (Stuck.back, Stuck.sized):
+    for event in (HungStorage.back, HungStorage.sized):
         event.clear()
-    yield Stuck
-    Stuck.hangs_at = ""
-    for event in (Stuck.back, Stuck.sized):
+    yield HungStorage
+    HungStorage.hangs_at = ""
+    for event in (HungStorage.back, HungStorage.sized):
         event.set()
 
 
 def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
-    node: Node, root: Path, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch
+    node: Node, root: Path, stuck: type[HungStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit hangs between its check of the shards and its manifest."""
     monkeypatch.setattr(cleanup, "_SETTLE_S", 0.1)
@@ -76,7 +76,7 @@ def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
         trainer.stage(2, new_save_id())
         assert "gave up" in (trainer.outcome().error or "")
         assert stuck.sized.is_set()
-        trainer.client.adopt(kept, 1)
+        trainer.client.resume_from(kept, 1)
         eventually(
             "the removal of the shards", lambda: not list((root / DIRECTORY).glob("*.safetensors"))
         )
@@ -88,7 +88,7 @@ def test_a_resumed_job_may_remove_the_files_of_a_save_given_up(
 
 
 def test_an_agent_removes_a_save_given_up_when_its_put_returns(
-    node: Node, root: Path, stuck: type[Stuck]
+    node: Node, root: Path, stuck: type[HungStorage]
 ) -> None:
     """All files are there by then, but the save has failed."""
     with agent_here(node, root, commit_timeout_s=0.5):

@@ -33,7 +33,7 @@ OPEN = (False, None)
 DONE = (True, None)
 
 
-class Counting(PosixStorage):
+class CountingStorage(PosixStorage):
     """Real storage that counts listings, reads and bytes."""
 
     def __init__(self, root: Path, *_: object) -> None:
@@ -70,7 +70,7 @@ class Counting(PosixStorage):
 
 def pair(root: Path, save_id: str) -> list[PendingSave]:
     """Return a save of two nodes with one rank each, as both nodes know the save."""
-    return [persisted(Counting(root), save_id, rank, 2) for rank in range(2)]
+    return [persisted(CountingStorage(root), save_id, rank, 2) for rank in range(2)]
 
 
 def marker(root: Path, save_id: str) -> Path:
@@ -87,7 +87,7 @@ def no_listing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_64_nodes_63_read_a_marker_and_no_node_lists(root: Path) -> None:
     """Before, every waiting node listed the directory once and read the whole manifest."""
     nodes = 64
-    storages = [Counting(root) for _ in range(nodes)]
+    storages = [CountingStorage(root) for _ in range(nodes)]
     last = nodes - 1
     saves = [persisted(storages[rank], A, rank, nodes) for rank in range(last)]
     rounds = 0
@@ -167,7 +167,7 @@ def test_the_former_marker_is_removed_before_its_manifest(root: Path) -> None:
     commit(pair(root, A)[0])
     later = pair(root, B)
     storage = later[0].storage
-    assert isinstance(storage, Counting)
+    assert isinstance(storage, CountingStorage)
     storage.steps.clear()
     commit(later[0])
     assert storage.steps == [
@@ -189,7 +189,7 @@ def test_a_node_reads_the_manifest_if_it_cannot_read_a_marker(
     if damage is None:
         marker(root, A).unlink()
         storage = saves[1].storage
-        assert isinstance(storage, Counting)
+        assert isinstance(storage, CountingStorage)
         storage.read_nbytes = 0
         assert outcome_of(saves[1], 60.0) == OPEN, "the marker may come in a moment"
         assert storage.read_nbytes == 0
@@ -249,7 +249,7 @@ def test_a_waiting_agent_reads_no_manifest(
     """The agent of rank 0 is a process; the other one runs here, on storage that records reads."""
     read: list[tuple[str, int]] = []
 
-    class Noting(PosixStorage):
+    class RecordingStorage(PosixStorage):
         def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
             data = super().read(name, offset, nbytes)
             read.append((name, len(data)))
@@ -258,7 +258,7 @@ def test_a_waiting_agent_reads_no_manifest(
         def present(self, directory: str, names: Iterable[str]) -> set[str]:
             return super().present(directory, names)
 
-    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Noting)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", RecordingStorage)
     first = node.trainer(root, 0, 2)
     with agent_here(other_node, root):
         second = other_node.trainer(root, 1, 2)

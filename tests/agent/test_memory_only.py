@@ -22,9 +22,9 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import cluster
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     content,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -64,7 +64,7 @@ def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root
     assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
     assert offer.digests is not None
     # Training continues with saves to memory and to storage from one slab.
-    again.client.adopt(offer.save_id, 6)
+    again.client.resume_from(offer.save_id, 6)
     assert again.keep(7).kept
     assert again.save(8).error is None
     assert offered(again) == [(8, True), (7, False)]
@@ -77,7 +77,7 @@ def test_a_rank_learns_which_commits_training_has_gone_back_from(node: Node, roo
     assert trainer.keep(5).kept
     assert trainer.keep(6).kept
     assert [offer.committed for offer in trainer.take()] == [4, 4]
-    trainer.client.adopt(None, 2)
+    trainer.client.resume_from(None, 2)
     assert trainer.keep(3).kept
     assert [(offer.iteration, offer.committed) for offer in trainer.take()] == [(3, 2)]
 
@@ -88,14 +88,16 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
     """Storage hangs during two memory-only saves; memory holds the newest checkpoint throughout."""
     trainer = node.trainer(root)
     slow = new_save_id()
-    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
+    ) as unblock:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         # One slot is being written and the other is the newest, so this save waits or is skipped.
         assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
-        let_go()
+        unblock()
         assert trainer.outcome().error is None
     assert trainer.save(8).error is None
     assert offered(trainer) == [(8, True), (6, False)]
@@ -107,13 +109,15 @@ def test_digests_of_memory_only_saves_do_not_wait_for_storage(node: Node, root: 
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow = new_save_id()
-    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
+    with blocked_open(
+        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
+    ) as unblock:
         for trainer in trainers:
             trainer.stage(4, slow)
         for trainer in trainers:
             assert trainer.keep(6).kept
             assert trainer.take()[0].digests is not None
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
@@ -243,9 +247,9 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(6) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         data = trainer.stage(6, save_id, state=KEPT)
         assert trainer.outcome().kept
         assert trainer.slab is not None
@@ -256,8 +260,8 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
         assert again.client.agent_pid == agent
         (offer,) = again.take()
         assert again.bytes_in(offer.slot) == data
-        again.client.adopt(offer.save_id, 6)
-        let_go()
+        again.client.resume_from(offer.save_id, 6)
+        unblock()
         eventually("the commit", (root / file_names.TRACKER).exists)
     assert again.keep(7).kept
     again.hang_up()
@@ -271,8 +275,10 @@ def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
     """Rank 1 died during the copy of iteration 7; its node cannot know that 6 remains elsewhere."""
     nodes = (node, other_node)
     trainers = [
-        each.trainer(root, rank, 2, config=each.config(grace_s=0.5, commit_timeout_s=2.0))
-        for rank, each in enumerate(nodes)
+        saves_of_node.trainer(
+            root, rank, 2, config=saves_of_node.config(grace_s=0.5, commit_timeout_s=2.0)
+        )
+        for rank, saves_of_node in enumerate(nodes)
     ]
     six, seven = new_save_id(), new_save_id()
     for trainer in trainers:

@@ -20,7 +20,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.support.persisting import persisted
-from tests.support.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
+from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, remove_tree
 
 REMOVED = "another process removed the directory: find that process"
 MEMORY = "see dmesg; lower 'slots' or give the job more memory"
@@ -29,11 +29,11 @@ MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
     trainer, save_id = node.trainer(root), new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         trainer.stage(1, save_id)
         eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
         remove_tree(root)
-        let_go()
+        unblock()
         error = trainer.outcome().error or ""
     assert str(shard.parent) in error
     assert REMOVED in error
@@ -119,7 +119,7 @@ def test_an_error_explains_an_agent_killed_for_memory_by_its_control_group(
 ) -> None:
     trainer = node.trainer(root)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         try:
             (small_group / "cgroup.procs").write_text(str(agent))

@@ -122,7 +122,7 @@ def test_other_nodes_learn_of_a_save_that_had_no_agent(
 
 
 @pytest.mark.parametrize("ranks", [0], indirect=True)
-def test_rank_0_leaves_no_note_while_its_agent_lives(
+def test_rank_0_leaves_no_note_while_its_agent_runs(
     ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other nodes would trust the note, although the agent of rank 0 may be committing the save."""

@@ -17,7 +17,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.support.cluster import cluster
-from tests.support.trainer import content, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import blocked_open, content, eventually, is_alive, new_save_id
 
 
 def committed(root: Path) -> int:
@@ -29,12 +29,12 @@ def test_a_save_waits_for_the_commit_of_the_previous_one(node: Node, root: Path)
     first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in (first, second):
             trainer.stage(1, save_id)
         eventually("the commit record", (directory / file_names.record_name(0, save_id)).exists)
         assert first.client.acquire(2, new_save_id(), 0.2) == -1
-        let_go()
+        unblock()
         assert first.client.acquire(2, new_save_id(), 60.0) == 0
     assert committed(root) == 1
 
@@ -50,7 +50,7 @@ def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     again = node.trainer(root, slots=1)
     assert again.take() == (), "a partial checkpoint is not offered"
     assert committed(root) == 1
-    again.client.adopt(None, 1)
+    again.client.resume_from(None, 1)
     assert again.save(2).error is None
     assert committed(root) == 2
 
@@ -63,7 +63,7 @@ def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, roo
     again = node.trainer(root, slots=1)
     (offer,) = again.take()
     assert (offer.iteration, again.bytes_in(offer.slot)) == (1, data)
-    again.client.adopt(save_id, 1)
+    again.client.resume_from(save_id, 1)
     assert again.save(2).error is None
     assert [offer.iteration for offer in again.take()] == [2]
 
@@ -105,13 +105,13 @@ def test_a_larger_checkpoint_gets_a_larger_slab(node: Node, root: Path) -> None:
 def test_another_agent_continues_with_the_only_slot(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     save_id = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id)
         lost = trainer.client.agent_pid
         os.kill(lost, signal.SIGKILL)
-        let_go()
+        unblock()
         eventually("the end of the agent", lambda: not is_alive(lost))
     assert trainer.reconnect() == (save_id,)
     assert trainer.begin(2, new_save_id(), 60.0) is not None
@@ -123,7 +123,7 @@ def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
 ) -> None:
     trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
     save_id = new_save_id()
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         eventually("the error of the save that was given up", lambda: trainer.outcome(60.0).error)
         with pytest.raises(SaveFailedError, match="the storage hangs"):

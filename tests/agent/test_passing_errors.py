@@ -32,7 +32,7 @@ DIRECTORY = file_names.iteration_dir(5)
 OPEN = (False, None)
 
 
-class Unreliable(PosixStorage):
+class UnreliableStorage(PosixStorage):
     """Real storage that fails each of some calls once, and may carry out the call first."""
 
     def __init__(self, root: Path, *calls: str, done: bool = False) -> None:
@@ -63,14 +63,14 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("call", ["delete", "delete_directory"])
 def test_a_failed_removal_leaves_no_empty_directory(root: Path, call: str, done: bool) -> None:
     plant(root, 5, *half_a_save(SAVE)[:1])
-    sweeper = Sweeper(Unreliable(root, call, done=done))
+    sweeper = Sweeper(UnreliableStorage(root, call, done=done))
     resume(sweeper)
     assert not (root / DIRECTORY).exists()
 
 
 @pytest.mark.parametrize("call", ["delete", "delete_directory"])
 def test_a_failed_removal_leaves_no_files_of_a_failed_save(root: Path, call: str) -> None:
-    save = persisted(Unreliable(root, call), SAVE)
+    save = persisted(UnreliableStorage(root, call), SAVE)
     forget(save)
     assert not (root / DIRECTORY).exists()
 
@@ -121,7 +121,7 @@ def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     assert not (root / DIRECTORY).exists()
 
 
-class Late(PosixStorage):
+class LateShardsStorage(PosixStorage):
     """Real storage that hides the shards of other nodes until `has_come` is set."""
 
     has_come = False
@@ -139,7 +139,7 @@ class Late(PosixStorage):
 
 
 def test_a_shard_that_becomes_visible_late_fails_no_save(root: Path) -> None:
-    storage = Late(root)
+    storage = LateShardsStorage(root)
     committing, other = (persisted(storage, SAVE, rank, 2) for rank in range(2))
     for _ in range(2):
         assert outcome_of(committing, 60.0) == OPEN
@@ -153,7 +153,7 @@ def test_a_shard_that_becomes_visible_late_fails_no_save(root: Path) -> None:
 def test_a_shard_that_stays_invisible_fails_the_save(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = Late(root)
+    storage = LateShardsStorage(root)
     committing, _ = (persisted(storage, SAVE, rank, 2) for rank in range(2))
     assert outcome_of(committing, 60.0) == OPEN
     monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)

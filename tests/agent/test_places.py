@@ -42,7 +42,7 @@ def session(machine: Path) -> Path:
     return path
 
 
-def found(session: Path | None = None) -> Path:
+def directory_of_agent(session: Path | None = None) -> Path:
     """Return the directory that a process finds, with or without the variable of a session."""
     with pytest.MonkeyPatch.context() as patched:
         if session is not None:
@@ -53,32 +53,34 @@ def found(session: Path | None = None) -> Path:
 def test_processes_without_the_variable_also_find_the_session_directory(
     machine: Path, session: Path
 ) -> None:
-    place = found(session)
+    place = directory_of_agent(session)
     assert place.parent == session / "flashckpt"
     assert place.stat().st_mode & 0o777 == 0o700
-    assert found() == found(session) == place
+    assert directory_of_agent() == directory_of_agent(session) == place
     other = machine / "another session"
     other.mkdir(mode=0o700)
-    assert found(other) == place
+    assert directory_of_agent(other) == place
 
 
 def test_processes_with_the_variable_find_a_place_chosen_without_it(
     machine: Path, session: Path
 ) -> None:
-    place = found()
+    place = directory_of_agent()
     assert place.parent == machine / "tmp" / NAME
-    assert found(session) == place
+    assert directory_of_agent(session) == place
     assert list(session.iterdir()) == []
 
 
 def test_processes_find_another_place_when_the_session_has_ended(
     machine: Path, session: Path
 ) -> None:
-    place = found(session)
+    place = directory_of_agent(session)
     shutil.rmtree(session)
-    assert found(session) == found() == machine / "tmp" / NAME / place.name
+    assert (
+        directory_of_agent(session) == directory_of_agent() == machine / "tmp" / NAME / place.name
+    )
     session.mkdir(mode=0o700)
-    assert found(session) == found()
+    assert directory_of_agent(session) == directory_of_agent()
 
 
 def open_to_others(session: Path) -> Path:
@@ -130,42 +132,42 @@ def with_another_users_directory_in_it(session: Path) -> Path:
 def test_a_runtime_directory_that_is_not_private_is_skipped(
     machine: Path, session: Path, make: Callable[[Path], Path]
 ) -> None:
-    place = found(make(session))
-    assert place == found() == machine / "tmp" / NAME / place.name
+    place = directory_of_agent(make(session))
+    assert place == directory_of_agent() == machine / "tmp" / NAME / place.name
 
 
-def squat(path: Path) -> str:
+def occupy(path: Path) -> str:
     path.mkdir(mode=0o777)
     return "done"
 
 
-def squat_by_link(path: Path) -> str:
+def occupy_by_link(path: Path) -> str:
     path.symlink_to("/tmp")
     return "done"
 
 
-def squat_by_file(path: Path) -> str:
+def occupy_by_file(path: Path) -> str:
     path.touch()
     return "done"
 
 
 @as_root
-@pytest.mark.parametrize("how", [squat, squat_by_link, squat_by_file])
+@pytest.mark.parametrize("how", [occupy, occupy_by_link, occupy_by_file])
 def test_another_user_cannot_block_us_by_taking_our_name(
     machine: Path, session: Path, how: Callable[[Path], str]
 ) -> None:
     usual = machine / "tmp" / NAME
     assert run_as_nobody(lambda: how(usual)) == "done"
-    place = found()
+    place = directory_of_agent()
     assert place.parent.name.startswith(f"{NAME}-")
     assert place.parent.stat().st_uid == os.getuid()
     assert place.stat().st_mode & 0o777 == 0o700
     decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # this name sorts before ours
-    assert run_as_nobody(lambda: squat(decoy)) == "done"
-    assert found() == found(session) == place
+    assert run_as_nobody(lambda: occupy(decoy)) == "done"
+    assert directory_of_agent() == directory_of_agent(session) == place
     # The usual name is free again; the running processes keep their place.
     (shutil.rmtree if usual.is_dir() and not usual.is_symlink() else os.unlink)(usual)
-    assert found() == place
+    assert directory_of_agent() == place
     assert len(os.fsencode(place / SOCKET)) - len(os.fsencode(machine / "tmp")) < 80
 
 
@@ -173,7 +175,7 @@ def test_another_user_cannot_block_us_by_taking_our_name(
 def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
     machine: Path, session: Path
 ) -> None:
-    assert run_as_nobody(lambda: squat(machine / "tmp" / NAME)) == "done"
+    assert run_as_nobody(lambda: occupy(machine / "tmp" / NAME)) == "done"
     ready, start = os.pipe()
     readers = []
     for number in range(12):
@@ -183,7 +185,7 @@ def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
             os.close(start)
             os.read(ready, 1)  # all processes begin when the other end is closed
             try:
-                answer = str(found(session if number % 2 else None))
+                answer = str(directory_of_agent(session if number % 2 else None))
             except BaseException as error:
                 answer = repr(error)
             os.write(writer, answer.encode())
@@ -197,7 +199,7 @@ def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
         with open(reader) as stream:
             places.add(stream.read())
         os.waitpid(child, 0)
-    assert places == {str(found())}, "a later process finds the same place"
+    assert places == {str(directory_of_agent())}, "a later process finds the same place"
 
 
 @as_root
@@ -205,7 +207,7 @@ def test_a_process_waits_for_a_held_lock_only_for_a_limited_time(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = machine / "tmp" / NAME
-    assert run_as_nobody(lambda: squat(usual)) == "done"
+    assert run_as_nobody(lambda: occupy(usual)) == "done"
     fd = os.open(usual.parent, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     others: list[Path] = []
@@ -219,11 +221,11 @@ def test_a_process_waits_for_a_held_lock_only_for_a_limited_time(
 
     with monkeypatch.context() as patched:
         patched.setattr(socket_dir.time, "sleep", sleep)
-        assert found().parent == others[0]
+        assert directory_of_agent().parent == others[0]
     shutil.rmtree(others[0])
     fcntl.flock(fd, fcntl.LOCK_EX)
     monkeypatch.setattr(socket_dir, "_LOCK_S", 0.05)
-    assert found().parent.parent == usual.parent
+    assert directory_of_agent().parent.parent == usual.parent
     os.close(fd)
 
 
@@ -236,9 +238,9 @@ def test_a_process_follows_a_link_that_another_one_has_just_made(
         looks.append(entry)
         return None if len(looks) == 1 else entered(entry)  # the link does not exist yet
 
-    place = found(session)
+    place = directory_of_agent(session)
     monkeypatch.setattr(socket_dir, "_entered", look)
-    assert found() == place
+    assert directory_of_agent() == place
     assert len(looks) == 2
 
 

@@ -22,7 +22,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import ARGS, Job
-from tests.megatron_lm.test_side_state import QuantizedKeeper
+from tests.megatron_lm.test_side_state import QuantizedLinear
 from tests.support.trainer import eventually
 
 
@@ -98,7 +98,7 @@ def test_a_job_whose_modules_have_extra_states_makes_one_slab(
     job: Job, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FP8 modules have such states: 60 of 2 KiB, all empty before the first step."""
-    modules = [QuantizedKeeper(history=16) for _ in range(60)]
+    modules = [QuantizedLinear(history=16) for _ in range(60)]
     chunks: list[Any] = [torch.nn.ModuleDict({"layers": torch.nn.ModuleList(modules)})]
     objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(60)]
     state = job.checkpointer.model_state

@@ -77,19 +77,19 @@ def test_a_foreground_agent_runs_on_all_cpus_too(root: Path, foreground: Foregro
 
 @several_cpus
 @pytest.mark.parametrize(
-    ("cpus", "runs_on", "said"),
+    ("cpus", "runs_on", "message"),
     [
         ("60000", {0}, "agent.cpus 60000: this process may run on none of these CPUs (Invalid"),
         (f"{max(ALL)},60000", {max(ALL)}, "this process may not run on 60000; it runs on "),
     ],
 )
 def test_the_log_names_cpus_that_the_kernel_refuses(
-    node: Node, root: Path, cpus: str, runs_on: set[int], said: str
+    node: Node, root: Path, cpus: str, runs_on: set[int], message: str
 ) -> None:
     with bound({0}):
         agent = node.trainer(root, config=node.config(cpus=cpus)).client.agent_pid
     assert cpus_of(agent) == cpu_list.shown(runs_on)
-    assert log_of(node, root).count(said) == 1
+    assert log_of(node, root).count(message) == 1
 
 
 @several_cpus

@@ -164,8 +164,8 @@ def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
     sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
 
 
-class _Hasty(socket.socket):
-    """A socket whose peer reads the frame and hangs up before `send` returns."""
+class _HastySocket(socket.socket):
+    """A socket whose peer reads the frame and disconnects before `send` returns."""
 
     other: socket.socket
 
@@ -178,7 +178,7 @@ class _Hasty(socket.socket):
 def test_a_send_succeeds_if_the_peer_read_all_and_hung_up() -> None:
     """Otherwise the sender does not read the refusal that the peer sent before it hung up."""
     left, right = socket.socketpair()
-    with _Hasty(left.family, left.type, 0, left.detach()) as sender:
+    with _HastySocket(left.family, left.type, 0, left.detach()) as sender:
         sender.other = right
         frames.send(sender, p.Hello(0, 1))
         assert right.fileno() == -1
@@ -210,7 +210,7 @@ NONSENSE = {
     "nonsense after the hello": _HELLO + _frame(b"\xc1"),
     "a second hello": _HELLO + _HELLO,
     "a slab without a descriptor": _HELLO + _frame(p.AttachSlab()),
-    "a doorbell without a slab": _HELLO + _frame(p.Staged(0)),
+    "a staged message without a slab": _HELLO + _frame(p.Staged(0)),
     "a slot without a slab": _HELLO + _frame(p.Acquire(1, "x")),
     "an endless wait": _HELLO + _frame({"type": "Poll", "wait_s": 1e300}),
     "no number": _HELLO + _frame({"type": "Poll", "wait_s": float("nan")}),
@@ -218,7 +218,7 @@ NONSENSE = {
 
 
 @contextlib.contextmanager
-def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
+def open_raw_connection(node: Node, root: Path) -> Iterator[socket.socket]:
     """A connection to the agent from a process other than a trainer."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20.0)
@@ -227,7 +227,7 @@ def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
 
 
 def _hang_up_and_read(sock: socket.socket) -> bytes:
-    """Stop sending; return all bytes that the agent sends before it hangs up too."""
+    """Stop sending; return all bytes that the agent sends before it disconnects, too."""
     sock.shutdown(socket.SHUT_WR)
     received = b""
     with contextlib.suppress(ConnectionResetError):
@@ -238,7 +238,7 @@ def _hang_up_and_read(sock: socket.socket) -> bytes:
 
 @pytest.fixture
 def busy(node: Node, root: Path) -> FakeTrainer:
-    """A rank with a committed checkpoint, whose agent gets connections from strangers."""
+    """A rank with a committed checkpoint, whose agent gets connections of other programs."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     return trainer
@@ -249,7 +249,7 @@ def test_garbage_ends_only_its_own_connection(
     node: Node, root: Path, busy: FakeTrainer, kind: str
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(NONSENSE[kind])
         received = _hang_up_and_read(sock)
     assert b"Granted" not in received
@@ -260,10 +260,12 @@ def test_garbage_ends_only_its_own_connection(
     assert_intact(root, 2, [busy])
 
 
-def test_a_silent_stranger_does_not_delay_a_rank(node: Node, root: Path, busy: FakeTrainer) -> None:
+def test_a_silent_connection_does_not_delay_a_rank(
+    node: Node, root: Path, busy: FakeTrainer
+) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(stranger(node, root))
+            stack.enter_context(open_raw_connection(node, root))
         assert busy.save(2).error is None
         other = node.trainer(root, 1, 1)
         assert other.client.poll().pending == 0
@@ -273,7 +275,7 @@ def test_a_client_of_another_protocol_gets_a_refusal(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
     for _ in range(100):
-        with stranger(node, root) as sock:
+        with open_raw_connection(node, root) as sock:
             frames.send(sock, p.Hello(0, 999))
             reply = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(reply, p.Refused)
@@ -313,7 +315,7 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
     fd = NOT_SLABS[kind]()
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(_HELLO)
         assert b"Welcome" in frames.receive(sock)[0]
         frames.send(sock, p.AttachSlab(), fd)
@@ -342,7 +344,7 @@ def test_an_unrequested_descriptor_is_closed(
     node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
-    with stranger(node, root) as sock, open(os.devnull) as file:
+    with open_raw_connection(node, root) as sock, open(os.devnull) as file:
         if greeted:
             sock.sendall(_HELLO)
             assert b"Welcome" in frames.receive(sock)[0]
@@ -352,10 +354,10 @@ def test_an_unrequested_descriptor_is_closed(
     assert is_alive(busy.client.agent_pid)
 
 
-def test_an_agent_ends_with_its_ranks_despite_connected_strangers(
+def test_an_agent_ends_with_its_ranks_despite_garbage_on_a_connection(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
-    with stranger(node, root) as sock:
+    with open_raw_connection(node, root) as sock:
         sock.sendall(b"\xff" * 100)
         _hang_up_and_read(sock)
     agent = busy.client.agent_pid
@@ -385,7 +387,7 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     assert successor.client.poll().pending == 0
 
 
-def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_lives(
+def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_runs(
     node: Node, root: Path
 ) -> None:
     former = node.trainer(root)
@@ -402,12 +404,12 @@ def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_lives(
 
 def test_a_rank_fetches_a_template_that_another_rank_published(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
-    mine, theirs = first.layout, second.layout
+    first_layout, second_layout = first.layout, second.layout
     assert (first.plans.counters.misses, first.plans.counters.shared_hits) == (1, 0)
     assert (second.plans.counters.misses, second.plans.counters.shared_hits) == (0, 1)
-    assert mine.template == theirs.template
-    assert mine.placement != theirs.placement
-    assert second.layout is theirs
+    assert first_layout.template == second_layout.template
+    assert first_layout.placement != second_layout.placement
+    assert second.layout is second_layout
     assert second.plans.counters.local_hits == 1
 
 

@@ -30,8 +30,8 @@ from tests.support.persisting import persisted, written
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
+    blocked_open,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -41,7 +41,7 @@ DIRECTORY = file_names.iteration_dir(5)
 LOCK = threading.Condition()
 
 
-class Noting(PosixStorage):
+class RecordingStorage(PosixStorage):
     """Real storage of agents in this process, which records puts of records and refuses some."""
 
     records: ClassVar[list[str]] = []
@@ -67,14 +67,14 @@ class Noting(PosixStorage):
 
 
 @pytest.fixture
-def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Noting]]:
-    monkeypatch.setattr(Noting, "records", [])
-    monkeypatch.setattr(Noting, "all_staged", threading.Event())
-    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Noting)
+def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordingStorage]]:
+    monkeypatch.setattr(RecordingStorage, "records", [])
+    monkeypatch.setattr(RecordingStorage, "all_staged", threading.Event())
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", RecordingStorage)
     # A busy machine must not make any rank count as slow.
     monkeypatch.setattr("megatron_flashckpt.agent.pending_save._PUBLISH_S", (60.0, 60.0))
-    yield Noting
-    Noting.no_space_for = ""
+    yield RecordingStorage
+    RecordingStorage.no_space_for = ""
 
 
 def stage_all(trainers: list[FakeTrainer], iteration: int) -> str:
@@ -85,7 +85,7 @@ def stage_all(trainers: list[FakeTrainer], iteration: int) -> str:
 
 
 def test_a_node_of_four_ranks_puts_one_record_per_save(
-    node: Node, root: Path, noting: type[Noting]
+    node: Node, root: Path, noting: type[RecordingStorage]
 ) -> None:
     """Before, there were four records, each of which was made, renamed, read and removed."""
     with agent_here(node, root):
@@ -100,7 +100,7 @@ def test_a_node_of_four_ranks_puts_one_record_per_save(
 
 
 def test_each_of_two_nodes_puts_the_record_of_its_ranks(
-    node: Node, other_node: Node, root: Path, noting: type[Noting]
+    node: Node, other_node: Node, root: Path, noting: type[RecordingStorage]
 ) -> None:
     with agent_here(node, root), agent_here(other_node, root):
         trainers = [node.trainer(root, rank, 5) for rank in (0, 1)]
@@ -115,7 +115,7 @@ def test_each_of_two_nodes_puts_the_record_of_its_ranks(
 
 
 def test_ranks_that_are_not_neighbours_have_records_of_their_own(
-    node: Node, other_node: Node, root: Path, noting: type[Noting]
+    node: Node, other_node: Node, root: Path, noting: type[RecordingStorage]
 ) -> None:
     with agent_here(node, root), agent_here(other_node, root):
         trainers = [node.trainer(root, rank, 4) for rank in (0, 2)]
@@ -128,7 +128,7 @@ def test_ranks_that_are_not_neighbours_have_records_of_their_own(
 
 
 def test_a_failed_save_publishes_no_record_and_leaves_no_file(
-    node: Node, other_node: Node, root: Path, noting: type[Noting]
+    node: Node, other_node: Node, root: Path, noting: type[RecordingStorage]
 ) -> None:
     noting.no_space_for = "rank_00002-"
     with agent_here(node, root), agent_here(other_node, root):
@@ -151,14 +151,14 @@ def test_a_node_waits_for_a_slow_rank_only_for_a_limited_time(node: Node, root: 
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(1)
     began = time.monotonic()
-    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
+    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in trainers:
             trainer.stage(1, save_id)
         alone = [directory / file_names.record_name(rank, save_id) for rank in (0, 2)]
         eventually("the records of the others", lambda: all(path.exists() for path in alone))
         assert time.monotonic() - began >= 2.0
         assert trainers[0].client.poll(0.0).finished == ()
-        let_go()
+        unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None] * 3
     assert_intact(root, 1, trainers)
 
@@ -225,7 +225,7 @@ def test_a_longer_save_waits_longer_within_bounds(
     assert save.publish_by == by, "later ranks do not extend the wait of the first"
 
 
-@pytest.mark.parametrize("why", ["error", "given_up", "past", "outlived"])
+@pytest.mark.parametrize("why", ["error", "given_up", "past", "is_abandoned"])
 def test_a_save_that_cannot_be_committed_publishes_no_record(root: Path, why: str) -> None:
     save = written(PosixStorage(root), SAVE_ID)
     setattr(save, why, True)
@@ -246,7 +246,7 @@ def test_a_node_does_not_commit_before_its_own_records_are_put(root: Path) -> No
 # ---------------------------------------------------------------------- errors of the put
 
 
-class _Refusing(PosixStorage):
+class _RefusingStorage(PosixStorage):
     """Storage that refuses puts with an error; if `done`, it carries out the put first."""
 
     number, count, done = 0, 0, False
@@ -266,7 +266,7 @@ class _Refusing(PosixStorage):
 
 
 def refused(root: Path, number: int, count: int, *, done: bool = False) -> PendingSave:
-    storage = _Refusing(root)
+    storage = _RefusingStorage(root)
     save = written(storage, SAVE_ID, 1, 3, 2)
     storage.number, storage.count, storage.done = number, count, done
     publish(save, {1, 2}, LOCK)

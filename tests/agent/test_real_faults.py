@@ -108,7 +108,7 @@ LASTING = {
 }
 
 
-def has_no_strays(root: Path, before: list[str], kept: set[str]) -> bool:
+def has_no_unknown_files(root: Path, before: list[str], kept: set[str]) -> bool:
     """Return whether all files existed before or belong to a kept checkpoint."""
     new = [file for file in files_of_ours(root) if file not in before]
     return all(file.partition("/")[0] in kept for file in new)
@@ -141,7 +141,7 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
             assert_intact(root, durable, trainers)
         kept = {file_names.iteration_dir(number) for number in (durable, durable - 2)}
         # Files that could not be listed are removed after two later commits.
-        gone = functools.partial(has_no_strays, root, before, kept)
+        gone = functools.partial(has_no_unknown_files, root, before, kept)
         eventually(f"the removal of other files after: {name}", gone)
     log = (node.directory(root) / LOG).read_text()
     # A rank that stages after the failure of the other gets the same result for a separate save.

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.reception import MOST_SILENT, Reception, Strangers
+from megatron_flashckpt.agent.reception import MOST_SILENT, Acceptor, SilentConnections
 from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
@@ -27,14 +27,14 @@ PATIENCE_S = 60.0
 MIB = 2**20
 
 
-class Crowd:
+class ConnectionFlood:
     """Connections to an agent under control of the test, which closes them at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
         self.sockets: list[socket.socket] = []
 
-    def come(self, count: int = 1, send: bytes = b"") -> None:
+    def open_connections(self, count: int = 1, send: bytes = b"") -> None:
         for _ in range(count):
             sock = socket.socket(socket.AF_UNIX)
             self.sockets.append(sock)
@@ -50,7 +50,7 @@ class Crowd:
         except ConnectionResetError:  # the agent left some bytes unread
             return True
 
-    def go(self) -> None:
+    def close_connections(self) -> None:
         while self.sockets:
             self.sockets.pop().close()
 
@@ -61,10 +61,10 @@ def trainer(node: Node, root: Path) -> FakeTrainer:
 
 
 @pytest.fixture
-def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[Crowd]:
-    made = Crowd(node.directory(root) / SOCKET)
+def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[ConnectionFlood]:
+    made = ConnectionFlood(node.directory(root) / SOCKET)
     yield made
-    made.go()
+    made.close_connections()
 
 
 def limit_files(pid: int, count: int) -> None:
@@ -74,7 +74,7 @@ def limit_files(pid: int, count: int) -> None:
 
 
 def test_memory_of_dead_trainers_survives_a_flood_of_connections(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.keep(1).error is None
@@ -82,13 +82,13 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     trainer.hang_up()
     eventually("the end of the connection", lambda: agent_connections(agent) == 0)
     limit_files(agent, len(open_files(agent)) + 4)
-    crowd.come(100)
+    crowd.open_connections(100)
     for number in range(90):
         assert crowd.is_hung_up(number)
     assert is_alive(agent)
     log = (node.directory(root) / "agent.log").read_text()
     assert "Too many open files" in log
-    assert log.count("turned away") < 5, "a flood of connections does not fill the log"
+    assert log.count("refused ") < 5, "a flood of connections does not fill the log"
     again = node.trainer(root)  # the last connections of the crowd are still open
     assert again.client.agent_pid == agent
     assert [offer.iteration for offer in again.take()] == [1]
@@ -142,12 +142,12 @@ def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, ro
 
 
 def test_an_agent_limits_silent_connections_and_still_serves_ranks(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
     threads, connections = thread_count(agent), agent_connections(agent)
-    crowd.come(MOST_SILENT + 100)
+    crowd.open_connections(MOST_SILENT + 100)
     for number in range(100):
         assert crowd.is_hung_up(number), "the agent ends the oldest connections first"
     log = (node.directory(root) / "agent.log").read_text()
@@ -157,15 +157,15 @@ def test_an_agent_limits_silent_connections_and_still_serves_ranks(
     other = node.trainer(root, 1, 2)
     assert other.client.agent_pid == agent
     assert trainer.save(2).error is None
-    crowd.go()
+    crowd.close_connections()
     eventually("as many threads as before", lambda: thread_count(agent) <= threads + 1)
 
 
 def test_an_agent_ends_a_silent_connection_after_a_timeout(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
-    crowd.come(1)
-    crowd.come(1, b"\x14")
+    crowd.open_connections(1)
+    crowd.open_connections(1, b"\x14")
     assert crowd.is_hung_up(0)
     assert crowd.is_hung_up(1)
     assert trainer.save(1).error is None, "a connection after its greeting may stay silent"
@@ -191,10 +191,10 @@ BAD = {
 
 @pytest.mark.parametrize("sent", BAD.values(), ids=list(BAD))
 def test_an_invalid_greeting_ends_only_its_connection(
-    trainer: FakeTrainer, crowd: Crowd, sent: bytes
+    trainer: FakeTrainer, crowd: ConnectionFlood, sent: bytes
 ) -> None:
     memory = rss_nbytes(trainer.client.agent_pid)
-    crowd.come(5, sent)
+    crowd.open_connections(5, sent)
     for number in range(5):
         with contextlib.suppress(ConnectionResetError):
             while crowd.sockets[number].recv(4096):
@@ -204,7 +204,7 @@ def test_an_invalid_greeting_ends_only_its_connection(
 
 
 def test_peers_that_die_while_they_send_leave_no_descriptor(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
@@ -212,19 +212,19 @@ def test_peers_that_die_while_they_send_leave_no_descriptor(
     hello = frame(msgspec.msgpack.encode(p.Hello(5, p.PROTOCOL_VERSION)))
     attach = frame(msgspec.msgpack.encode(p.AttachSlab()))
     for cut in (1, 3, 4, 10, len(hello) - 1):
-        crowd.come(1, hello[:cut])
+        crowd.open_connections(1, hello[:cut])
     for cut in (0, 2, 5, len(attach)):
-        crowd.come(1, hello)
+        crowd.open_connections(1, hello)
         fd = os.open("/dev/null", os.O_RDONLY)
         if cut:
             socket.send_fds(crowd.sockets[-1], [attach[:cut]], [fd] * 3)
         os.close(fd)
-    crowd.go()
+    crowd.close_connections()
     eventually("as many descriptors as before", lambda: len(open_files(agent)) <= files)
     assert trainer.save(2).error is None
 
 
-class Listener:
+class FailingListener:
     """A listening socket that raises the given errors in order, and then accepts no connection."""
 
     def __init__(self, *errors: OSError) -> None:
@@ -241,15 +241,15 @@ class Listener:
     "number", [errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM]
 )
 def test_no_error_of_accept_ends_the_agent(number: int) -> None:
-    listener = Listener(*(OSError(number, os.strerror(number)) for _ in range(3)))
-    reception = Reception(listener, Strangers())
+    listener = FailingListener(*(OSError(number, os.strerror(number)) for _ in range(3)))
+    reception = Acceptor(listener, SilentConnections())
     assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
 
 
 def test_a_large_frame_before_the_greeting_is_refused(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
 ) -> None:
-    crowd.come(1, BAD["oversize"])
+    crowd.open_connections(1, BAD["oversize"])
     assert crowd.is_hung_up(0)
     log = (node.directory(root) / "agent.log").read_text()
     assert f"a frame of {200 * MIB} bytes is not of this protocol" in log

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.support.trainer import eventually, held_back, new_save_id
+from tests.support.trainer import blocked_open, eventually, new_save_id
 
 MIB = 2**20
 
@@ -110,16 +110,16 @@ def test_a_slab_replaced_during_its_persist_is_freed_afterwards(node: Node, root
     assert trainer.save(1).error is None
     before = slabs()
     save_id = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(2, save_id)
         assert trainer.slab is not None
         trainer.slab.close()
         trainer.slab = None
         assert trainer.save(3).error is None
         assert slabs() == 2 * before, "the replaced slab is still being read"
-        let_go()
+        unblock()
         assert trainer.outcome().iteration == 2
     eventually("the former slab is freed", lambda: slabs() == before)
     assert (root / file_names.iteration_dir(2) / file_names.MANIFEST).exists()

@@ -27,7 +27,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
 
 LOSS = "lm loss validation"
 HOUR = 3600.0
@@ -229,16 +229,16 @@ def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Pat
     trainer = node.trainer(root, retention=Retention(latest=2))
     save_all(trainer, {1: None, 2: None})
     earlier = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(10, earlier)
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
         assert (root / file_names.iteration_dir(2)).exists(), (
             "10 is not durable, so 2 and 20 are the newest"
         )
-        let_go()
+        unblock()
         assert trainer.outcome().iteration == 10
     assert_these_are_left_whole(root, trainer, [10, 20])
     assert_intact(root, 20, [trainer])
@@ -251,7 +251,7 @@ def test_retention_spares_newer_uncommitted_linked_foreign_and_megatron_files(
     save_all(trainer, dict.fromkeys((5, 10, 20, 30, 99)))
     trainer.hang_up()
     trainer = node.trainer(root, retention=Retention(latest=1))
-    trainer.client.adopt(None, 35)  # training resumes from before 99
+    trainer.client.resume_from(None, 35)  # training resumes from before 99
     elsewhere = tmp_path / "elsewhere"
     (root / file_names.iteration_dir(10)).rename(elsewhere)
     (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
@@ -318,7 +318,7 @@ def test_a_failed_removal_does_not_fail_the_save(node: Node, root: Path) -> None
 # ---------------------------------------------------------------------- cut short
 
 
-class _Dying(PosixStorage):
+class _KilledStorage(PosixStorage):
     """Real storage of a process that is killed before its n-th change."""
 
     def __init__(self, root: Path, changes: int) -> None:
@@ -389,7 +389,13 @@ def test_a_removal_killed_at_any_change_leaves_whole_checkpoints_only(
 
     def remove(changes: int, tracked: int) -> None:
         rules = Retention(latest=1)
-        retire(_Dying(root, changes), rules, retain_interval=None, tracked=tracked, previous=None)
+        retire(
+            _KilledStorage(root, changes),
+            rules,
+            retain_interval=None,
+            tracked=tracked,
+            previous=None,
+        )
 
     iteration, changes, died = 1, 0, True
     save(iteration)
@@ -425,12 +431,12 @@ def test_a_checkpoint_saved_again_survives_its_former_unfinished_removal(
 
     def remove() -> None:
         rules = Retention(latest=1)
-        retire(_Dying(root, 2), rules, retain_interval=None, tracked=2, previous=None)
+        retire(_KilledStorage(root, 2), rules, retain_interval=None, tracked=2, previous=None)
 
     assert not in_a_process_that_may_die(remove)
     assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
     (root / file_names.TRACKER).unlink()
-    trainer.client.adopt(None, 0)  # training starts from scratch
+    trainer.client.resume_from(None, 0)  # training starts from scratch
     save_all(trainer, {1: None, 2: None})
     assert_these_are_left_whole(root, trainer, [1, 2])
 

@@ -177,11 +177,11 @@ def test_offers_name_the_saves_that_precede_them(node: Node, root: Path) -> None
     trainer = node.trainer(root)
     trainer.keep(1)
     assert [offer.lineage for offer in trainer.take()] == [()], "no rank has reported a lineage"
-    trainer.client.adopt(None, 0)
+    trainer.client.resume_from(None, 0)
     trainer.keep(1)
     assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from scratch"
     base, save_id = new_save_id(), new_save_id()
-    trainer.client.adopt(base, 1)
+    trainer.client.resume_from(base, 1)
     trainer.save(2, save_id)
     assert trainer.take()[0].lineage == (save_id, base)
     os.kill(trainer.client.agent_pid, 9)

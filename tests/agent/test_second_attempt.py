@@ -13,7 +13,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.test_memory_only import assert_the_agent_leaves
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
 
 
 def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrainer]:
@@ -118,9 +118,9 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
     fail([trainer], root, 2).unlink()
     (offer,) = trainer.take()
     again_id = file_names.next_attempt(offer.save_id)
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(2) / file_names.shard_name(0, again_id)
-    ) as let_go:
+    ) as unblock:
         trainer.client.close()
         log = node.directory(root) / LOG
         eventually("the second attempt", lambda: "writing it before leaving" in log.read_text())
@@ -128,8 +128,8 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         (offered,) = again.take()
         assert (offered.save_id, again.client.agent_pid) == (offer.save_id, agent)
         assert again.bytes_in(offered.slot) == content(0, 2, again.layout.nbytes)
-        again.client.adopt(offered.save_id, 2)
-        let_go()
+        again.client.resume_from(offered.save_id, 2)
+        unblock()
         assert again.slab is not None
         slot = again.slab.slots[offered.slot]
         eventually("the slot is marked durable", lambda: slot.header.state == SlotState.DURABLE)

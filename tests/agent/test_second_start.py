@@ -114,13 +114,13 @@ def _kill(agent: int) -> None:
 def test_the_file_of_second_starts_is_removed_with_the_job(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
-    in_later_process(_leave, root, node.config())
+    in_later_process(_end_as_planned, root, node.config())
     agent_directory = node.directory(root)
     eventually("the end of the agent", lambda: not node.agents())
     assert not (agent_directory / SECOND_STARTS).exists()
 
 
-def _leave(root: Path, config: Config) -> None:
+def _end_as_planned(root: Path, config: Config) -> None:
     later = FakeTrainer(root, config)
     assert (later.client.directory / SECOND_STARTS).exists()
     later.hang_up(leave=True)
@@ -135,9 +135,7 @@ def test_an_invalid_file_of_second_starts_is_ignored(
     assert "cannot read the former processes of ranks" in caplog.text
 
 
-def test_a_link_saves_into_a_new_slab_while_the_former_process_lives(
-    node: Node, root: Path
-) -> None:
+def test_a_link_saves_into_a_new_slab_while_the_former_process_runs(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
     first.stopped()
     in_later_process(_save_beside, root, node.config(), first.process.pid)

@@ -24,8 +24,8 @@ from megatron_flashckpt.save import peer_setup
 from tests.agent.conftest import Node
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     eventually,
-    held_back,
     is_alive,
     new_save_id,
 )
@@ -52,20 +52,20 @@ def config_of(node: Node, values: dict[str, Any]) -> Config:
 def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
     trainers, save_id = [second(0, 2), second(1, 2)], new_save_id()
     directory = root / file_names.iteration_dir(1)
-    with held_back(directory / file_names.shard_name(0, save_id)):
+    with blocked_open(directory / file_names.shard_name(0, save_id)):
         for trainer in trainers:
             trainer.stage(1, save_id)
         record = directory / file_names.record_name(1, save_id)
         eventually("rank 1 does not wait for rank 0", record.exists)
 
 
-def keeps_to_the_pace(node: Node, root: Path, second: Second) -> None:
+def keeps_the_rate_limit(node: Node, root: Path, second: Second) -> None:
     trainer = second(numel=5 * 2**20 // 6)
     trainer.stage(1, new_save_id())
     assert trainer.outcome().seconds > 1.0, "the second chunk waits 4 seconds for the first one"
 
 
-def gives_way(node: Node, root: Path, second: Second) -> None:
+def has_a_lower_priority(node: Node, root: Path, second: Second) -> None:
     trainer = second()
     assert trainer.save(1).error is None
     agent = trainer.client.agent_pid
@@ -98,13 +98,13 @@ def gives_up_at_once(node: Node, root: Path, second: Second) -> None:
     assert "gave up after 1 s" in (trainer.outcome().error or "")
 
 
-def says_at_once_what_is_slow(node: Node, root: Path, second: Second) -> None:
+def reports_slow_saves_at_once(node: Node, root: Path, second: Second) -> None:
     trainer = second(0, 2)
     trainer.stage(1, new_save_id())
     eventually("a notice", lambda: trainer.client.poll().notices)
 
 
-def ends_at_once_when_told(node: Node, root: Path, second: Second) -> None:
+def ends_at_once_after_sigterm(node: Node, root: Path, second: Second) -> None:
     agent = second().client.agent_pid
     os.kill(agent, signal.SIGTERM)
     eventually("the end of the agent", lambda: not is_alive(agent))
@@ -156,14 +156,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, S
         writes_two_shards_at_a_time,
     ),
     "write_threads": ({"write_threads": 1}, {"write_threads": 3}, is_there_for_the_next_save),
-    "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_to_the_pace),
-    "writer_nice": ({"writer_nice": 0}, {"writer_nice": 5}, gives_way),
+    "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_the_rate_limit),
+    "writer_nice": ({"writer_nice": 0}, {"writer_nice": 5}, has_a_lower_priority),
     "session_nice": ({}, {"session_nice": 4}, has_a_lower_session),
     "cpus": ({"cpus": "all"}, {"cpus": 0}, runs_on_the_first_cpu),
     "direct_io": ({"direct_io": "always"}, {"direct_io": "never"}, is_there_for_the_next_save),
     "commit_timeout_s": ({}, {"commit_timeout_s": 1.0}, gives_up_at_once),
-    "slow_save_s": ({}, {"slow_save_s": 0.0}, says_at_once_what_is_slow),
-    "sigterm_timeout_s": ({}, {"sigterm_timeout_s": 0.2}, ends_at_once_when_told),
+    "slow_save_s": ({}, {"slow_save_s": 0.0}, reports_slow_saves_at_once),
+    "sigterm_timeout_s": ({}, {"sigterm_timeout_s": 0.2}, ends_at_once_after_sigterm),
     "persist_on_leave": (
         {"persist_on_leave": False},
         {"persist_on_leave": True},
@@ -223,7 +223,7 @@ def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:
     """These are the threads that write one shard, and O_DIRECT."""
     former = settings_of(Config(agent=AgentConfig(write_threads=1, direct_io="always")))
     made = AgentNode(AgentOptions(root=str(tmp_path), **msgspec.structs.asdict(former)))
-    pace = made.flow.pace
+    rate_limit = made.flow.rate_limit
     new = settings_of(Config(agent=AgentConfig(write_threads=3, direct_io="never")))
     with made.changed:
         changed = made.configure(new)
@@ -232,7 +232,7 @@ def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:
         "agent.direct_io from 'always' to 'never'",
     )
     assert made.flow.threads == 3
-    assert made.flow.pace is pace, "shards under way share the rate limit"
+    assert made.flow.rate_limit is rate_limit, "shards under way share the rate limit"
     file = tmp_path / "file"
     file.touch()
     with open(file, "rb") as opened:

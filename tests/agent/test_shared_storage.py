@@ -28,14 +28,14 @@ OPEN = (False, None)
 PASSING = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN]
 
 
-class _Troubled(PosixStorage):
+class _FailingStorage(PosixStorage):
     """Real storage that fails the next `count` calls with an error."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.number, self.count = 0, 0
 
-    def trouble(self, number: int, count: int = 1) -> None:
+    def fail_calls(self, number: int, count: int = 1) -> None:
         self.number, self.count = number, count
 
     def _maybe(self) -> None:
@@ -75,9 +75,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 @pytest.mark.parametrize("troubled", [0, 1])
 def test_a_transient_error_breaks_no_commit(root: Path, number: int, troubled: int) -> None:
-    storages = [_Troubled(root), _Troubled(root)]
+    storages = [_FailingStorage(root), _FailingStorage(root)]
     saves = [persisted(storage, SAVE_ID, rank, 2) for rank, storage in enumerate(storages)]
-    storages[troubled].trouble(number)
+    storages[troubled].fail_calls(number)
     assert outcome_of(saves[troubled], 60.0) == OPEN
     for save in saves:
         assert outcome_of(save, 60.0) == (True, None)
@@ -90,11 +90,11 @@ def test_a_transient_error_breaks_no_commit(root: Path, number: int, troubled: i
 def test_errors_far_apart_do_not_add_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.2)
     monkeypatch.setattr(commit_module, "_WRITER_S", 0.0)
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     save = persisted(storage, SAVE_ID)
     save.persisted.clear()
     for _ in range(2):
-        storage.trouble(errno.ESTALE)
+        storage.fail_calls(errno.ESTALE)
         assert outcome_of(save, 60.0) == OPEN
         assert outcome_of(save, 60.0) == OPEN, "storage works again"
         time.sleep(0.3)
@@ -102,9 +102,9 @@ def test_errors_far_apart_do_not_add_up(root: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 def test_an_error_while_the_tracker_moves_is_retried(root: Path, number: int) -> None:
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     save = persisted(storage, SAVE_ID)
-    storage.trouble(number)
+    storage.fail_calls(number)
     storage.list = lambda directory: PosixStorage.list(storage, directory)  # type: ignore[method-assign]
     assert outcome_of(save, 60.0) == OPEN, "the put of the common state failed"
     assert outcome_of(save, 60.0) == (True, None)
@@ -160,10 +160,10 @@ def test_a_committing_node_that_gives_up_notifies_the_others(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     committing = persisted(storage, SAVE_ID, 0, 2)
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    storage.trouble(number)
+    storage.fail_calls(number)
     assert outcome_of(committing, 60.0) == (True, os_error(number))
     assert outcome_of(waiting, 60.0) == (True, os_error(number))
 
@@ -175,9 +175,9 @@ def test_a_node_with_a_dead_device_gives_up_early_and_keeps_its_files(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int, gives_up: bool
 ) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     waiting = persisted(storage, SAVE_ID, 1, 2)
-    storage.trouble(number, count=3)
+    storage.fail_calls(number, count=3)
     assert outcome_of(waiting, 60.0) == OPEN
     monkeypatch.setattr(commit_module, "_DEAD_DISK_S", 0.0)
     assert outcome_of(waiting, 60.0) == ((True, os_error(number)) if gives_up else OPEN)
@@ -212,9 +212,9 @@ def test_a_shard_that_differs_from_its_record_is_not_committed(
 
 
 def test_a_node_retries_its_note_until_the_put_succeeds(root: Path) -> None:
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     persisted(storage, SAVE_ID)
-    storage.trouble(errno.ESTALE, count=2)
+    storage.fail_calls(errno.ESTALE, count=2)
     leave_note(storage, 5, SAVE_ID, 0, "no space")
     assert (root / DIRECTORY / file_names.failure_name(0, SAVE_ID)).read_text() == "no space"
 
@@ -224,7 +224,7 @@ def test_a_briefly_unreadable_manifest_still_protects_its_shards(
     root: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The tracker could not move, so the save has failed, but its checkpoint is complete."""
-    storage = _Troubled(root)
+    storage = _FailingStorage(root)
     save = persisted(storage, SAVE_ID)
     assert outcome_of(save, 60.0) == (True, None)
     before = set(os.listdir(root / DIRECTORY))

@@ -14,7 +14,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, new_save_id
 
 
 def watched(pid: int, for_s: float) -> bool:
@@ -25,19 +25,19 @@ def watched(pid: int, for_s: float) -> bool:
     return is_alive(pid)
 
 
-def test_an_agent_told_to_end_commits_staged_slots_and_leaves(node: Node, root: Path) -> None:
+def test_an_agent_commits_staged_slots_after_sigterm_and_leaves(node: Node, root: Path) -> None:
     """All trainers have been killed; without the signal the agent would wait for the grace time."""
     save_id = new_save_id()
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id)
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
         assert watched(agent, 0.7)
-        let_go()
+        unblock()
         started = time.monotonic()
         eventually("the end of the agent", lambda: not is_alive(agent))
     print(f"agent: gone {time.monotonic() - started:.2f} s after the storage let it write")
@@ -45,7 +45,7 @@ def test_an_agent_told_to_end_commits_staged_slots_and_leaves(node: Node, root: 
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_an_agent_told_to_end_serves_the_last_save_of_connected_trainers(
+def test_an_agent_serves_the_last_save_of_connected_trainers_after_sigterm(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
@@ -59,18 +59,18 @@ def test_an_agent_told_to_end_serves_the_last_save_of_connected_trainers(
     assert_intact(root, 1, [trainer])
 
 
-@pytest.mark.parametrize("how", ["the deadline passes", "it is told twice"])
-def test_an_agent_told_to_end_leaves_in_time_and_another_adopts_its_saves(
+@pytest.mark.parametrize("how", ["the deadline passes", "a second SIGTERM comes"])
+def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     node: Node, root: Path, how: str
 ) -> None:
     timeout_s = 0.5 if how == "the deadline passes" else 60.0
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=timeout_s))
     agent, save_id = trainer.client.agent_pid, new_save_id()
     directory = node.directory(root)
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         os.kill(agent, signal.SIGTERM)
-        if how == "it is told twice":
+        if how == "a second SIGTERM comes":
             assert watched(agent, 0.7)
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
@@ -94,22 +94,22 @@ def test_signals_meant_for_the_trainers_do_not_end_the_agent(
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["persist_on_leave", "not"])
-def test_an_agent_told_to_end_writes_memory_only_saves_if_configured(
+def test_an_agent_writes_memory_only_saves_after_sigterm_if_configured(
     node: Node, root: Path, wanted: bool
 ) -> None:
     """Storage is slow; the agent waits for the write once, and not a second time."""
     trainer = node.trainer(root, config=node.config(persist_on_leave=wanted))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id, state=SlotState.KEPT)
         assert trainer.outcome().kept
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
         if wanted:
             assert watched(agent, 0.7)
-            let_go()
+            unblock()
         eventually("the end of the agent", lambda: not is_alive(agent))
     if wanted:
         assert_intact(root, 1, [trainer])
@@ -122,7 +122,7 @@ def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
 ) -> None:
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=0.5))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id, state=SlotState.KEPT)
         assert trainer.outcome().kept
         trainer.client.close()
@@ -134,18 +134,20 @@ def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
     assert not (root / file_names.TRACKER).exists()
 
 
-def test_a_trainer_told_to_end_leaves_its_staged_slot_to_the_agent(node: Node, root: Path) -> None:
+def test_a_trainer_ended_by_sigterm_leaves_its_staged_slot_to_the_agent(
+    node: Node, root: Path
+) -> None:
     """A trainer without a handler ends at once; the agent ends later, because storage is slow."""
     save_id = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         process = node.process(root, iterations=[1], save_id=save_id, stop="staged")
         agent = process.stopped()
         process.process.send_signal(signal.SIGTERM)
         assert process.process.wait(PATIENCE_S) == -signal.SIGTERM
         os.kill(agent, signal.SIGTERM)
         assert watched(agent, 0.3)
-        let_go()
+        unblock()
         eventually("the end of the agent", lambda: not is_alive(agent))
     assert_intact(root, 1, [node.trainer(root)])

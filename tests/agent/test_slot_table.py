@@ -17,7 +17,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
-from tests.support.trainer import PATIENCE_S, content, held_back, new_save_id, pieces_of
+from tests.support.trainer import PATIENCE_S, blocked_open, content, new_save_id, pieces_of
 
 
 def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
@@ -41,7 +41,7 @@ def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
 def test_a_slot_with_a_failed_copy_is_reused_before_the_only_complete_one(
     node: Node, root: Path
 ) -> None:
-    """A failed copy leaves a slot in STAGING, although its trainer lives and saves again."""
+    """A failed copy leaves a slot in STAGING, although its trainer runs and saves again."""
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
     torn = trainer.begin(2, new_save_id())
@@ -57,8 +57,8 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
     first, second = new_save_id(), new_save_id()
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, first)) as let_go_first,
-        held_back(directory / file_names.shard_name(0, second)) as let_go_second,
+        blocked_open(directory / file_names.shard_name(0, first)) as let_go_first,
+        blocked_open(directory / file_names.shard_name(0, second)) as let_go_second,
     ):
         trainer.stage(1, first)
         trainer.stage(1, second)
@@ -77,8 +77,8 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
     ids = [new_save_id(), new_save_id()]
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / file_names.shard_name(0, ids[1])),
+        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
+        blocked_open(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             trainer.stage(1, save_id)
@@ -88,7 +88,7 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
         )
         started = time.monotonic()
         waiter.start()
-        let_go()
+        unblock()
         waiter.join(20.0)
         assert granted == [0]
         assert time.monotonic() - started < 20.0, "much less than its timeout"
@@ -99,8 +99,8 @@ def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path)
     ids = [new_save_id(), new_save_id()]
     directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / file_names.shard_name(0, ids[1])),
+        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
+        blocked_open(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             first.stage(1, save_id)
@@ -109,7 +109,7 @@ def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path)
         second.client.publish_template("a", b"b")
         assert second.client.fetch_template("a") == b"b"
         assert second.begin(1, ids[1]) is not None
-        let_go()
+        unblock()
         waiter.join(20.0)
         assert not waiter.is_alive()
 
@@ -130,13 +130,13 @@ def test_a_resume_empties_only_newer_slots_of_other_saves(node: Node, root: Path
     def offered() -> list[int]:
         return [offer.iteration for offer in trainer.take()]
 
-    trainer.client.adopt(ids[20], 20)
+    trainer.client.resume_from(ids[20], 20)
     assert offered() == [20, 10]
-    trainer.client.adopt(ids[10], 10)
+    trainer.client.resume_from(ids[10], 10)
     assert offered() == [10], "training resumes from 10, so 20 is dropped"
-    trainer.client.adopt(None, 11)
+    trainer.client.resume_from(None, 11)
     assert offered() == [10], "10 is older than the checkpoint resumed from"
-    trainer.client.adopt(None, 10)
+    trainer.client.resume_from(None, 10)
     assert offered() == [], "iteration 10 in storage is another save than in the slot"
 
 

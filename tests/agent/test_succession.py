@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
-from tests.support.trainer import FakeTrainer, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, eventually, is_alive, new_save_id
 
 #: Failpoints from the "staged" message to the report of the result, each with its hit count. Four
 #: small files are put (record, common state, manifest, tracker), and at least two are deleted.
@@ -47,7 +47,7 @@ def is_only_the_checkpoint(directory: Path) -> bool:
 def test_the_next_agent_commits_staged_slots_and_reports_the_result(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     first, save_id = trainers[0].client.agent_pid, new_save_id()
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)):
         for trainer in trainers:
             trainer.stage(1, save_id)
         kill_agent(first)
@@ -109,7 +109,7 @@ def test_a_save_older_than_a_commit_of_the_killed_agent_keeps_the_tracker(
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:commit.tracker:1:KILL:{tmp_path / 'reached'}")
     trainer = node.trainer(root, retain_interval=100)
     agent, slow, fast = trainer.client.agent_pid, new_save_id(), new_save_id()
-    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, slow)):
+    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, slow)):
         trainer.stage(1, slow)
         with contextlib.suppress(AgentError):
             trainer.stage(2, fast)
@@ -168,9 +168,9 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
 ) -> None:
     trainer = node.trainer(root)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer.stage(1, save_id)
         assert trainer.reconnect() == (save_id,)
         assert trainer.client.agent_pid == agent
@@ -179,7 +179,7 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
         assert trainer.client.acquire(3, new_save_id(), 0.0) == other.index, (
             "the first slot is being read"
         )
-        let_go()
+        unblock()
         assert trainer.outcome().save_id == save_id
     assert_intact(root, 1, [trainer])
     log = (node.directory(root) / "agent.log").read_text()

@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import content, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import blocked_open, content, eventually, is_alive, new_save_id
 
 
 def test_the_agent_has_no_torch_no_numpy_and_no_gpu_library_mapped(node: Node, root: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_agent_does_not_look_like_a_torchrun_worker(
 def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, root: Path) -> None:
     save_id = new_save_id()
     shard = root / file_names.iteration_dir(30) / file_names.shard_name(0, save_id)
-    with held_back(shard) as let_go:
+    with blocked_open(shard) as unblock:
         ranks = [
             node.process(
                 root, rank=rank, world_size=2, iterations=[30], save_id=save_id, stop="staged"
@@ -69,7 +69,7 @@ def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, 
             rank.kill()
         assert not (root / file_names.TRACKER).exists(), "the trainers died before the commit"
         assert is_alive(agent)
-        let_go()
+        unblock()
         eventually("the commit", (root / file_names.TRACKER).exists)
     assert (root / file_names.TRACKER).read_text() == "30"
     for rank in range(2):
@@ -122,9 +122,9 @@ def test_a_rank_that_never_saved_is_offered_no_slot(node: Node, root: Path) -> N
 
 def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -> None:
     save_id = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         first = node.trainer(root)
         data = first.stage(1, save_id)
         first.hang_up()
@@ -133,7 +133,7 @@ def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -
         assert not offer.durable
         assert offer.digests is not None, "the agent digested the slot at the hang-up"
         assert second.bytes_in(offer.slot) == data
-        let_go()
+        unblock()
         eventually("the commit", (root / file_names.TRACKER).exists)
     (offer,) = eventually("a durable slot", lambda: [o for o in second.take() if o.durable])
     assert offer.digests is not None
@@ -197,9 +197,9 @@ def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -
 
 def test_an_agent_finishes_pending_saves_before_it_ends(node: Node, root: Path) -> None:
     save_id = new_save_id()
-    with held_back(
+    with blocked_open(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as let_go:
+    ) as unblock:
         trainer = node.trainer(root, config=node.config(grace_s=0.0))
         agent = trainer.client.agent_pid
         trainer.stage(1, save_id)
@@ -208,7 +208,7 @@ def test_an_agent_finishes_pending_saves_before_it_ends(node: Node, root: Path) 
         while time.monotonic() < deadline:
             assert is_alive(agent)
             time.sleep(0.02)
-        let_go()
+        unblock()
         eventually("the end of the agent", lambda: not is_alive(agent))
     assert (root / file_names.TRACKER).read_text() == "1"
     assert list(node.runtime_dir.iterdir()) == []

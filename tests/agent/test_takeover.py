@@ -23,7 +23,7 @@ from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import claiming
 from megatron_flashckpt.storage import patient
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
@@ -145,9 +145,9 @@ def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(
 ) -> None:
     me = process_with(os.getpid())
     assert me is not None
-    mine = claim_of(OLD, machine=claims.here(), started=me.started)
-    gone = claim_of(OLD, machine=claims.here(), started=me.started - 1, interval_s=1e3)
-    assert not mine.is_of_dead_process
+    own_claim = claim_of(OLD, machine=claims.this_host(), started=me.started)
+    gone = claim_of(OLD, machine=claims.this_host(), started=me.started - 1, interval_s=1e3)
+    assert not own_claim.is_of_dead_process
     assert gone.is_of_dead_process
     claims.put(storage, gone)
     assert node.trainer(root).claim().epoch == OLD.epoch + 1
@@ -246,7 +246,7 @@ def test_a_node_that_missed_a_run_gives_up_saves_without_a_committing_agent(
     back = node.trainer(root, 1, 2)
     back.client.hold(later)
     back.take()
-    back.client.adopt(resumed_from, 6)
+    back.client.resume_from(resumed_from, 6)
     if epoch == 3 and not from_memory:
         eventually("the removal of the save that was given up", lambda: not record.parent.exists())
         back.hang_up(leave=True)
@@ -279,7 +279,7 @@ def test_two_simultaneous_starts_leave_one_writer(node: Node, other_node: Node, 
     assert saved.count(True) == 1
 
 
-class _BusyOnce(PosixStorage):
+class _BusyOnceStorage(PosixStorage):
     """Storage that refuses the first put, and calls `meanwhile` before the second one."""
 
     meanwhile: Callable[[], object] | None = None
@@ -297,17 +297,17 @@ def test_a_retried_claim_does_not_replace_a_claim_put_meanwhile(
 ) -> None:
     monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
     first, other = node.trainer(root), other_node.trainer(root)
-    storage = _BusyOnce(root)
+    storage = _BusyOnceStorage(root)
     storage.meanwhile = other.claim
     with pytest.raises(OtherWriterError, match="trains and saves there"):
-        take(PatientStorage(storage), "aaaaaaaa", lambda: first.client, "refuse", 0.0)
+        take(RetryingStorage(storage), "aaaaaaaa", lambda: first.client, "refuse", 0.0)
     assert other.save(1).error is None
 
 
 def test_a_run_keeps_a_recreated_directory_that_it_claimed(
     node: Node, other_node: Node, root: Path, storage: PosixStorage
 ) -> None:
-    """The epoch of its claim is lower than that of the former run, whose agent still lives."""
+    """The epoch of its claim is lower than that of the former run, whose agent still runs."""
     first = node.trainer(root)
     for _ in range(3):
         first.claim()

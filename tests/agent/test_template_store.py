@@ -59,14 +59,14 @@ def test_one_other_rank_computes_if_the_first_takes_too_long(
 def test_another_rank_computes_the_template_of_a_rank_that_hung_up(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     assert first.client.fetch_template("a") is None
-    asked: list[bytes | None] = []
+    answers: list[bytes | None] = []
     asking = threading.Thread(
-        target=lambda: asked.append(second.client.fetch_template("a")), daemon=True
+        target=lambda: answers.append(second.client.fetch_template("a")), daemon=True
     )
     asking.start()
     first.hang_up()
     asking.join(template_store._COMPUTING_S * 0.8)
-    assert asked == [None]
+    assert answers == [None]
 
 
 def test_no_rank_waits_while_the_agent_decodes_a_staged_slot(

@@ -39,7 +39,7 @@ A, B = "a" * 12, "b" * 12
 DIRECTORY = file_names.iteration_dir(5)
 
 
-class Gate(PosixStorage):
+class GatedStorage(PosixStorage):
     """Real storage whose deletes wait until a gate opens."""
 
     opened = threading.Event()
@@ -52,10 +52,10 @@ class Gate(PosixStorage):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Gate)
-    Gate.opened.clear()
-    yield Gate.opened
-    Gate.opened.set()
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", GatedStorage)
+    GatedStorage.opened.clear()
+    yield GatedStorage.opened
+    GatedStorage.opened.set()
 
 
 def test_results_are_reported_and_slots_freed_before_files_are_deleted(
@@ -182,7 +182,7 @@ def test_tidying_spares_saves_of_other_nodes_after_a_resume(
             trainer.stage(iteration, ids[iteration])
         assert [rank.outcome().error for rank in (first, second)] == [None, None]
     for trainer in (second, first):
-        trainer.client.adopt(ids[10], 10)
+        trainer.client.resume_from(ids[10], 10)
     orphan = root / file_names.iteration_dir(5) / file_names.shard_name(0, A)
     orphan.parent.mkdir()
     orphan.touch()
@@ -257,7 +257,7 @@ def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
 # ---------------------------------------------------------------------- costs of tidying
 
 
-class Distant(PosixStorage):
+class SlowStorage(PosixStorage):
     """Storage with 5 ms per delete; counts simultaneous deletes and complete reads."""
 
     def __init__(self, root: Path) -> None:
@@ -284,7 +284,7 @@ def test_several_files_are_deleted_at_a_time_on_slow_storage(root: Path) -> None
     (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, A))
     for rank in range(1, 64):
         (root / DIRECTORY / file_names.shard_name(rank, A)).touch()
-    distant = Distant(root)
+    distant = SlowStorage(root)
     finish(distant)
     assert distant.most > 4
     assert not (root / DIRECTORY).exists()
@@ -306,7 +306,7 @@ def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
 
 
 def test_retention_reads_a_manifest_again_only_if_it_was_replaced(root: Path) -> None:
-    storage = Distant(root)
+    storage = SlowStorage(root)
     commit(persisted(PosixStorage(root), A))
     known = KnownManifests()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Traces of saves: their contents, their place, and no cost without the setting."""
+"""Traces of saves: their contents and place, and their cost if the setting is off."""
 
 from __future__ import annotations
 

@@ -145,16 +145,16 @@ def test_a_process_that_holds_the_lock_is_named_and_not_killed(
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
     monkeypatch.setattr("megatron_flashckpt.agent.launcher._PROBE_S", 0.0)
     silent = SilentHolder(0.0)
-    assert silent.is_none(tmp_path), "no process holds the lock"
+    assert silent.may_start(tmp_path), "no process holds the lock"
     (tmp_path / LOCK).write_bytes(text)
-    assert silent.is_none(tmp_path), "the lock is old, but no process holds it"
+    assert silent.may_start(tmp_path), "the lock is old, but no process holds it"
     fd = os.open(tmp_path / LOCK, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with caplog.at_level(logging.ERROR):
-        assert [silent.is_none(tmp_path) for _ in range(3)] == [False] * 3
+        assert [silent.may_start(tmp_path) for _ in range(3)] == [False] * 3
     assert "end it on this node" in caplog.text
     os.close(fd)
-    assert silent.is_none(tmp_path)
+    assert silent.may_start(tmp_path)
 
 
 def test_an_agent_whose_place_was_taken_leaves_the_place_to_the_other(

@@ -21,7 +21,7 @@ POLLS = 50
 OPEN = (False, None)
 
 
-class _Counting(PosixStorage):
+class _CountingStorage(PosixStorage):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.listed = 0
@@ -40,7 +40,7 @@ def never_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("never_lists")
 def test_waiting_nodes_ask_for_three_names_and_rarely_list(root: Path) -> None:
-    first, second = _Counting(root), _Counting(root)
+    first, second = _CountingStorage(root), _CountingStorage(root)
     committing = persisted(first, SAVE_ID, 0, 2)
     waiting = persisted(second, SAVE_ID, 1, 2)
     (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE_ID)).rename(root / "later")
@@ -60,13 +60,13 @@ def test_listings_wait_longer_in_larger_jobs_and_each_time(
     now = 1000.0
     monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
     for world_size, longest_s in ((2, 0.1), (64, 3.2), (16_384, 10.0)):
-        storage = _Counting(root)
+        storage = _CountingStorage(root)
         waiting = persisted(storage, SAVE_ID, 1, world_size)
         listed_after: list[float] = []
         began = now
         while now < began + 600.0:
             before = storage.listed
-            presence.look(waiting)
+            presence.present_files(waiting)
             if storage.listed > before:
                 listed_after.append(now - began)
             now += longest_s / 10 if now < began + longest_s else 0.25
@@ -80,13 +80,13 @@ def test_listings_wait_longer_in_larger_jobs_and_each_time(
 def test_nodes_list_at_different_times(root: Path) -> None:
     saves = [persisted(PosixStorage(root), SAVE_ID, rank, 1000) for rank in range(1, 9)]
     for save in saves:
-        presence.look(save)
+        presence.present_files(save)
     assert len({save.list_at for save in saves}) == len(saves)
 
 
 def test_the_committing_node_asks_for_the_last_records_by_name(root: Path) -> None:
     """A listing may be old: NFS compares directory times, which may have ticks of 4 ms."""
-    storage = _Counting(root)
+    storage = _CountingStorage(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
     listed = storage.listed
@@ -124,8 +124,8 @@ def test_records_that_a_node_publishes_in_parts_are_listed_soon(
         assert now < began + 7.0
 
 
-def test_a_note_of_a_last_missing_rank_is_asked_for_by_name(root: Path) -> None:
-    storage = _Counting(root)
+def test_a_note_of_a_last_missing_rank_is_looked_up_by_name(root: Path) -> None:
+    storage = _CountingStorage(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
     listed = storage.listed

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.agent.socket_dir import LOG
-from megatron_flashckpt.agent.write_limits import Flow, Pace
+from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
@@ -117,21 +117,21 @@ def test_an_agent_probes_the_file_system_and_its_checkpoints_are_complete(
 
 
 def test_all_threads_together_keep_to_the_rate_limit() -> None:
-    pace = Pace(mib_per_s=4)
+    rate_limit = RateLimit(mib_per_s=4)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
-            pool.submit(pace.wait, 64 * 1024)
+            pool.submit(rate_limit.wait, 64 * 1024)
     assert time.monotonic() - started >= 19 * 64 * 1024 / (4 * MIB)
 
 
 def test_no_write_waits_without_a_rate_limit_or_after_it_is_lifted() -> None:
-    Pace().wait(10**15)
-    pace = Pace(mib_per_s=1)
-    pace.wait(10**15)
+    RateLimit().wait(10**15)
+    rate_limit = RateLimit(mib_per_s=1)
+    rate_limit.wait(10**15)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(pace.wait, 1)
-        pace.lift()
+        waiting = pool.submit(rate_limit.wait, 1)
+        rate_limit.lift()
         waiting.result(PATIENCE_S)
 
 

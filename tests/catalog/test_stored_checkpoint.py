@@ -27,7 +27,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import (
     TP,
     WORLD,
-    Made,
+    MadeSave,
     expected,
     make,
     read,
@@ -52,12 +52,12 @@ def equal(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("small") / "save")
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def large(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("large") / "save", ranks=[LARGE])
 
 
@@ -70,14 +70,14 @@ def large_bytes() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_every_piece_is_read_back_bit_for_bit(made: Made, threads: int) -> None:
+def test_every_piece_is_read_back_bit_for_bit(made: MadeSave, threads: int) -> None:
     pieces = [piece for held in made.pieces for piece in held]
     assert len({piece.kind for piece in pieces}) == 5
     assert equal(read_all(made, threads), expected(pieces))
 
 
 @pytest.mark.parametrize("tp", range(TP))
-def test_a_rank_reads_whole_boxes_that_several_replicas_saved(made: Made, tp: int) -> None:
+def test_a_rank_reads_whole_boxes_that_several_replicas_saved(made: MadeSave, tp: int) -> None:
     boxes = whole_boxes(tp)
     plan = read_plan(boxes, made.stored().sources(), "it")
     assert len(plan.reads) > 1, "several replicas have saved the boxes"
@@ -86,7 +86,7 @@ def test_a_rank_reads_whole_boxes_that_several_replicas_saved(made: Made, tp: in
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_range_of_any_box_is_read_bit_for_bit(made: Made, data: st.DataObject) -> None:
+def test_any_range_of_any_box_is_read_bit_for_bit(made: MadeSave, data: st.DataObject) -> None:
     box = data.draw(st.sampled_from(whole_boxes(0) + whole_boxes(1)))
     start = data.draw(st.integers(0, box.numel))
     end = data.draw(st.integers(start, box.numel))
@@ -96,7 +96,7 @@ def test_any_range_of_any_box_is_read_bit_for_bit(made: Made, data: st.DataObjec
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_tensors_of_several_chunks_are_read_bit_for_bit(
-    large: Made, large_bytes: list[torch.Tensor], threads: int
+    large: MadeSave, large_bytes: list[torch.Tensor], threads: int
 ) -> None:
     stored = large.stored()
     assert len(stored.shard(0).digests) == 3
@@ -119,7 +119,7 @@ def test_tensors_of_several_chunks_are_read_bit_for_bit(
     ],
 )
 def test_a_range_reads_only_its_chunks(
-    large: Made,
+    large: MadeSave,
     large_bytes: list[torch.Tensor],
     tensor: int,
     start: int,
@@ -130,14 +130,14 @@ def test_a_range_reads_only_its_chunks(
     width = whole.nbytes // whole.numel
     part = Piece(*whole.box[:2], whole.dtype, whole.global_shape, *whole.box[2:], start, end)
     stored = large.stored()
-    sink = Collected()
+    sink = CollectingSink()
     nbytes = read_stored(stored, read_plan([part], stored.sources(), "it"), [part], sink, 2)
     assert sink.joined() == bytes(large_bytes[tensor][start * width : end * width].numpy().data)
     total = stored.shard(0).template.nbytes
     assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
 
 
-class Collected:
+class CollectingSink:
     """A sink without torch that keeps the arrived parts by offset."""
 
     def __init__(self) -> None:
@@ -160,26 +160,26 @@ class Collected:
         return b"".join(part for _, part in sorted(self.parts.items()))
 
 
-def test_reading_changes_nothing(made: Made) -> None:
+def test_reading_changes_nothing(made: MadeSave) -> None:
     before = snapshot(made.root)
     read_all(made)
     assert verify(made.stored()) == []
     assert snapshot(made.root) == before
 
 
-def test_a_missing_tensor_is_refused_before_any_read(made: Made) -> None:
+def test_a_missing_tensor_is_refused_before_any_read(made: MadeSave) -> None:
     absent = Piece("layers.other", "weight", "BF16", (3,), (0,), (3,), 0, 3)
     with pytest.raises(MissingStateError, match=r"weight/layers\.other: not in the checkpoint"):
         read(made.stored(), [*made.pieces[0], absent])
 
 
-def test_an_iteration_without_manifest_does_not_exist(made: Made) -> None:
+def test_an_iteration_without_manifest_does_not_exist(made: MadeSave) -> None:
     message = "iteration 11 was not committed, or was removed since; choose another"
     with pytest.raises(NotCommittedError, match=message):
         read_manifest(PosixStorage(made.root), 11)
 
 
-def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
+def test_the_manifest_of_another_iteration_is_refused(made: MadeSave) -> None:
     storage = PosixStorage(made.root)
     with pytest.raises(
         CorruptCheckpointError, match="is the manifest of iteration 10; load an older"
@@ -199,7 +199,7 @@ def test_reading_headers_and_bytes_does_not_import_torch() -> None:
 
 
 @pytest.fixture(scope="module")
-def flippable(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def flippable(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("flips") / "save")
 
 
@@ -217,7 +217,7 @@ def regions(file: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("region", ["length", "header", "padding", "data"])
-def test_verify_and_a_full_read_find_any_flipped_bit(flippable: Made, region: str) -> None:
+def test_verify_and_a_full_read_find_any_flipped_bit(flippable: MadeSave, region: str) -> None:
     chosen = random.Random(region)
     for _ in range(60):
         rank = chosen.randrange(WORLD)
@@ -247,11 +247,11 @@ def test_verify_and_a_full_read_find_any_flipped_bit(flippable: Made, region: st
 
 
 @pytest.fixture
-def damaged_large(large: Made, tmp_path: Path) -> Iterator[Made]:
+def damaged_large(large: MadeSave, tmp_path: Path) -> Iterator[MadeSave]:
     """A copy of the large checkpoint with one bit flipped in the last chunk."""
     root = tmp_path / "save"
     shutil.copytree(large.root, root)
-    made = Made(root, large.iteration, large.save_id, large.pieces, large.seed)
+    made = MadeSave(root, large.iteration, large.save_id, large.pieces, large.seed)
     with open(made.shard(0), "r+b") as file:
         file.seek(-1000, 2)
         (byte,) = file.read(1)
@@ -262,7 +262,7 @@ def damaged_large(large: Made, tmp_path: Path) -> Iterator[Made]:
 
 
 def test_a_damaged_chunk_is_named_and_other_chunks_stay_readable(
-    damaged_large: Made, large_bytes: list[torch.Tensor]
+    damaged_large: MadeSave, large_bytes: list[torch.Tensor]
 ) -> None:
     stored = damaged_large.stored()
     last = 2 * CHUNK_NBYTES, stored.shard(0).template.nbytes - 1
@@ -272,9 +272,9 @@ def test_a_damaged_chunk_is_named_and_other_chunks_stay_readable(
     assert equal(read(stored, LARGE[:1]), large_bytes[:1])
 
 
-def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: Made) -> None:
+def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: MadeSave) -> None:
     stored = damaged_large.stored()
-    sink = Collected()
+    sink = CollectingSink()
     plan = read_plan(LARGE[1:], stored.sources(), "it")
     with pytest.raises(CorruptCheckpointError, match="chunk 2 "):
         read_stored(stored, plan, LARGE[1:], sink, 1)

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_flashckpt.cli.commands import main
 
-Run = Callable[..., "Ran"]
+Run = Callable[..., "CommandResult"]
 
 
-class Ran:
+class CommandResult:
     """Output and exit status of a command."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
@@ -35,10 +35,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: object) -> Ran:
+    def run(*arguments: object) -> CommandResult:
         capsys.readouterr()
         status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     return run
 
@@ -48,7 +48,7 @@ def save(tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
-def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
+def only_line(ran: CommandResult, pattern: str, status: int = 1) -> None:
     """Assert that a command failed with exactly one line, on stderr."""
     assert ran.status == status
     assert ran.out == ""

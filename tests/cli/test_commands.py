@@ -34,7 +34,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests import reference_pages
 from tests.agent.test_fence import OLD, claim_of
 from tests.cli.conftest import Run, only_line
-from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
+from tests.support.checkpoints import MadeSave, make, persist, pieces_of_rank, snapshot
 
 #: A time of a commit, in the local time in which tables show it.
 NOON = datetime.datetime(2026, 11, 23, 12).timestamp()
@@ -302,7 +302,7 @@ def test_verify_prints_one_line_for_an_intact_checkpoint_and_changes_nothing(
     assert snapshot(save) == before
 
 
-def damage_twice(made: Made) -> None:
+def damage_twice(made: MadeSave) -> None:
     made.shard(1).unlink()
     content = bytearray(made.shard(2).read_bytes())
     content[-1] ^= 1

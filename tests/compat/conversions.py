@@ -23,19 +23,21 @@ def follows_dlrover(release: Release) -> None:
         site = real_dlrover.install(release.where.parent)
     except subprocess.CalledProcessError as error:
         raise NotHereError(f"DLRover cannot be installed: {error.stderr.strip()[-200:]}") from error
-    theirs = release.where / "dlrover"
+    dlrover_save = release.where / "dlrover"
     tree = real_dlrover.swapped(release.tree, release.where / "with-dlrover")
     run = real_dlrover.run(
         tree,
         site,
         release.where,
-        lambda env: release.run("dlrover", TP2, save=theirs, tree=tree, door="stock", env=env),
+        lambda env: release.run(
+            "dlrover", TP2, save=dlrover_save, tree=tree, entry_point="stock", env=env
+        ),
     )
     if run.figures != release.stock.figures:
         raise CellError(run.reason("with DLRover it trains otherwise than stock"))
-    if not (theirs / iteration_dir(HALF) / "rank_00003").is_dir():
+    if not (dlrover_save / iteration_dir(HALF) / "rank_00003").is_dir():
         raise CellError(run.reason("DLRover has not saved"))
-    _resume(release, theirs, "K")
+    _resume(release, dlrover_save, "K")
 
 
 def follows_torch(release: Release) -> None:
@@ -49,7 +51,7 @@ def leaves_to_torch(release: Release) -> None:
     _only_legacy(release)
     save = release.where / "M"
     _convert(release, release.where / "A", save, "torch")
-    run = release.run("M", TP2, save=save, door="stock")
+    run = release.run("M", TP2, save=save, entry_point="stock")
     release.same_figures(run)
 
 

@@ -84,17 +84,17 @@ def make(name: str, where: Path) -> None:
         file = tree.root / path
         if file.is_file():
             file.write_text(re.sub(pattern, text, file.read_text()))
-    theirs = real_dlrover.swapped(tree, where / "with-dlrover")
+    dlrover_tree = real_dlrover.swapped(tree, where / "with-dlrover")
     site = real_dlrover.install(where.parent)
     ranks = 2 if "-dp2-" in name else 4
 
-    def job(of: Tree, door: str, env: dict[str, str]) -> Run:
-        arguments = ["--save", str(where / door)]
-        return of.run(arguments, where / f"{door}.log", "stock", env, ranks=ranks)
+    def job(of: Tree, entry_point: str, env: dict[str, str]) -> Run:
+        arguments = ["--save", str(where / entry_point)]
+        return of.run(arguments, where / f"{entry_point}.log", "stock", env, ranks=ranks)
 
     runs = [
         job(tree, "stock", {}),
-        real_dlrover.run(theirs, site, where, lambda env: job(theirs, "dlrover", env)),
+        real_dlrover.run(dlrover_tree, site, where, lambda env: job(dlrover_tree, "dlrover", env)),
     ]
     print(name, [sorted(run.figures.items()) for run in runs])
     assert (where / "dlrover/iter_0000002/rank_00000").is_dir()

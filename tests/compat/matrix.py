@@ -94,7 +94,7 @@ class Trial:
             notes.append(f"{label}: {note}")
 
 
-class Kept:
+class FormerMarks:
     """Marks of an earlier call, in the place of a `Trial`."""
 
     def __init__(self, column: Column) -> None:
@@ -120,14 +120,14 @@ class Matrix:
         config.stash[MATRIX] = self
 
     @contextlib.contextmanager
-    def trial(self, tag: str) -> Iterator[Trial | Kept]:
+    def trial(self, tag: str) -> Iterator[Trial | FormerMarks]:
         """Yield an object that tries the features of a release; store the marks afterwards."""
         kept = self._where / tag / "column.json"
         if kept.is_file():
             column = Column(**json.loads(kept.read_text()))
             if column.is_whole:
                 self.columns.append(column)
-                yield Kept(column)
+                yield FormerMarks(column)
                 return
         shutil.rmtree(self._where / tag, ignore_errors=True)
         tree = extract(tag, self._where, self._clone)

@@ -1,4 +1,4 @@
-"""Real DLRover in a Megatron-LM tree, whose two imports are swapped as DLRover's guide tells.
+"""Real DLRover in a Megatron-LM tree, whose two imports are swapped as DLRover's guide says.
 
 DLRover is installed into a directory of its own, without Kubernetes and Ray, because nothing else
 here needs it.

@@ -69,7 +69,7 @@ class Release:
         """A tree with patches/<tag>.patch resumes from storage like an uninterrupted run."""
         save = truncated_copy(self.where / "A", self.where / "B", HALF)
         flags = (*TP2, *self._newest)
-        run = self.run("B", flags, save=save, tree=self._patched, door="stock")
+        run = self.run("B", flags, save=save, tree=self._patched, entry_point="stock")
         self.same_end(run, save)
 
     def checks(self) -> None:
@@ -97,7 +97,7 @@ class Release:
     def reshards(self) -> None:
         """Swapped imports under PP2 x DP2 give the same losses, except for rounding."""
         save = truncated_copy(self.where / "A", self.where / "D", HALF)
-        run = self.run("D", PP2, save=save, tree=self._swapped(), door="stock")
+        run = self.run("D", PP2, save=save, tree=self._swapped(), entry_point="stock")
         for iteration in (HALF + 1, END):
             for printed, expected in zip(
                 run.figures.get(iteration, (0.0, 0.0)), self.stock.figures[iteration], strict=True
@@ -159,7 +159,7 @@ class Release:
         if sorted(whole.figures) != list(range(1, END + 1)):
             if "experts of Megatron's legacy models are not saved" in whole.log:
                 raise NotHereError("refused with a message: its experts are of the legacy model")
-            stock = self.run("H", EXPERTS, door="stock", ranks=2)
+            stock = self.run("H", EXPERTS, entry_point="stock", ranks=2)
             if sorted(stock.figures) != list(range(1, END + 1)):
                 raise NotHereError(stock.reason("stock does not train experts here"))
             raise CellError(whole.reason("does not train as stock does"))
@@ -176,7 +176,7 @@ class Release:
             self.same_end(run, save)
         except CellError:
             save = truncated_copy(self.where / "stock", self.where / "J", HALF)
-            stock = self.run("J", (*TP2, *self._format.split()), save=save, door="stock")
+            stock = self.run("J", (*TP2, *self._format.split()), save=save, entry_point="stock")
             if stock.figures.get(END) == self.stock.figures[END]:
                 raise
             raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
@@ -189,13 +189,15 @@ class Release:
         """Run of stock that saves in its newest format that works on this machine."""
         save = self.where / "stock"
         for number, flags in enumerate(self._formats()):
-            run = self.run(f"stock-{number}", (*TP2, *flags.split()), save=save, door="stock")
+            run = self.run(
+                f"stock-{number}", (*TP2, *flags.split()), save=save, entry_point="stock"
+            )
             if END in run.figures and (save / TRACKER).is_file():
                 self._format = flags
                 return run
             self._unwritten = run.reason(f"with '{flags}' stock itself does not save here")
             shutil.rmtree(save, ignore_errors=True)
-        return self.run("stock", TP2, door="stock")
+        return self.run("stock", TP2, entry_point="stock")
 
     def _formats(self) -> tuple[str, ...]:
         if self.tree.knows("ckpt_format"):
@@ -222,7 +224,7 @@ class Release:
             save=self.where / "E",
             load=False,
             tree=self._patched,
-            door="stock",
+            entry_point="stock",
             ranks=2,
         )
 
@@ -290,7 +292,7 @@ class Release:
         save: Path | None = None,
         load: bool = True,
         tree: Tree | None = None,
-        door: str = "launch",
+        entry_point: str = "launch",
         env: dict[str, str] | None = None,
         restarts: int = 0,
         ranks: int = 4,
@@ -307,7 +309,7 @@ class Release:
             "FLASHCKPT_AGENT__GRACE_S": "120",
             **(env or {}),
         }
-        return (tree or self.tree).run(arguments, log, door, environment, restarts, ranks)
+        return (tree or self.tree).run(arguments, log, entry_point, environment, restarts, ranks)
 
 
 #: Features in the order in which they run: a later one reads the checkpoints of earlier ones. The

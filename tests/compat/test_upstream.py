@@ -46,12 +46,12 @@ def test_one_failed_rank_fails_the_test_with_the_reason_of_the_first(tmp_path: P
         lines = [{"test": "good", "outcome": "passed", "reason": "", "calls": {"save": 1}}]
         if rank:
             lines.append({"test": "cut", "outcome": "passed", "reason": "", "calls": {}})
-        bad = rank in (2, 3)
+        failed = rank in (2, 3)
         lines.append(
             {
                 "test": "bad",
-                "outcome": "failed" if bad else "passed",
-                "reason": f"because of {rank}\nand so on" if bad else "",
+                "outcome": "failed" if failed else "passed",
+                "reason": f"because of {rank}\nand so on" if failed else "",
                 "time": 10 - rank,
                 "calls": {},
             }

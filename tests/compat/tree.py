@@ -90,7 +90,7 @@ class Tree:
         self,
         arguments: list[str],
         log: Path,
-        door: str,
+        entry_point: str,
         env: dict[str, str],
         restarts: int = 0,
         ranks: int = 4,
@@ -98,10 +98,10 @@ class Tree:
         """Run one job to its end.
 
         Args:
-            door: `stock` runs the tree as it is; `launch` runs it through our launcher.
+            entry_point: `stock` runs the tree as it is; `launch` runs it through our launcher.
         """
         command = [
-            *(["-m", "megatron_flashckpt.launch"] if door == "launch" else []),
+            *(["-m", "megatron_flashckpt.launch"] if entry_point == "launch" else []),
             *("pretrain_gpt.py", *MODEL, *arguments),
             *(["--no-rope-fusion", "--attention-backend", "unfused"] if self._is_modern() else []),
         ]

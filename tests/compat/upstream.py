@@ -26,7 +26,7 @@ from tests.compat.tree import REPO, Tree
 RANKS = 8
 #: Default releases, an older and a newer one; the command line can name any other tag.
 TAGS = ("core_v0.16.1", "core_v0.19.0")
-DOORS = ("stock", "flashckpt")
+ENTRY_POINTS = ("stock", "flashckpt")
 PASSED, FAILED, NOT_OURS, STOCK_FAILS, SKIPPED = (
     "passed",
     "FAILED",
@@ -83,7 +83,7 @@ def files(root: Path) -> list[str]:
 
 
 def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
-    """Run the tests with stock, then with ours; return the results by door and test id."""
+    """Run the tests with stock, then with ours; return the results by entry point and test id."""
     path = where / "path"
     path.mkdir(parents=True, exist_ok=True)
     # The path has no root of this repository, whose package `tests` would hide Megatron's.
@@ -102,14 +102,17 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
         "FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false",
     }
     stores = {
-        door: dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) for door in DOORS
+        entry_point: dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+        for entry_point in ENTRY_POINTS
     }
-    doors = [f"{door}={where / door}:{store.port}" for door, store in stores.items()]
+    entry_points = [
+        f"{entry_point}={where / entry_point}:{store.port}" for entry_point, store in stores.items()
+    ]
     with open(where / "log", "w") as log:
         subprocess.run(
             [
                 *(sys.executable, str(REPO / "tests/compat/ranks/upstream_ranks.py"), str(RANKS)),
-                *(*doors, "--", *files(tree.root)),
+                *(*entry_points, "--", *files(tree.root)),
             ],
             cwd=tree.root,
             env=environment,
@@ -117,7 +120,7 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
             stderr=log,
             check=True,
         )
-    return {door: results(where / door) for door in DOORS}
+    return {entry_point: results(where / entry_point) for entry_point in ENTRY_POINTS}
 
 
 def results(where: Path) -> dict[str, Result]:
@@ -181,10 +184,12 @@ def main(tags: Sequence[str], extract: Callable[[str], Tree]) -> int:
     totals: collections.Counter[str] = collections.Counter()
     for tag in tags:
         tree = extract(tag)
-        by_door = run(tree, tree.root.parent / "upstream")
+        by_entry_point = run(tree, tree.root.parent / "upstream")
         verdicts = {
-            test: verdict(test, by_door["stock"].get(test), by_door["flashckpt"].get(test))
-            for test in sorted({*by_door["stock"], *by_door["flashckpt"]})
+            test: verdict(
+                test, by_entry_point["stock"].get(test), by_entry_point["flashckpt"].get(test)
+            )
+            for test in sorted({*by_entry_point["stock"], *by_entry_point["flashckpt"]})
         }
         print(*table(tag, verdicts), sep="\n", flush=True)
         totals.update(f"{tag}: {result.kind}" for result in verdicts.values())

@@ -145,11 +145,11 @@ def whole(tensor: GlobalTensor) -> torch.Tensor:
 
 def differing(one: list[GlobalTensor], other: list[GlobalTensor]) -> list[str]:
     """Return the names of tensors that differ in any bit, in type or in shape."""
-    mine = {tensor.name: tensor for tensor in one}
-    theirs = {tensor.name: tensor for tensor in other}
-    unequal = sorted(mine.keys() ^ theirs.keys())
-    for name in sorted(mine.keys() & theirs.keys()):
-        left, right = whole(mine[name]), whole(theirs[name])
+    tensors_by_name = {tensor.name: tensor for tensor in one}
+    other_by_name = {tensor.name: tensor for tensor in other}
+    unequal = sorted(tensors_by_name.keys() ^ other_by_name.keys())
+    for name in sorted(tensors_by_name.keys() & other_by_name.keys()):
+        left, right = whole(tensors_by_name[name]), whole(other_by_name[name])
         if left.dtype != right.dtype or not torch.equal(left, right):
             unequal.append(name)
     return unequal

@@ -50,7 +50,7 @@ class Jobs:
             *(*arguments, "--use-distributed-optimizer", "--train-iters", "4"),
             *("--save", save, "--load", save, "--save-interval", "2"),
         ]
-        return succeeded(run_job(self.tmp_path, name, job, ranks=2, door=entry_point))
+        return succeeded(run_job(self.tmp_path, name, job, ranks=2, entry_point=entry_point))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
@@ -81,10 +81,10 @@ def test_converted_tensors_equal_those_of_our_own_save(jobs: Jobs) -> None:
 
 def test_a_shifted_bucket_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranges are shifted by one element, as by another alignment."""
-    theirs = dp_reshardable._ranges
+    real_ranges = dp_reshardable._ranges
 
     def shifted(reader, name):
-        read = theirs(reader, name)
+        read = real_ranges(reader, name)
         (numel,) = reader.tensors[name].shape
         return lambda start, end: read(min(start + 1, numel - end + start), min(end + 1, numel))
 

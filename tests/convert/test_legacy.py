@@ -90,7 +90,9 @@ class Jobs:
         save = self.tmp_path / name.upper()
         job = [*arguments, *schedule(save)]
         env = GROUP_MARKS if entry_point == "stock" else {}
-        return succeeded(run_job(self.tmp_path, name, job, ranks=ranks, door=entry_point, env=env))
+        return succeeded(
+            run_job(self.tmp_path, name, job, ranks=ranks, entry_point=entry_point, env=env)
+        )
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))

@@ -14,7 +14,7 @@ import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.formats import Opened, convert, open_source
+from megatron_flashckpt.convert.formats import OpenCheckpoint, convert, open_source
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -265,11 +265,11 @@ def test_a_truncated_file_is_named(save: Path) -> None:
 def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
-    class Evil:
+    class PickledCall:
         def __reduce__(self) -> Any:
             return Path.touch, (ran,)
 
-    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", Evil()))
+    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", PickledCall()))
     ran.unlink(missing_ok=True)
     assert "could run code" in refused(save, UnsupportedError)
     assert not ran.exists()
@@ -287,7 +287,10 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
 def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
     source = tmp_path / "source"
-    whole, opened = dict(vars(made.args)), Opened("flashckpt", source, source / "iter_1", made)
+    whole, opened = (
+        dict(vars(made.args)),
+        OpenCheckpoint("flashckpt", source, source / "iter_1", made),
+    )
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:
         delattr(made.args, name)

@@ -72,7 +72,9 @@ class Jobs:
 
 def run(tmp_path: Path, name: str, arguments: list[str], entry_point: str) -> Result:
     env = GROUP_MARKS if entry_point == "stock" else {}
-    job = run_job(tmp_path, name, arguments, ranks=2, door=entry_point, env=env, timeout_s=400)
+    job = run_job(
+        tmp_path, name, arguments, ranks=2, entry_point=entry_point, env=env, timeout_s=400
+    )
     return succeeded(job)
 
 
@@ -158,5 +160,5 @@ def test_state_that_megatron_damages_with_several_buckets_is_refused(
     assert not (tmp_path / "ours").exists()
     options = Options(weights_only=True)
     convert(open_source(tmp_path / "stock", 2, options), tmp_path / "ours", "flashckpt", options)
-    weights = [it for it in source.contents.tensors if it.kind in ("weight", "buffer")]
+    weights = [tensor for tensor in source.contents.tensors if tensor.kind in ("weight", "buffer")]
     assert differing(weights, opened(tmp_path / "ours", 2).tensors) == []

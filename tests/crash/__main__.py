@@ -5,7 +5,8 @@ of a failpoint at which that process is stopped. Then SIGKILL ends the trainers 
 continues), the agent (the trainers continue with a new one), or the node, which means all of them.
 
 The job is started again. It must resume bit for bit from the newest iteration that all ranks had
-staged completely, from memory if possible; after the loss of a node, from the newest committed one.
+staged completely, from memory if possible. After the loss of a node, it must resume from the newest
+committed iteration.
 No partial checkpoint may look complete, the next saves must work, and no files may be left over.
 
 Other cells ("copy: agent:...", "xor: agent:...") have two or three nodes that hold copies or parity

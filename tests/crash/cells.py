@@ -1,8 +1,8 @@
 """All cells of the crash matrix, and the sample that the test suite runs.
 
 In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
-chunks), the other failpoints of a shard twice, `put.*` five times (the node's record, common state,
-manifest, tracker, history), and the failpoints of a commit once.
+chunks), and the other failpoints of a shard twice. It hits `put.*` five times (the node's record,
+common state, manifest, tracker, history), and the failpoints of a commit once.
 """
 
 from __future__ import annotations

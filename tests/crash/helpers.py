@@ -22,27 +22,27 @@ def fork_at(step: str, home: Path) -> None:
 
     The first helper keeps running after the rank has ended; its pid is appended to `helpers` in
     `home`. The second helper ends with `sys.exit`, which runs the rank's `atexit` functions; the
-    rank waits for this helper. Call this before a module of the package binds `failpoints.reach`.
+    rank waits for this helper. Call this before a module of the package binds `failpoints.hit`.
     """
     from megatron_flashckpt import failpoints
 
     point, count = step.split(":")
-    reach, left = failpoints.reach, int(count)
+    hit, left = failpoints.hit, int(count)
 
-    def fork_and_reach(name: str) -> None:
+    def fork_and_hit(name: str) -> None:
         nonlocal left
         if name == point:
             left -= 1
             if left == 0:
                 _fork_both(home)
-        reach(name)
+        hit(name)
 
-    failpoints.reach = fork_and_reach
+    failpoints.hit = fork_and_hit
 
 
 def _fork_both(home: Path) -> None:
     if os.fork() == 0:
-        _live_on(home)
+        _keep_running(home)
     leaving = os.fork()
     if leaving == 0:
         try:
@@ -58,7 +58,7 @@ def _fork_both(home: Path) -> None:
     mark.unlink()
 
 
-def _live_on(home: Path) -> None:
+def _keep_running(home: Path) -> None:
     with open(home / "helpers", "a") as file:
         file.write(f"{os.getpid()}\n")
     deadline = time.monotonic() + _LONGEST_S

@@ -63,7 +63,7 @@ def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
         if state_of(agent) == "T":
             return [agent]
         tracker = root / TRACKER
-        if trouble.is_troubled(root) and tracker.exists():
+        if trouble.is_on_faulty_storage(root) and tracker.exists():
             if tracker.read_text() == str(iteration):
                 ended_at = min(ended_at, time.monotonic())
             if time.monotonic() > ended_at + _LAST_S:
@@ -167,7 +167,11 @@ class Job:
                 pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
                 return [pid for pid in pids if state_of(pid) == "T"]
             self._fail_if_a_rank_ended()
-            if who == "agent" and trouble.is_troubled(self.save) and all(self.reports("ended")):
+            if (
+                who == "agent"
+                and trouble.is_on_faulty_storage(self.save)
+                and all(self.reports("ended"))
+            ):
                 ended_at = min(ended_at, time.monotonic())
                 if time.monotonic() > ended_at + _LAST_S:
                     return [0]
@@ -175,7 +179,7 @@ class Job:
 
         return eventually(f"{who} hits its failpoint", probe)[0]
 
-    def everyone(self, name: str) -> None:
+    def await_all(self, name: str) -> None:
         """Wait until all ranks have reported `name`."""
 
         def probe() -> bool:

@@ -17,7 +17,7 @@ from tests.support.forked.nursery import nursery, settle_in
 _PATIENCE_S = 60.0
 
 
-class Later:
+class LaterProcess:
     """Handle of the process, for the test."""
 
     def __init__(self, home: Path, *arguments: Any) -> None:

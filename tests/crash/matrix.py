@@ -192,5 +192,5 @@ def _run_cell(
             (kept / "error.txt").write_text(f"{cell}\n{traceback.format_exc()}")
         raise
     finally:
-        met.update(trouble.met(home))
+        met.update(trouble.failed_calls(home))
         shutil.rmtree(home)

@@ -24,7 +24,7 @@ import msgspec
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
-from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
+from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
@@ -47,6 +47,8 @@ _NUMEL = 1_600_000
 _GROUP = 3
 _SLOTS = 2
 _CHUNKS = {"copy": 3, "xor": 2}
+#: Log line of a holder that requests parts again.
+REQUESTED_AGAIN = re.compile(r"iteration 3: ranks \{(.*)\} are to send")
 #: Longest wait for the answer of a lost agent.
 _PEER_TIMEOUT_S = 2.0
 #: Held while an agent starts: its fault is in the environment, which all threads share.
@@ -241,14 +243,12 @@ class _Scenario:
         lines = re.findall(rf"rank (\d+): iteration {iteration} is held by node (\d+) ", logs)
         return Counter((int(rank), int(holder)) for rank, holder in lines)
 
-    def _asked_again(self) -> set[tuple[int, int]]:
+    def _requested_again(self) -> set[tuple[int, int]]:
         """Return the ranks whose parts were requested again, with the requesting holder."""
         pairs = [
             (rank, holder)
             for holder in range(len(self._made.nodes))
-            for ranks in re.findall(
-                r"iteration 3: ranks \{(.*)\} are asked", self._made.log(holder)
-            )
+            for ranks in REQUESTED_AGAIN.findall(self._made.log(holder))
             for rank in ranks.split(", ")
         ]
         return {(int(rank), holder) for rank, holder in pairs}
@@ -285,7 +285,7 @@ class _Scenario:
             # The successor sends its own parts again, and gets back the parts that it held.
             self._await_held(3, {pair for pair in self._all if 0 in pair}, before)
             # Spoiled parity is computed again, also from the parts of other ranks.
-            self._await_held(3, self._asked_again(), before)
+            self._await_held(3, self._requested_again(), before)
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
     def restore(self) -> RestorePoint:
@@ -298,7 +298,7 @@ class _Scenario:
         self._start()
         offers = self._offers()
         newest = newest_saves(offers, _SLOTS)
-        for rank in lacking_ranks(offers, newest) if newest else ():
+        for rank in missing_ranks(offers, newest) if newest else ():
             made.trainers[rank].client.recover(newest)
         check_storage(made.root)
         shared = common_saves(self._offers())
@@ -316,7 +316,7 @@ class _Scenario:
             if data != content(rank, restored.iteration, trainer.layout.nbytes):
                 raise CellError(f"rank {rank}: other bytes than it had at {restored}")
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, restored.iteration)
+            trainer.client.resume_from(save_id, restored.iteration)
         return restored
 
     def _offers(self) -> list[list[dict[str, Any]]]:

@@ -64,7 +64,7 @@ class Rank:
         self.job = setup_model_and_optimizer(tiny.model_provider, tiny.ModelType.encoder_or_decoder)
         self.args.load = plan.save
 
-    def say(self, **event: Any) -> None:
+    def report(self, **event: Any) -> None:
         with open(self._report, "a") as file:
             print(json.dumps({"at": time.time(), **event}), file=file)
 
@@ -117,23 +117,23 @@ class Rank:
     def load(self) -> int:
         iteration, operations = load_checkpoint(*self.job)
         wrong = self.wrong(iteration, operations) if iteration else []
-        self.say(loaded=iteration, wrong=wrong)
+        self.report(loaded=iteration, wrong=wrong)
         return int(iteration)
 
     def save(self, iteration: int) -> None:
         self.train(iteration)
         dist.barrier()
-        self.say(began=iteration)
+        self.report(began=iteration)
         save_checkpoint(iteration, *self.job, 7 * iteration)
         checkpointer = session.checkpointer(self.plan.save)
         if self.plan.hurried:
             outcomes = checkpointer.saves.poll()
         else:
             checkpointer.link.stager.wait()
-            self.say(staged=iteration)
+            self.report(staged=iteration)
             outcomes = checkpointer.wait()
         for outcome in outcomes:
-            self.say(reported=outcome.iteration, error=outcome.error)
+            self.report(reported=outcome.iteration, error=outcome.error)
 
     def run(self) -> None:
         staged = AgentClient.staged
@@ -145,8 +145,8 @@ class Rank:
             AgentClient.staged = _not_sent if broken else staged  # type: ignore[method-assign]
             self.save(first + (number + 1) * self.plan.step)
         for outcome in session.checkpointer(self.plan.save).wait():
-            self.say(reported=outcome.iteration, error=outcome.error)
-        self.say(ended=True)
+            self.report(reported=outcome.iteration, error=outcome.error)
+        self.report(ended=True)
 
 
 def _not_sent(self: AgentClient, slot: int) -> None:

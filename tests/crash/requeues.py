@@ -139,7 +139,7 @@ class _Scenario:
             self._save(iteration)
         wake(stopped)
         if cell.rank == 0:  # another agent waits for the id of the run with the claim
-            self._await_overtaken(lost, newest)
+            self._await_takeover(lost, newest)
         self._check_tracker(newest)
         check_storage(self._root)
         self._save(newest + 1)
@@ -282,14 +282,14 @@ class _Scenario:
         if runs != {self._run - 1}:
             raise CellError(f"run {self._run} restored the state of runs {runs}")
         for trainer in self._ranks:
-            trainer.client.adopt(save_id, iteration)
+            trainer.client.resume_from(save_id, iteration)
         return int(iteration)
 
     def _check_tracker(self, newest: int) -> None:
         if (tracked := (self._root / TRACKER).read_text()) != str(newest):
             raise CellError(f"the tracker says {tracked}, not {newest}")
 
-    def _await_overtaken(self, node: Node, newest: int) -> None:
+    def _await_takeover(self, node: Node, newest: int) -> None:
         """Wait until the stopped agent has logged that another job has taken over."""
         log = node.directory(self._root) / LOG
 

@@ -68,7 +68,7 @@ class RivalCell:
     def cleaned_up(self) -> bool:
         """True if the second job removes the first job's files before the first agent wakes.
 
-        Without its temporary files, the first job could not continue even without any check.
+        Without its temporary files, the first job fails even if nothing checks the claim.
         """
         return self.point != "put.written"
 
@@ -130,7 +130,7 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
         run = later.claim("take_over").run_id
         newest = committed(root)[-1]
         if cell.cleaned_up:
-            later.client.adopt(stored(root, newest).manifest.save_id, newest)
+            later.client.resume_from(stored(root, newest).manifest.save_id, newest)
         for iteration in (3, 4, 5) if cell.cleaned_up else (5,):
             if iteration == 5:
                 trouble.end(root)

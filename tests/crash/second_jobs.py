@@ -98,7 +98,7 @@ def _run_scenario(cell: SecondJob, first: Job, second: Job) -> None:
     wake(stopped)
     _check_refusal(first)
     wake(held)
-    second.everyone("ended")
+    second.await_all("ended")
     newest = expected.iteration + 1
     for rank, events in enumerate(second.reports("reported")):
         if [(event["reported"], event["error"]) for event in events] != [(newest, None)]:

@@ -28,7 +28,7 @@ from tests.agent.test_shard_writer import read_rank
 from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tests.crash.job import CellError, agent_at, eventually, wake
-from tests.crash.later import Later
+from tests.crash.later import LaterProcess
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS, FAILING
 from tests.crash.truth import check_left, check_storage, check_tidy, committed, stored_patiently
@@ -41,7 +41,7 @@ _BEFORE = {"agent.attached": (1,), "agent.granted": (2, 3), "agent.enqueued": (2
 _FIRST, _LATER = Retention(latest=1), Retention(latest=4)
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a process restored at its start."""
 
     iteration: int
@@ -61,27 +61,27 @@ class RankRun:
         retention = _FIRST if number == 1 else _LATER
         self.trainer = FakeTrainer(root, config, retention=retention)
 
-    def start(self) -> Restored:
+    def start(self) -> RestoredCheckpoint:
         """Claim the directory and restore the newest checkpoint, as a load does."""
         trainer = self.trainer
         trainer.claim(wait_s=PATIENCE_S)
         offers = trainer.take()
         newest = max(offers, key=lambda offer: offer.iteration, default=None)
         done = max(committed(self._root), default=0)
-        restored, save_id = Restored(0, "nothing", 0), None
+        restored, save_id = RestoredCheckpoint(0, "nothing", 0), None
         if newest is not None and newest.iteration >= done:
             iteration, save_id = newest.iteration, newest.save_id
             data = trainer.bytes_in(newest.slot)
-            restored = Restored(iteration, "memory", run_of(data, trainer, iteration))
+            restored = RestoredCheckpoint(iteration, "memory", run_of(data, trainer, iteration))
         elif done:
             checkpoint = stored_patiently(self._root, done)
             save_id = checkpoint.manifest.save_id
             data = read_rank(checkpoint, trainer)
-            restored = Restored(done, "storage", run_of(data, trainer, done))
+            restored = RestoredCheckpoint(done, "storage", run_of(data, trainer, done))
         if trainer.slab is not None and trainer.slab.read_only:
             trainer.slab.close()  # like `NodeLink`, which saves into a new slab
             trainer.slab = None
-        trainer.client.adopt(save_id, restored.iteration)
+        trainer.client.resume_from(save_id, restored.iteration)
         return restored
 
     def begin(self, iteration: int) -> None:
@@ -132,7 +132,7 @@ class RankRun:
         self.send_staged(self.stage(iteration))
         self.outcome(iteration)
 
-    def stage_aside(self, iteration: int) -> None:
+    def stage_without_message(self, iteration: int) -> None:
         """Copy a checkpoint whose "staged" message is sent later."""
         self.stage(iteration)
 
@@ -163,7 +163,7 @@ class SecondStart(FamilyCell):
 
     def run(self, home: Path) -> None:
         root, node = home / "save", Node(home / "run")
-        later: list[Later] = []
+        later: list[LaterProcess] = []
         try:
             with agent_fault(f"agent:{self.point}:{self.count}:STOP:{home / 'reached'}"):
                 first = RankRun(root, node.runtime_dir, 1)
@@ -197,7 +197,7 @@ class _Scenario:
         root: Path,
         node: Node,
         first: RankRun,
-        later: list[Later],
+        later: list[LaterProcess],
     ) -> None:
         self._cell, self._home, self._root, self._node = cell, home, root, node
         self._first, self._later = first, later
@@ -217,7 +217,7 @@ class _Scenario:
         if resumed.iteration < self._cell.least or resumed.run not in (0, 1):
             raise CellError(f"the second process restored {resumed}")
         # The first process must copy its rest into none of the slots granted to the second process.
-        second.do("stage_aside", resumed.iteration + 1)
+        second.do("stage_without_message", resumed.iteration + 1)
         training.join()
         first.copy_rest()
         second.do("send_staged")
@@ -230,7 +230,7 @@ class _Scenario:
         newest = resumed.iteration + 2
         third = self._start(3)
         restored = third.answer()
-        if restored != Restored(newest, "memory", 2):
+        if restored != RestoredCheckpoint(newest, "memory", 2):
             raise CellError(f"the third process restored {restored}")
         trouble.end(self._root)
         third.do("save", newest + 1)
@@ -260,9 +260,9 @@ class _Scenario:
             first.send_staged(slot)
             first.outcome(2)
 
-    def _start(self, number: int, connections: int = 0) -> Later:
+    def _start(self, number: int, connections: int = 0) -> LaterProcess:
         """Start a later process, and wait until the agent has `connections` (or pending ones)."""
-        process = Later(self._home, self._root, self._node.runtime_dir, number)
+        process = LaterProcess(self._home, self._root, self._node.runtime_dir, number)
         self._later.append(process)
         process.ask("start")
         path = str(self._node.directory(self._root) / SOCKET)

@@ -105,7 +105,7 @@ def _run_scenario(cell: LostSocket, home: Path, node: Node) -> None:
     if not cell.at_once:
         _saved(trainer, last := 3)
         _kept(trainer, last := 4)
-        eventually("the agent restores its files", lambda: _finds(directory, agent))
+        eventually("the agent restores its files", lambda: _is_reachable(directory, agent))
     trainer.hang_up()
 
     with agent_fault(None):  # an agent started here must not get the fault of another cell
@@ -134,7 +134,7 @@ def _run_scenario(cell: LostSocket, home: Path, node: Node) -> None:
         check_left(node.runtime_dir)
 
 
-def _finds(directory: Path, agent: int) -> bool:
+def _is_reachable(directory: Path, agent: int) -> bool:
     return (directory / SOCKET).exists() and holder(directory) == agent
 
 
@@ -160,7 +160,7 @@ def _restored(trainer: FakeTrainer) -> int:
         data = read_rank(checkpoint, trainer)
     if data is not None and data != content(0, done, trainer.layout.nbytes):
         raise CellError(f"iteration {done} has other bytes")
-    trainer.client.adopt(save_id, done)
+    trainer.client.resume_from(save_id, done)
     return done
 
 

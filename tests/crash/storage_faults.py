@@ -200,7 +200,7 @@ class _Scenario:
     def end(self) -> None:
         """Save twice more with the same faults; no file of the interrupted save may be left."""
         for iteration in (3, 4):
-            if iteration == 4 and trouble.is_troubled(self._root):
+            if iteration == 4 and trouble.is_on_faulty_storage(self._root):
                 self._faulty.rule(*RULES[self._cell.trouble])
             self._save(iteration)
             self._check(iteration)

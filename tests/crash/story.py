@@ -103,7 +103,7 @@ def crash_job(job: Job, crash: Crash, expected: RestorePoint) -> RestorePoint:
     if crash.killed == AGENT:
         job.kill_agents()
         wake(stopped)
-        job.everyone("ended")
+        job.await_all("ended")
         check_load(job, expected)
     saved = [
         max((e["reported"] for e in rank if e["error"] is None), default=0)

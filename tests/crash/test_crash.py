@@ -7,12 +7,16 @@ jobs in one save directory. Cells of a family run their own scenario.
 
 from __future__ import annotations
 
+import logging
 import platform
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_flashckpt.agent.peers.redundancy import Redundancy
 from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.failpoints import POINTS
 from tests.crash import storage_faults, trouble
@@ -20,7 +24,14 @@ from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job
-from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, run_peer_cell
+from tests.crash.peers import (
+    NODES,
+    REQUESTED_AGAIN,
+    PeerCell,
+    peer_cells,
+    peer_sample,
+    run_peer_cell,
+)
 from tests.crash.rivals import RivalCell, rival_cells, rival_sample, run_rival_cell
 from tests.crash.sockets import SOCKET_GONE, LostSocket
 from tests.crash.start import RunPlan
@@ -81,7 +92,9 @@ def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) ->
     trouble.prepare(tmp_path, 1, cell)
     with trouble.everywhere():
         cell.run(tmp_path)
-    assert trouble.met(tmp_path).count("fallocate") >= 4, "the agents did not run on faulty storage"
+    assert trouble.failed_calls(tmp_path).count("fallocate") >= 4, (
+        "the agents did not run on faulty storage"
+    )
 
 
 def test_every_storage_call_gets_every_transient_error(tmp_path: Path) -> None:
@@ -149,7 +162,7 @@ def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
     try:
         plan = RunPlan(save=str(first.save), seed=1, saves=1)
         first.start(plan, None, linger=True)
-        first.everyone("ended")
+        first.await_all("ended")
         (agent,) = first.agents
         before = {path for path in first.save.rglob("*") if path.suffix != ".tmp"}
         second.start(plan, None, linger=False)
@@ -188,6 +201,15 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)
     yield made
     made.close()
+
+
+def test_the_checks_of_a_cell_read_which_parts_a_holder_requests_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    holder = SimpleNamespace(_lock=threading.Lock(), _plan=None)
+    Redundancy._gave_up(holder, 3, {1, 2})  # type: ignore[arg-type]
+    assert REQUESTED_AGAIN.findall(caplog.text) == ["1, 2"]
 
 
 def test_the_checks_of_a_cell_report_every_kind_of_damage(job: Job) -> None:

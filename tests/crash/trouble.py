@@ -27,8 +27,8 @@ from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.storage import patient
 from tests.faulty_storage.preload import (
     CALLS,
-    calm,
     library,
+    limit_errors,
     no_fallocate,
     sometimes,
     sometimes_late,
@@ -70,7 +70,7 @@ def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str
         return []
     refused = [call for call in CALLS if call != "fallocate"]
     return [
-        calm(most, 1000 * within_s),
+        limit_errors(most, 1000 * within_s),
         *(
             sometimes(call, _RATE, seed, _OF_CLOSE if call == "close" else _PASSING)
             for call in refused
@@ -98,18 +98,18 @@ def await_names(root: Path) -> None:
 
     Called before another job starts, because schedulers need longer than this delay.
     """
-    if is_troubled(root):
+    if is_on_faulty_storage(root):
         time.sleep(LATE_S)
 
 
-def is_troubled(root: Path) -> bool:
+def is_on_faulty_storage(root: Path) -> bool:
     """Return whether the cell of this save directory is on faulty storage."""
     return _seed(root.parent) is not None
 
 
 def environment(root: Path) -> dict[str, str]:
     """Return environment variables for processes on this save directory, and their agents."""
-    if not is_troubled(root):
+    if not is_on_faulty_storage(root):
         return {}
     return {
         "LD_PRELOAD": str(library()),
@@ -123,7 +123,7 @@ def retry_at_once() -> None:
     patient.RETRIES_S = (0.1, 0.2, 0.4)
 
 
-def met(home: Path) -> list[str]:
+def failed_calls(home: Path) -> list[str]:
     """Return the names of the calls that failed in a cell."""
     try:
         lines = (home / f"{_RULES}.hits").read_text().splitlines()

@@ -21,7 +21,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.crash import trouble
 from tests.crash.job import PATIENCE_S, CellError, eventually
@@ -54,7 +54,7 @@ def committed(save: Path) -> list[int]:
 
     Reads are retried, because the process of a cell may get transient errors.
     """
-    storage = PatientStorage(PosixStorage(save))
+    storage = RetryingStorage(PosixStorage(save))
     iterations = [parse_iteration_dir(name) for name in storage.list("")]
     return sorted(
         n for n in iterations if n is not None and storage.present(iteration_dir(n), [MANIFEST])
@@ -63,7 +63,7 @@ def committed(save: Path) -> list[int]:
 
 def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
     """Open a checkpoint with retries, because the process of a cell may get transient errors."""
-    storage = PatientStorage(PosixStorage(save))
+    storage = RetryingStorage(PosixStorage(save))
     return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
 
 
@@ -109,7 +109,7 @@ def check_tidy(save: Path, newest: int) -> None:
         left += [f"{directory.name}/{name}" for name in files - expected]
         # The removal of the last file may report an error although it succeeded. Then the empty
         # directory stays, because another node might be about to fill it.
-        is_emptied = not files and trouble.is_troubled(save)
+        is_emptied = not files and trouble.is_on_faulty_storage(save)
         left += [directory.name] if not expected and not is_emptied else []
     if left:
         raise CellError(f"left behind: {sorted(left)}")

@@ -103,7 +103,7 @@ def sometimes_late(milliseconds: int, seed: int, part: str = "*") -> str:
     return f"sometimes-late {milliseconds} {seed} {part}"
 
 
-def calm(most: int, milliseconds: int) -> str:
+def limit_errors(most: int, milliseconds: int) -> str:
     """Return the rule that limits errors of `sometimes` per process: `most` in `milliseconds`."""
     return f"calm {most} {milliseconds}"
 

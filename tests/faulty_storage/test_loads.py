@@ -31,7 +31,7 @@ logging.basicConfig()
 patient.RETRIES_S = (0.001, 0.001, 0.001)
 
 def load():
-    storage = patient.PatientStorage(PosixStorage(sys.argv[1]))
+    storage = patient.RetryingStorage(PosixStorage(sys.argv[1]))
     iteration = listing.chosen_iteration(storage)
     assert listing.committed_iterations(storage) == [iteration]
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))

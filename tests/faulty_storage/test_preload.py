@@ -13,9 +13,9 @@ import pytest
 from tests.faulty_storage.preload import (
     FaultyStorage,
     append_only,
-    calm,
     fail,
     late,
+    limit_errors,
     no_fallocate,
     sometimes,
     sometimes_late,
@@ -276,9 +276,9 @@ def test_a_process_meets_at_most_the_allowed_errors_per_time(
     faulty: FaultyStorage, tmp_path: Path
 ) -> None:
     always = sometimes("stat", 10_000, 1, [errno.EIO])
-    faulty.rule(calm(2, 3_600_000), always)
+    faulty.rule(limit_errors(2, 3_600_000), always)
     assert [look for look, _ in refused_looks(faulty, tmp_path / "save")] == [0, 1]
-    faulty.rule(calm(2, 0), always)
+    faulty.rule(limit_errors(2, 0), always)
     assert len(refused_looks(faulty, tmp_path / "save")) == 300
 
 

@@ -69,7 +69,7 @@ def two_stages() -> Manifest:
     return merged([record(0, PIECES), record(1, [moved(piece, 4) for piece in PIECES])])
 
 
-class Forged:
+class ForgedManifest:
     """A valid manifest as JSON, in which a test forges a field."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_a_newer_manifest_is_not_reported_as_damaged(version):
     ],
 )
 def test_a_shard_name_cannot_leave_its_directory(name):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.shard["file"] = name
     with pytest.raises(CorruptCheckpointError, match="is not a shard's name") as caught:
         decode_manifest(forged.encode(), PLACE)
@@ -211,7 +211,7 @@ def test_a_shard_name_cannot_leave_its_directory(name):
 
 
 def test_a_missing_template_is_corrupt():
-    forged = Forged()
+    forged = ForgedManifest()
     forged.shard["template"] = "feed"
     with pytest.raises(CorruptCheckpointError, match="unknown template 'feed'"):
         decode_manifest(forged.encode(), PLACE)
@@ -219,7 +219,7 @@ def test_a_missing_template_is_corrupt():
 
 @pytest.mark.parametrize("length", [0, 5, 7])
 def test_a_placement_that_does_not_fit_its_template_is_corrupt(length):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.shard["placement"] = [0] * length
     message = f"a placement of {length} numbers for a template that takes 6"
     with pytest.raises(CorruptCheckpointError, match=message):
@@ -230,7 +230,7 @@ def test_a_placement_that_does_not_fit_its_template_is_corrupt(length):
     ("position", "message"), [(-1, "begin before"), (2**40, "a placement of 6")]
 )
 def test_a_place_outside_the_placement_is_corrupt(position, message):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.items[1][6] = position
     with pytest.raises(CorruptCheckpointError, match=message):
         decode_manifest(forged.encode(), PLACE)
@@ -238,14 +238,14 @@ def test_a_place_outside_the_placement_is_corrupt(position, message):
 
 @pytest.mark.parametrize("index", [-1, 1, 2**40])
 def test_a_key_index_out_of_range_is_corrupt(index):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.items[1][0] = index
     with pytest.raises(CorruptCheckpointError, match="names a key that is not in the table"):
         decode_manifest(forged.encode(), PLACE)
 
 
 def test_a_template_with_unaligned_elements_is_corrupt():
-    forged = Forged()
+    forged = ForgedManifest()
     forged.items.reverse()
     with pytest.raises(CorruptCheckpointError, match="has tensors that are not aligned to"):
         decode_manifest(forged.encode(), PLACE)
@@ -253,7 +253,7 @@ def test_a_template_with_unaligned_elements_is_corrupt():
 
 @pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 2], [0, 1, 2]])
 def test_shards_must_be_those_of_all_ranks_in_order(ranks):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.tree["shards"] = [{**forged.shard, "rank": rank} for rank in ranks]
     with pytest.raises(CorruptCheckpointError, match="shards are not those of ranks 0 to 1"):
         decode_manifest(forged.encode(), PLACE)
@@ -274,14 +274,14 @@ def test_shards_must_be_those_of_all_ranks_in_order(ranks):
     ],
 )
 def test_a_field_of_a_wrong_type_is_corrupt(field, value):
-    forged = Forged()
+    forged = ForgedManifest()
     forged.tree[field] = value
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: is not a manifest"):
         decode_manifest(forged.encode(), PLACE)
 
 
 def test_one_error_names_all_forged_fields():
-    forged = Forged()
+    forged = ForgedManifest()
     forged.tree["shards"][0]["file"] = "../a"
     forged.tree["shards"][1]["file"] = "../b"
     forged.shard["template"] = "feed"
@@ -305,7 +305,7 @@ def test_a_manifest_with_changed_bytes_is_refused(data):
 
 @given(st.data())
 def test_a_forged_manifest_can_name_only_shard_files(data):
-    body = bytearray(Forged().encode())
+    body = bytearray(ForgedManifest().encode())
     start = body.index(b",") + 1
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(start, len(body) - 1))] = data.draw(st.integers(0, 255))

@@ -58,7 +58,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack("<Q", len(body)) + body
 
 
-class Forged:
+class ForgedHeader:
     """A valid header, in which a test forges a field before it is encoded again."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Forged:
 
 
 def test_an_unforged_header_is_valid():
-    assert decode_header(Forged().encode(), PLACE).template.nbytes == 80
+    assert decode_header(ForgedHeader().encode(), PLACE).template.nbytes == 80
 
 
 @settings(max_examples=50)
@@ -255,7 +255,7 @@ def test_deep_nesting_inside_our_metadata_is_corrupt_not_a_crash(depth):
     ],
 )
 def test_a_forged_metadata_field_is_corrupt(field, value):
-    forged = Forged()
+    forged = ForgedHeader()
     forged.metadata[field] = value
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         decode_header(forged.encode(), PLACE)
@@ -289,14 +289,14 @@ def test_a_forged_metadata_field_is_corrupt(field, value):
     ],
 )
 def test_a_tensor_with_forged_offsets_shape_or_type_is_corrupt(position, lie):
-    forged = Forged()
+    forged = ForgedHeader()
     forged.tensor(position).update(lie)
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         decode_header(forged.encode(), PLACE)
 
 
 def test_overlapping_tensors_of_the_right_total_size_are_corrupt():
-    forged = Forged()
+    forged = ForgedHeader()
     forged.tensor(0)["data_offsets"] = [0, 100]
     forged.tensor(1)["data_offsets"] = [100, 80]
     forged.tensor(2)["data_offsets"] = [80, 80]
@@ -306,7 +306,7 @@ def test_overlapping_tensors_of_the_right_total_size_are_corrupt():
 
 @pytest.mark.parametrize("change", ["one more", "one less"])
 def test_different_numbers_of_tensors_and_pieces_are_corrupt(change):
-    forged = Forged()
+    forged = ForgedHeader()
     if change == "one more":
         forged.entries["weight/x#0"] = {"dtype": "U8", "shape": [0], "data_offsets": [80, 80]}
     else:
@@ -331,7 +331,7 @@ def test_a_header_with_changed_bytes_is_refused_or_consistent(data):
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
 def test_a_newer_header_is_not_reported_as_damaged(version):
-    forged = Forged()
+    forged = ForgedHeader()
     # A newer release may change everything except the place of the version.
     forged.metadata = {"version": version, "pieces": "of another type"}
     with pytest.raises(FormatVersionError, match=f"format version {version}; .* upgrade"):

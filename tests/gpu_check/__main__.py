@@ -28,7 +28,11 @@ _FILE = "gpu_check.jsonl"
 def main(arguments: list[str]) -> int:
     """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
-    wanted = [it for it in sections(given.package) if not given.only or it.label in given.only]
+    wanted = [
+        candidate
+        for candidate in sections(given.package)
+        if not given.only or candidate.label in given.only
+    ]
     file = given.json
     if file is not None:
         file.write_text("")
@@ -68,7 +72,7 @@ def _gpus() -> int:
 
 
 def _limit_s(section: Section, left_s: float, gpus: int) -> float:
-    if section.gets_the_rest:
+    if section.takes_the_remaining_time:
         return left_s
     is_simulated = gpus == 0 and section.gpus > 0
     return min(section.seconds * (_SIMULATED_FACTOR if is_simulated else 1.0), left_s)

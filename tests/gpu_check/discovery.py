@@ -44,7 +44,7 @@ class Section:
     """Variables that the section gets in addition to the driver's environment."""
 
     @property
-    def gets_the_rest(self) -> bool:
+    def takes_the_remaining_time(self) -> bool:
         return self.label == LAST
 
     def why_not(self, gpus: int) -> str:
@@ -63,9 +63,11 @@ def sections(package: str) -> list[Section]:
     paths = [
         path for place in spec.submodule_search_locations or () for path in Path(place).iterdir()
     ]
-    found = [_section(path) for path in paths if path.suffix == ".py" and path.stem != "__init__"]
-    again = [_on_another_device(it) for it in found if it.label in _ON_ANOTHER_DEVICE]
-    return sorted(found + again, key=_place)
+    listed = [_section(path) for path in paths if path.suffix == ".py" and path.stem != "__init__"]
+    again = [
+        _on_another_device(section) for section in listed if section.label in _ON_ANOTHER_DEVICE
+    ]
+    return sorted(listed + again, key=_place)
 
 
 def _section(path: Path) -> Section:
@@ -83,7 +85,7 @@ def _section(path: Path) -> Section:
 def _place(section: Section) -> tuple[bool, bool, int, str]:
     letter = section.label[0]
     place = ORDER.index(letter) if letter in ORDER else len(ORDER)
-    return section.gets_the_rest, section.gpus > 1, place, section.label
+    return section.takes_the_remaining_time, section.gpus > 1, place, section.label
 
 
 def _on_another_device(section: Section) -> Section:

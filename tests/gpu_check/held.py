@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slot import SlotState
 from tests.gpu_check.rank import Node
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldSlots:
     """Slots of a rank."""
 
     states: list[str]
@@ -27,19 +27,19 @@ class Held:
         return values is not None and set(values) == {float(iteration)}
 
     def __str__(self) -> str:
-        found = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
-        return f"slots {', '.join(self.states)}; offered: {found}"
+        by_iteration = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
+        return f"slots {', '.join(self.states)}; offered: {by_iteration}"
 
 
-def held(node: Node) -> Held:
+def held(node: Node) -> HeldSlots:
     """Return the slots of rank 0 in the agent of `node`; the rank's process has ended."""
     rank = node.rank([])
     slab, offers = rank.checkpointer.link.take_slab()
     if slab is None:
-        return Held([], {})
+        return HeldSlots([], {})
     values: dict[int, list[float]] = {}
     for offer in offers:
-        slot = HeldSlot(slab, offer, 0)
+        slot = OfferedSlot(slab, offer, 0)
         values[offer.iteration] = []
         for item in slot.meta.template.items:
             if item.kind == MASTER:
@@ -48,10 +48,10 @@ def held(node: Node) -> Held:
                 values[offer.iteration] += [float(low), float(high)]
     states = [SlotState(slot.header.state).name for slot in slab.slots]
     rank.close()
-    return Held(states, values)
+    return HeldSlots(states, values)
 
 
-def held_in(where: Path) -> Held:
+def held_in(where: Path) -> HeldSlots:
     """Return the slots in the agent of a child that ran in `where`, and end that agent."""
     node = Node(where)
     try:

@@ -49,7 +49,7 @@ class Node:
         storage = PosixStorage(self.root)
         checkpoint = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
         plan = read_plan(rank.pieces, checkpoint.sources(), checkpoint.place)
-        read = [torch.empty(it.numel(), dtype=it.dtype) for it in rank.tensors]
+        read = [torch.empty(saved.numel(), dtype=saved.dtype) for saved in rank.tensors]
         read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, read), threads=4)
         return read
 
@@ -107,7 +107,9 @@ class Rank:
 
     def wait(self) -> list[str]:
         """Wait until all saves are durable; return the errors of those that failed."""
-        return [it.error for it in self.checkpointer.wait(60.0) if it.error is not None]
+        return [
+            outcome.error for outcome in self.checkpointer.wait(60.0) if outcome.error is not None
+        ]
 
     def close(self) -> None:
         """Disconnect from the agent, which keeps the slots for the next start."""

@@ -46,7 +46,7 @@ def write_section(
     (package / f"section_{letter.lower()}.py").write_text(text)
 
 
-class Ended(NamedTuple):
+class DriverResult(NamedTuple):
     """Result of a run of the driver."""
 
     status: int
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
     """Lines of the report, by section."""
 
 
-def run_made_up(package: Path, *arguments: str) -> Ended:
+def run_made_up(package: Path, *arguments: str) -> DriverResult:
     """Run the sections of a made-up package."""
     file = package.parent / "lines.jsonl"
     command = ["--package", package.name, "--json", str(file), *arguments]
@@ -63,7 +63,7 @@ def run_made_up(package: Path, *arguments: str) -> Ended:
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         lines.setdefault(line.pop("section"), []).append(line)
-    return Ended(ended.returncode, ended.stdout, lines)
+    return DriverResult(ended.returncode, ended.stdout, lines)
 
 
 def gpu_check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,7 @@ def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> DriverResult:
     """Run of sections that end in every possible way."""
     package = tmp_path_factory.mktemp("sections") / "made_up"
     facts = (
@@ -119,14 +119,14 @@ def test_simulated_sections_pass_and_skipped_ones_are_listed(tmp_path: Path) -> 
     ended = gpu_check("--budget", "3000", "--json", str(file))
     assert ended.returncode == 0, ended.stdout
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    everything = sections(PACKAGE)
-    simulated = [it.label for it in everything if it.simulated]
+    all_sections = sections(PACKAGE)
+    simulated = [listed.label for listed in all_sections if listed.simulated]
     assert set(simulated) >= set("EDFRSTG")
     ran = dict.fromkeys(line["section"] for line in lines)
     assert list(ran) == simulated
     for label in simulated:
         assert any(line["ok"] for line in lines if line["section"] == label), label
-    for section in everything:
+    for section in all_sections:
         if not section.simulated:
             why = "needs 2 GPUs" if section.gpus == 2 else "needs a GPU"
             assert f"  {section.label} {section.title}: {why}\n" in ended.stdout
@@ -136,7 +136,7 @@ def test_simulated_sections_pass_and_skipped_ones_are_listed(tmp_path: Path) -> 
 SHAPE = {"ok": None, "value": None, "unit": None, "detail": ""}
 
 
-def test_facts_are_written_as_json_lines_and_printed_in_a_table(ended: Ended) -> None:
+def test_facts_are_written_as_json_lines_and_printed_in_a_table(ended: DriverResult) -> None:
     assert ended.lines["E"] == [
         {**SHAPE, "kind": "must", "what": "a rule", "ok": True, "detail": "held"},
         {**SHAPE, "kind": "figure", "what": "speed", "value": 52.5, "unit": "GB/s"},
@@ -149,14 +149,14 @@ def test_facts_are_written_as_json_lines_and_printed_in_a_table(ended: Ended) ->
     assert "\n  E made up: a part: no reason\n" in ended.output
 
 
-def test_a_broken_rule_fails_the_check_but_later_sections_still_run(ended: Ended) -> None:
+def test_a_broken_rule_fails_the_check_but_later_sections_still_run(ended: DriverResult) -> None:
     assert ended.status == 1
     assert list(ended.lines) == ["E", "D", "F", "R", "S"]
     assert "\nFAILED D: a rule  it was 3\n" in ended.output
     assert ended.output.endswith("4 rules checked, 3 broken\n")
 
 
-def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: Ended) -> None:
+def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: DriverResult) -> None:
     what = "runs to its end"
     assert ended.lines["F"] == [
         {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
@@ -165,7 +165,9 @@ def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: Ende
     assert "| ValueError: broken\n" in ended.output
 
 
-def test_a_section_that_hangs_is_killed_with_all_its_children(ended: Ended, pids: Path) -> None:
+def test_a_section_that_hangs_is_killed_with_all_its_children(
+    ended: DriverResult, pids: Path
+) -> None:
     what, detail = "ends within 15 s", "killed, with all its children"
     assert ended.lines["S"] == [
         {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
@@ -174,7 +176,9 @@ def test_a_section_that_hangs_is_killed_with_all_its_children(ended: Ended, pids
     assert_ended(pids / "hung")
 
 
-def test_processes_that_a_section_leaves_running_are_killed(ended: Ended, pids: Path) -> None:
+def test_processes_that_a_section_leaves_running_are_killed(
+    ended: DriverResult, pids: Path
+) -> None:
     what = "processes that it left running and that were killed"
     assert ended.lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
     assert_ended(pids / "left")
@@ -185,7 +189,7 @@ def assert_ended(file: Path) -> None:
         eventually(f"the end of {pid}", lambda pid=pid: not is_alive(pid))
 
 
-def test_a_section_that_needs_more_gpus_is_listed_as_not_run(ended: Ended) -> None:
+def test_a_section_that_needs_more_gpus_is_listed_as_not_run(ended: DriverResult) -> None:
     assert "\n  P made up: needs 99 GPUs\n" in ended.output
 
 
@@ -206,4 +210,4 @@ def test_sections_run_in_the_order_of_their_letters(
     monkeypatch.syspath_prepend(tmp_path)
     for letter in "MTDEZ":
         write_section(tmp_path / "ordered", letter, "pass")
-    assert [it.label for it in sections("ordered")] == ["E", "D", "T", "Z", "D1", "T1", "M"]
+    assert [listed.label for listed in sections("ordered")] == ["E", "D", "T", "Z", "D1", "T1", "M"]

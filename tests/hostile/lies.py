@@ -19,7 +19,7 @@ import xxhash
 
 from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, record_name, shard_name
 from megatron_flashckpt.file_format.manifest import seal
-from tests.support.checkpoints import Made
+from tests.support.checkpoints import MadeSave
 
 OTHER_SAVE = "ba9876543210"
 
@@ -28,9 +28,9 @@ OTHER_SAVE = "ba9876543210"
 class Scene:
     """Two committed checkpoints in one directory, and files outside of it."""
 
-    older: Made
-    newest: Made
-    other: Made
+    older: MadeSave
+    newest: MadeSave
+    other: MadeSave
     """Another save of the newest iteration, in a different directory."""
     outside: Path
     """Directory that must never change; a pickle bomb would create a directory here."""
@@ -218,7 +218,7 @@ def no_directory(scene: Scene, dice: random.Random) -> None:
 # ---------------------------------------------------------------- foreign files
 
 
-def bystanders(scene: Scene, dice: random.Random) -> None:
+def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
     """Add orphaned files of earlier attempts, and foreign files."""
     directory = scene.newest.directory
     rank = dice.randrange(5)
@@ -313,24 +313,24 @@ HOSTILE: list[Any] = [
 ]
 
 
-def spots(tree: Any) -> list[tuple[Any, Any]]:
+def entries_of(tree: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a JSON tree."""
-    found = []
+    places = []
     items: Any = ()
     if isinstance(tree, dict):
         items = list(tree.items())
     elif isinstance(tree, list):
         items = list(enumerate(tree))
     for key, value in items:
-        found.append((tree, key))
-        found += spots(value)
-    return found
+        places.append((tree, key))
+        places += entries_of(value)
+    return places
 
 
 def mutate(tree: Any, dice: random.Random) -> None:
-    """Change one to three spots of a JSON tree."""
+    """Change one to three entries of a JSON tree."""
     for _ in range(dice.randint(1, 3)):
-        container, key = dice.choice(spots(tree))
+        container, key = dice.choice(entries_of(tree))
         match dice.randrange(4):
             case 0 | 1:
                 container[key] = dice.choice(HOSTILE)
@@ -344,7 +344,7 @@ def mutate(tree: Any, dice: random.Random) -> None:
                 del container[key]
 
 
-def deep(scene: Scene, dice: random.Random) -> None:
+def nest_deeply(scene: Scene, dice: random.Random) -> None:
     value = dice.choice([b"[", b'{"a":']) * dice.choice([1000, 200_000])
     if dice.random() < 0.5:
         scene.newest.manifest.write_bytes(b'{"digest":"0","version":1,"keys":' + value)
@@ -430,6 +430,6 @@ FORGED: list[Damage] = [
     forge_manifest,
     forge_header,
     forge_header,
-    deep,
+    nest_deeply,
     pickle_bomb,
 ]

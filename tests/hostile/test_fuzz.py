@@ -36,7 +36,7 @@ from megatron_flashckpt.file_format.commit_record import decode_records, encode_
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates, named_in
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
@@ -44,7 +44,15 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
-from tests.support.checkpoints import Made, expected, make, pieces_of_rank, read, snapshot, stage
+from tests.support.checkpoints import (
+    MadeSave,
+    expected,
+    make,
+    pieces_of_rank,
+    read,
+    snapshot,
+    stage,
+)
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
 RANKS = [pieces_of_rank(rank) for rank in range(4)]
@@ -64,7 +72,7 @@ def common_of(iteration: int, **args: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory that is copied for every seed."""
     home = tmp_path_factory.mktemp("good")
     make(home / "save", 10, seed=10, common=common_of(10))
@@ -77,14 +85,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-class Copies:
+class FreshCopies:
     """Fresh copies of the good save directory for each seed; files outside of it stay."""
 
-    def __init__(self, good: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
+    def __init__(self, intact: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
         self._iterations = iterations
-        self._good = good
+        self._good = intact
         self._home = home
-        shutil.copytree(good, home)
+        shutil.copytree(intact, home)
 
     def scene(self) -> Scene:
         save, outside = self._home / "save", self._home / "outside"
@@ -92,16 +100,16 @@ class Copies:
         shutil.rmtree(outside / "moved", ignore_errors=True)
         shutil.copytree(self._good / "save", save)
         older, newest = (
-            Made(save, iteration, "0123456789ab", RANKS, iteration)
+            MadeSave(save, iteration, "0123456789ab", RANKS, iteration)
             for iteration in self._iterations
         )
-        other = Made(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
+        other = MadeSave(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
         return Scene(older, newest, other, outside)
 
 
 @pytest.fixture
-def copies(good: Path, tmp_path: Path) -> Iterator[Copies]:
-    yield Copies(good, tmp_path / "copy")
+def copies(intact: Path, tmp_path: Path) -> Iterator[FreshCopies]:
+    yield FreshCopies(intact, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy")  # pipes would block a grep in these directories
 
 
@@ -159,7 +167,7 @@ def damages(scene: Scene) -> list[FlashCkptError]:
 
 
 def run_seeds(
-    copies: Copies,
+    copies: FreshCopies,
     kinds: list[Damage],
     seeds: range,
     check: Callable[[Scene, Damage, random.Random], None],
@@ -181,7 +189,7 @@ def run_seeds(
     assert peak_kib() - before < MEMORY_KIB
 
 
-def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Copies) -> None:
+def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: FreshCopies) -> None:
     """Digests cover every bit of a checkpoint, including padding."""
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -195,7 +203,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Co
     run_seeds(copies, PLAIN, range(SEEDS // 2), check)
 
 
-def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -> None:
+def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: FreshCopies) -> None:
     """A forgery may change fields that no load reads, such as the description."""
     refused = 0
 
@@ -218,7 +226,7 @@ def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: Copies) -
     assert refused > SEEDS // 4 / 2
 
 
-def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
+def test_a_damaged_tracker_hides_no_checkpoint(copies: FreshCopies) -> None:
     """A tracker has no digest, so a load follows a tracker that names another iteration."""
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -235,7 +243,7 @@ def test_a_damaged_tracker_hides_no_checkpoint(copies: Copies) -> None:
     run_seeds(copies, [lies.tracker], range(SEEDS // 10), check)
 
 
-def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
+def test_foreign_files_do_not_change_a_load(copies: FreshCopies) -> None:
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         iteration, tensors = load(scene)
         assert iteration == 20
@@ -245,11 +253,11 @@ def test_foreign_files_do_not_change_a_load(copies: Copies) -> None:
         scene.newest.manifest.unlink()  # now `ls` reads the other files of the attempt
         assert main(["ls", str(scene.root)]) == 0
 
-    run_seeds(copies, [lies.bystanders], range(SEEDS // 20), check)
+    run_seeds(copies, [lies.add_unrelated_files], range(SEEDS // 20), check)
 
 
 def test_the_command_line_reports_damage_without_a_traceback(
-    copies: Copies, capsys: pytest.CaptureFixture[str]
+    copies: FreshCopies, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
         save = snapshot(scene.root)
@@ -272,7 +280,7 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         (tmp_path / "good" / name).mkdir(parents=True)
     (tmp_path / "good/outside/precious").write_bytes(b"precious")
     save_as_ranks(made, tmp_path / "good/save", 4)
-    copies = Copies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
+    copies = FreshCopies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
     converted = 0
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -288,8 +296,8 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         assert snapshot(scene.root) == save
         shutil.rmtree(result, ignore_errors=True)
 
-    beside = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
-    kinds = [damage for damage in PLAIN + FORGED if damage not in beside]
+    of_other_files = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
+    kinds = [damage for damage in PLAIN + FORGED if damage not in of_other_files]
     run_seeds(copies, kinds, range(20_000, 20_000 + SEEDS // 12), check)
     assert converted < SEEDS // 24
 
@@ -368,12 +376,12 @@ def place_lie(scene: Scene, dice: random.Random) -> None:
 @pytest.mark.parametrize("of_node", [1, 2])
 @pytest.mark.parametrize("damage", [record_lie, record_forgery, place_lie])
 def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
-    good: Path, tmp_path: Path, damage: Damage, of_node: int
+    intact: Path, tmp_path: Path, damage: Damage, of_node: int
 ) -> None:
-    shutil.copytree(good, tmp_path / "good")
+    shutil.copytree(intact, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
     share_records(tmp_path / "good/save/iter_0000030", of_node)
-    copies = Copies(tmp_path / "good", tmp_path / "copy")
+    copies = FreshCopies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
@@ -419,7 +427,7 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
         target[:] = data
     offer = Offer(0, 30, SAVE_30, True, digests)
     begin = slab.geometry.slot_offset(0)
-    good = bytes(slab.memory[begin:])
+    intact = bytes(slab.memory[begin:])
     for seed in range(SEEDS // 2):
         dice = random.Random(seed)
         low, high = dice.choice(
@@ -430,11 +438,11 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
                 (slot.data_offset - begin, slot.data_offset - begin + len(data)),
             ]
         )
-        changed = bytearray(good[low:high])
+        changed = bytearray(intact[low:high])
         lies.flip_bits(changed, dice)
         slab.memory[begin + low : begin + high] = bytes(changed)
         try:
-            held = HeldSlot(slab, offer, 0)
+            held = OfferedSlot(slab, offer, 0)
             read = [bytearray(min(CHUNK_NBYTES, len(data) - at)) for at in starts]
             for number, chunk in enumerate(read):
                 held.read_chunk(0, number, [memoryview(chunk)])
@@ -444,5 +452,5 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
             assert held.meta == pending.metas[0], f"seed {seed}"
             assert b"".join(read) == data, f"seed {seed}"
             assert low == 0, f"seed {seed}: damage under a digest was accepted"
-        slab.memory[begin + low : begin + high] = good[low:high]
+        slab.memory[begin + low : begin + high] = intact[low:high]
     slab.close()

@@ -29,7 +29,7 @@ from megatron_flashckpt.errors import (
     for_command,
 )
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.support.checkpoints import Made, make, read_all, snapshot
+from tests.support.checkpoints import MadeSave, make, read_all, snapshot
 
 OTHER_SAVE = "ba9876543210"
 SHARD_0 = r"rank_00000-0123456789ab\.safetensors"
@@ -41,7 +41,7 @@ OLDER = r"load an older iteration with --ckpt-step$"
 class Damage:
     """A kind of damage to a checkpoint, and the one error that it must give."""
 
-    apply: Callable[[Made], object]
+    apply: Callable[[MadeSave], object]
     message: str
     """Pattern of file, fact and remedy."""
     error: type[FlashCkptError] = CorruptCheckpointError
@@ -68,12 +68,12 @@ def link_to_kept(file: Path) -> None:
     put_in_place_of(file, lambda path: path.symlink_to(path.with_suffix(".kept")))
 
 
-def shard_of(made: Made, iteration: int, save_id: str) -> None:
+def shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
     other = make(made.root.parent / "other", iteration, save_id)
     shutil.copyfile(other.shard(1), made.shard(1))
 
 
-def vouched_shard_of(made: Made, iteration: int, save_id: str) -> None:
+def digested_shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
     """Use a shard of another save, with a manifest that holds its digests."""
     other = make(made.root.parent / "other", iteration, save_id)
     content = other.shard(1).read_bytes()
@@ -84,7 +84,7 @@ def header(body: bytes) -> bytes:
     return struct.pack("<Q", len(body)) + body
 
 
-def forge_metadata(made: Made, change: Callable[[dict], object]) -> None:
+def forge_metadata(made: MadeSave, change: Callable[[dict], object]) -> None:
     """Change the metadata in the header of rank 1, and its digest in the manifest."""
     content = made.shard(1).read_bytes()
     entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -94,11 +94,11 @@ def forge_metadata(made: Made, change: Callable[[dict], object]) -> None:
     made.forge(1, header(json.dumps(entries).encode()))
 
 
-def change_entry(**fields: object) -> Callable[[Made], None]:
+def change_entry(**fields: object) -> Callable[[MadeSave], None]:
     return lambda made: made.change_manifest(lambda manifest: manifest["shards"][1].update(fields))
 
 
-def change_item(position: int, value: object) -> Callable[[Made], None]:
+def change_item(position: int, value: object) -> Callable[[MadeSave], None]:
     """Change one field of the first item of the template of rank 1."""
 
     def change(manifest: dict) -> None:
@@ -107,7 +107,7 @@ def change_item(position: int, value: object) -> Callable[[Made], None]:
     return lambda made: made.change_manifest(change)
 
 
-def change_placement(position: int, value: object) -> Callable[[Made], None]:
+def change_placement(position: int, value: object) -> Callable[[MadeSave], None]:
     def change(manifest: dict) -> None:
         manifest["shards"][1]["placement"][position] = value
 
@@ -153,12 +153,12 @@ DAMAGES = {
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
     "a vouched shard of another iteration": Damage(
-        lambda made: vouched_shard_of(made, 20, made.save_id),
+        lambda made: digested_shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '\w+', 1\), expected "
         rf"\(10, '\w+', 1\); {OLDER}",
     ),
     "a vouched shard of another save": Damage(
-        lambda made: vouched_shard_of(made, made.iteration, OTHER_SAVE),
+        lambda made: digested_shard_of(made, made.iteration, OTHER_SAVE),
         rf"{SHARD_1}: is the shard of .*'{OTHER_SAVE}', 1\), expected .*; {OLDER}",
     ),
     "missing": Damage(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
@@ -206,7 +206,7 @@ DAMAGES = {
     ),
     "a header with fewer digests": Damage(
         lambda made: forge_metadata(made, lambda fields: fields.update(digests="")),
-        rf"{SHARD_1}: 0 digests of \d+ bytes do not stand for \d+ bytes of data; {OLDER}",
+        rf"{SHARD_1}: 0 digests of \d+ bytes do not match \d+ bytes of data; {OLDER}",
     ),
     "a header that moves a tensor": Damage(
         lambda made: forge_metadata(made, lambda fields: fields["pieces"][-1].__setitem__(3, 1)),
@@ -316,20 +316,20 @@ DAMAGES = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("good") / "save")
 
 
 @pytest.fixture
-def made(good: Made, tmp_path: Path) -> Iterator[Made]:
+def made(intact: MadeSave, tmp_path: Path) -> Iterator[MadeSave]:
     """Yield a copy of a good checkpoint, for damage."""
     root = tmp_path / "save"
-    shutil.copytree(good.root, root)
-    yield dataclasses.replace(good, root=root)
+    shutil.copytree(intact.root, root)
+    yield dataclasses.replace(intact, root=root)
     shutil.rmtree(root)  # pytest keeps directories, and a pipe would block a grep in them
 
 
-def damages(made: Made) -> list[FlashCkptError]:
+def damages(made: MadeSave) -> list[FlashCkptError]:
     """Return the damages that `flashckpt verify` reports."""
     try:
         return verify(open_checkpoint(PosixStorage(made.root), made.iteration))
@@ -337,14 +337,14 @@ def damages(made: Made) -> list[FlashCkptError]:
         return [error]
 
 
-def test_the_undamaged_checkpoint_passes_verify(made: Made) -> None:
+def test_the_undamaged_checkpoint_passes_verify(made: MadeSave) -> None:
     assert damages(made) == []
     assert len(read_all(made)) == sum(map(len, made.pieces))
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_gives_one_clear_error_and_is_not_changed(
-    made: Made, name: str, capsys: pytest.CaptureFixture[str]
+    made: MadeSave, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = DAMAGES[name]
     case.apply(made)
@@ -368,7 +368,7 @@ def test_a_damaged_file_gives_one_clear_error_and_is_not_changed(
     assert snapshot(made.root) == before
 
 
-def test_verify_reports_both_swapped_shard_files(made: Made) -> None:
+def test_verify_reports_both_swapped_shard_files(made: MadeSave) -> None:
     swap(made.shard(1), made.shard(3))
     before = snapshot(made.root)
     errors = damages(made)
@@ -380,7 +380,7 @@ def test_verify_reports_both_swapped_shard_files(made: Made) -> None:
     assert snapshot(made.root) == before
 
 
-def test_verify_reports_both_swapped_names_in_the_manifest(made: Made) -> None:
+def test_verify_reports_both_swapped_names_in_the_manifest(made: MadeSave) -> None:
     def change(manifest: dict) -> None:
         one, other = manifest["shards"][1], manifest["shards"][3]
         for field in ("file", "nbytes", "header_digest"):
@@ -406,7 +406,7 @@ def test_verify_reports_both_swapped_names_in_the_manifest(made: Made) -> None:
     ids=["box", "start", "global shape", "elements", "type"],
 )
 def test_verify_reports_a_manifest_that_contradicts_an_intact_shard(
-    made: Made, change: Callable[[Made], None], tensor: str
+    made: MadeSave, change: Callable[[MadeSave], None], tensor: str
 ) -> None:
     """Reads use the manifest, so it could load wrong bytes with right digests."""
     change(made)
@@ -424,7 +424,7 @@ def test_verify_reports_a_manifest_that_contradicts_an_intact_shard(
     assert snapshot(made.root) == before
 
 
-def test_verify_lists_all_damages(made: Made) -> None:
+def test_verify_lists_all_damages(made: MadeSave) -> None:
     (made.common).unlink()
     made.shard(0).unlink()
     rewrite(made.shard(2), lambda held: held[:-1] + bytes([held[-1] ^ 1]))
@@ -441,14 +441,14 @@ def test_verify_lists_all_damages(made: Made) -> None:
         assert re.match(pattern, message)
 
 
-def test_verify_ignores_foreign_files(made: Made) -> None:
+def test_verify_ignores_foreign_files(made: MadeSave) -> None:
     (made.directory / "notes.txt").write_text("mine")
     (made.directory / "rank_00009-fedcba9876543210.safetensors").write_bytes(b"")
     (made.root / "iter_9").mkdir()
     assert damages(made) == []
 
 
-def test_verify_reports_a_missing_checkpoint_as_not_committed(made: Made) -> None:
+def test_verify_reports_a_missing_checkpoint_as_not_committed(made: MadeSave) -> None:
     shutil.rmtree(made.directory)
     (error,) = damages(made)
     assert isinstance(error, NotCommittedError)

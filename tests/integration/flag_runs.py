@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.megatron_jobs import REPO, run_job, succeeded
 
 CELLS = REPO / "tests/support/jobs/flag_cells.py"
-DOORS = ("stock", "ours")
+ENTRY_POINTS = ("stock", "ours")
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4"
@@ -22,7 +22,7 @@ EVERY_2 = "--save {save} --save-interval 2"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One call of `pretrain` for each entry point in `doors`."""
+    """One call of `pretrain` for each entry point in `entry_points`."""
 
     name: str
     flags: str
@@ -30,7 +30,7 @@ class Job:
     point, `{stock:NAME}` its directory at stock's."""
     copy: tuple[str, int] | None = None
     """Start with a copy of that job's directory as it was at that iteration."""
-    doors: tuple[str, ...] = DOORS
+    entry_points: tuple[str, ...] = ENTRY_POINTS
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of the cell, see `flag_cells.py`."""
 
@@ -44,7 +44,7 @@ def resumed(name: str, flags: str, **options: Any) -> list[Job]:
 
 
 @dataclasses.dataclass
-class Ran:
+class JobResult:
     """Result of a job at one entry point."""
 
     save: Path
@@ -65,17 +65,17 @@ class Ran:
         return names, tracker.read_text() if tracker.exists() else None
 
 
-Runs = dict[str, dict[str, Ran]]
+Runs = dict[str, dict[str, JobResult]]
 
 
 def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
     """Run all jobs in turn, in one process per rank; return rank 0's results by job name."""
     cells = []
     for job in jobs:
-        for door in job.doors:
-            save = where / door / job.name
+        for entry_point in job.entry_points:
+            save = where / entry_point / job.name
             (save if job.copy is None else save.parent).mkdir(parents=True, exist_ok=True)
-            places = {other.name: str(where / door / other.name) for other in jobs}
+            places = {other.name: str(where / entry_point / other.name) for other in jobs}
             places |= {f"stock:{other.name}": str(where / "stock" / other.name) for other in jobs}
             flags = job.flags.replace("{save}", str(save))
             for name, place in places.items():
@@ -83,14 +83,19 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
             copy = []
             if job.copy is not None:
                 copy = [[places[job.copy[0]], str(save), job.copy[1]]]
-            cell = {"name": job.name, "door": door, "arguments": flags.split(), "copy": copy}
+            cell = {
+                "name": job.name,
+                "entry_point": entry_point,
+                "arguments": flags.split(),
+                "copy": copy,
+            }
             cells.append({**cell, **job.options})
     (where / "cases.json").write_text(json.dumps(cells))
     done = succeeded(
         run_job(
             *(where, "flags", SMALL),
             ranks=ranks,
-            door="stock",
+            entry_point="stock",
             script=CELLS,
             timeout_s=270,
             # Stock's asynchronous writers are processes, and a forked rank cannot start processes.
@@ -100,9 +105,11 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
     )
     runs: Runs = {}
     for event in done.events:
-        name, door = event.pop("event"), event.pop("door")
+        name, entry_point = event.pop("event"), event.pop("entry_point")
         if event.pop("rank") == 0:
-            runs.setdefault(name, {})[door] = Ran(save=where / door / name, **event)
-        elif not runs[name][door].losses:  # under pipelining only the last stage has losses
-            runs[name][door].losses = event["losses"]
+            runs.setdefault(name, {})[entry_point] = JobResult(
+                save=where / entry_point / name, **event
+            )
+        elif not runs[name][entry_point].losses:  # under pipelining only the last stage has losses
+            runs[name][entry_point].losses = event["losses"]
     return runs

@@ -246,7 +246,7 @@ def _source_cell(layout: Layout, root: Path) -> dict[str, Any]:
     steps: list[list[Any]] = [["train", 1, BEFORE], ["save", str(root / layout.name), BEFORE]]
     if any(pair.source == layout for pair in stock_pairs(layout.family)):
         steps.append(["save_stock", f"{root / layout.name}:stock", BEFORE])
-    steps += _go_on(root / layout.name)
+    steps += _continue(root / layout.name)
     if any(pair.source == layout for pair in interrupted_pairs(layout.family)):
         steps += [["interrupt"], ["save", f"{root / layout.name}:interrupted", AFTER]]
     return _cell(layout, layout.name, 11, steps)
@@ -258,21 +258,21 @@ def _destination_cell(pair: Pair, root: Path) -> dict[str, Any]:
         steps = [
             ["load_stock", f"{source}:stock", BEFORE, own],
             ["hold"],
-            *_go_on(root / pair.name),
+            *_continue(root / pair.name),
         ]
     elif pair.how == "interrupted":
         steps = [["load", f"{source}:interrupted", AFTER, own]]
     elif pair.how == "other rates":
         steps = [["load", source, BEFORE, own]]
     elif pair.how:
-        steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_go_on(root / pair.name)]
+        steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_continue(root / pair.name)]
     else:
         steps = [["load", source, BEFORE, own], ["hold"], ["save", own, BEFORE]]
-        steps += _go_on(root / pair.name)
+        steps += _continue(root / pair.name)
     return _cell(pair.destination, pair.name, 99, steps)
 
 
-def _go_on(directory: Path) -> list[list[Any]]:
+def _continue(directory: Path) -> list[list[Any]]:
     return [["train", BEFORE + 1, AFTER], ["save", str(directory), AFTER]]
 
 

@@ -145,16 +145,16 @@ def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-class Ran:
+class CasesJob:
     """The job that runs all cases, and the directories before and after."""
 
     def __init__(self, tmp_path: Path) -> None:
-        good = tmp_path / "good"
+        intact = tmp_path / "good"
         succeeded(
             run_job(
                 tmp_path,
                 "save",
-                [*MODEL, "--train-iters", "2", "--save", str(good), "--save-interval", "2"],
+                [*MODEL, "--train-iters", "2", "--save", str(intact), "--save-interval", "2"],
                 ranks=RANKS,
             )
         )
@@ -162,7 +162,7 @@ class Ran:
         self.directories = {}
         for name, (damage, args, _, _) in CASES.items():
             directory = tmp_path / name
-            shutil.copytree(good, directory)
+            shutil.copytree(intact, directory)
             if damage is not None:
                 damage(directory)
             self.directories[name] = directory
@@ -200,7 +200,7 @@ class Ran:
                 "call": "save",
                 "iteration": 5,
                 "args": {"save": str(tmp_path / "overlapped")},
-                "then_load": str(good),
+                "then_load": str(intact),
             },
             {
                 "name": "what_was_saved_then",
@@ -219,7 +219,7 @@ class Ran:
         self.before = {name: snapshot(path) for name, path in self.directories.items()}
         self.result = self.run("cases", MODEL, tmp_path / "cases.json")
         self.after = {name: snapshot(path) for name, path in self.directories.items()}
-        self.good = good
+        self.good = intact
 
     def run(self, name: str, model: list[str], cases: Path) -> Result:
         return succeeded(
@@ -228,7 +228,7 @@ class Ran:
                 name,
                 [*model, "--train-iters", "2"],
                 ranks=RANKS,
-                door="stock",
+                entry_point="stock",
                 env={"CASES": str(cases)},
                 script=REPO / "tests/support/jobs/many_loads.py",
             )
@@ -241,12 +241,12 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("bad_input"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> CasesJob:
+    return CasesJob(tmp_path_factory.mktemp("bad_input"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: str) -> None:
+def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: CasesJob, name: str) -> None:
     _, _, error, says = CASES[name]
     for event in ran.of(name):
         if error is None:
@@ -265,17 +265,17 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: 
 @pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if case[2] and name != "flipped_bit"]
 )
-def test_a_refused_load_overwrites_nothing(ran: Ran, name: str) -> None:
+def test_a_refused_load_overwrites_nothing(ran: CasesJob, name: str) -> None:
     assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
 
 
-def test_a_missing_directory_starts_from_random_as_stock_does(ran: Ran) -> None:
+def test_a_missing_directory_starts_from_random_as_stock_does(ran: CasesJob) -> None:
     for event in ran.of("no_such_directory"):
         assert (event["result"], event["error"]) == (0, None)
     assert "will not load any checkpoints and will start from random" in ran.result.log
 
 
-def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: Ran) -> None:
+def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: CasesJob) -> None:
     for event in ran.of("save_into_a_file"):
         (message,) = event["result"]
         assert str(ran.tmp_path / "file") in message
@@ -283,7 +283,7 @@ def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: Ran) -> None:
     assert (ran.tmp_path / "file").read_text().startswith("a file where")
 
 
-def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> None:
+def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: CasesJob) -> None:
     for event in ran.of("no_memory_on_one_rank"):
         (message,) = event["result"]
         assert "cannot reserve 9 GiB of host memory" in message
@@ -291,7 +291,7 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> 
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
 
 
-def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: Ran) -> None:
+def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: CasesJob) -> None:
     saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
     for save, load in zip(saves, loads, strict=True):
         assert (save["result"], save["error"], load["error"]) == ([None], None, None)
@@ -300,21 +300,21 @@ def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: Ran) -> No
         assert load["weights"] == [after, before]
 
 
-def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: Ran) -> None:
+def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: CasesJob) -> None:
     for event in ran.of("no_doorbell_on_one_rank"):
         (message,) = event["result"]
-        assert "ValueError: an error that nobody foresaw" in message
+        assert "ValueError: an unexpected error" in message
     assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
 
 
-def test_a_save_creates_a_missing_directory(ran: Ran) -> None:
+def test_a_save_creates_a_missing_directory(ran: CasesJob) -> None:
     for event in ran.of("save_makes_the_directory"):
         assert event["result"] == [None]
     assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
 
 
 def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
-    ran: Ran,
+    ran: CasesJob,
 ) -> None:
     cases = ran.tmp_path / "other.json"
     load = {"name": "other", "call": "load", "args": {"load": str(ran.good)}}
@@ -340,7 +340,7 @@ def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
 
 
 def test_a_strict_load_lists_differences_and_another_load_skips_them(
-    ran: Ran,
+    ran: CasesJob,
 ) -> None:
     load = {"call": "load", "args": {"load": str(ran.good)}}
     cases = [

@@ -33,8 +33,13 @@ def job(
         (save / f"iter_{iteration:07d}").write_text("in the way")
     arguments = [*MODEL, "--train-iters", str(train_iters)]
     arguments += ["--save", str(save), "--save-interval", str(save_interval), *more]
-    door = "stock" if "SWAP" in env else "launch"
-    options: dict[str, Any] = {"ranks": ranks, "door": door, "script": SCRIPT, "env": env}
+    entry_point = "stock" if "SWAP" in env else "launch"
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "entry_point": entry_point,
+        "script": SCRIPT,
+        "env": env,
+    }
     return run_job(where, "ends", arguments, **options)
 
 

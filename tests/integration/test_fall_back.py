@@ -160,7 +160,7 @@ TROUBLE: dict[str, tuple[dict, int]] = {
 AWAY = "storage that is away"
 
 
-class Ran:
+class CasesJob:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.good = tmp_path / "good"
@@ -183,7 +183,7 @@ class Ran:
                 "cases",
                 MODEL,
                 ranks=RANKS,
-                door="stock",
+                entry_point="stock",
                 env={"CASES": str(tmp_path / "cases.json")},
                 script=REPO / "tests/support/jobs/many_loads.py",
             )
@@ -226,12 +226,14 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("fall_back"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> CasesJob:
+    return CasesJob(tmp_path_factory.mktemp("fall_back"))
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(ran: Ran, name: str) -> None:
+def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(
+    ran: CasesJob, name: str
+) -> None:
     expected = "newest" if name in ONLY_TRACKER else "older"
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, 4 if expected == "newest" else 2)
@@ -240,7 +242,7 @@ def test_all_ranks_load_the_intact_checkpoint_and_no_damaged_state(ran: Ran, nam
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_the_log_names_damage_and_lost_iterations_once(ran: Ran, name: str) -> None:
+def test_the_log_names_damage_and_lost_iterations_once(ran: CasesJob, name: str) -> None:
     (message,) = ran.blocks(name)
     assert re.search(DAMAGE[name][1], message), message
     match = re.search(
@@ -256,7 +258,7 @@ def test_the_log_names_damage_and_lost_iterations_once(ran: Ran, name: str) -> N
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_refused_load_stops_all_ranks_equally(ran: Ran, name: str) -> None:
+def test_every_refused_load_stops_all_ranks_equally(ran: CasesJob, name: str) -> None:
     _, _, error, says = REFUSED[name]
     for event in ran.of(name):
         assert event["error"] is not None, "the load succeeded without an error"
@@ -267,7 +269,7 @@ def test_every_refused_load_stops_all_ranks_equally(ran: Ran, name: str) -> None
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_a_passing_error_loses_no_iteration(ran: Ran, name: str) -> None:
+def test_a_passing_error_loses_no_iteration(ran: CasesJob, name: str) -> None:
     trouble, loaded = TROUBLE[name]
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, loaded)
@@ -279,7 +281,7 @@ def test_a_passing_error_loses_no_iteration(ran: Ran, name: str) -> None:
     assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
 
 
-def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
+def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: CasesJob) -> None:
     for event in ran.of(AWAY):
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
@@ -288,7 +290,7 @@ def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: Ran) ->
     assert ran.blocks(AWAY) == []
 
 
-def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: Ran) -> None:
+def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: CasesJob) -> None:
     damaged, older = ran.tmp_path / "D", ran.tmp_path / "C"
     shutil.copytree(ran.good, damaged)
     truncated_copy(ran.good, older, 2)

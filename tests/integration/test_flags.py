@@ -18,7 +18,16 @@ import torch
 from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import UNUSED
-from tests.integration.flag_runs import DIST, DOORS, EVERY_2, TORCH, Job, Runs, resumed, run_jobs
+from tests.integration.flag_runs import (
+    DIST,
+    ENTRY_POINTS,
+    EVERY_2,
+    TORCH,
+    Job,
+    Runs,
+    resumed,
+    run_jobs,
+)
 from tests.support.megatron_jobs import assemble, differing, tensors
 
 #: Multi-token prediction with tied embeddings.
@@ -61,11 +70,11 @@ RESUMED_BY_2 = [
 #: Jobs that load the save of `mtp` under other stages, and save it unchanged.
 _AS_IT_IS = "--save {save} --save-interval 3"
 OTHER_STAGES = [
-    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
+    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", entry_points=("ours",)),
     Job(
         "mtp-two-stages",
         f"{_MTP} --pipeline-model-parallel-size 2 --load {{mtp-one-stage}} {_AS_IT_IS}",
-        doors=("ours",),
+        entry_points=("ours",),
     ),
 ]
 _CONVERTED = f"{EVERY_2} --ckpt-convert-format torch_dist --ckpt-convert-save {{save}}"
@@ -120,30 +129,30 @@ ALIKE = [
 ]
 #: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
-    "doors": ("ours",),
+    "entry_points": ("ours",),
     "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
 }
 OTHER = [
     Job("graphs", f"{TORCH} {EVERY_2} --cuda-graph-impl local", **_GRAPHS),
     Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
-    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", doors=("ours",)),
+    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", entry_points=("ours",)),
     Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
     Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
     Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
     Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
-    Job("from-torch", f"{TORCH} --load {{stock:whole}} --ckpt-step 2", doors=("ours",)),
-    Job("from-torch-dist", f"{DIST} --load {{stock:async}} --ckpt-step 2", doors=("ours",)),
+    Job("from-torch", f"{TORCH} --load {{stock:whole}} --ckpt-step 2", entry_points=("ours",)),
+    Job("from-torch-dist", f"{DIST} --load {{stock:async}} --ckpt-step 2", entry_points=("ours",)),
     Job(
         "aware-fp16",
         f"{_AWARE} --exp-avg-dtype fp16 {EVERY_2}",
-        doors=("ours",),
+        entry_points=("ours",),
         options={"stand_in": "fused_adam"},
     ),
     # Megatron has evaluated this argument before the cell sets it.
     Job(
         "fsdp",
         f"{TORCH} {EVERY_2}",
-        doors=("ours",),
+        entry_points=("ours",),
         options={"attributes": {"use_custom_fsdp": True}},
     ),
 ]
@@ -159,8 +168,8 @@ def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
 
 
-def assert_alike(runs: Runs, name: str) -> None:
-    stock, ours = (runs[name][door] for door in DOORS)
+def assert_equal_ends(runs: Runs, name: str) -> None:
+    stock, ours = (runs[name][entry_point] for entry_point in ENTRY_POINTS)
     assert ours.ended == stock.ended, ours.output[-3000:]
     assert ours.losses == stock.losses
     assert ours.iteration == stock.iteration
@@ -181,12 +190,12 @@ def assert_nothing_lost(runs: Runs, name: str) -> None:
 def test_a_resumed_job_trains_bit_for_bit_like_the_uninterrupted_one(runs: Runs, job: Job) -> None:
     if job.name != "no-save-rng":
         assert_nothing_lost(runs, job.name)
-    assert_alike(runs, job.name)
+    assert_equal_ends(runs, job.name)
     later = f"{job.name}-2"
     if job.name in STOCK_LOSES:
         assert runs[later]["stock"].losses != runs[later]["ours"].losses, "stock agrees: compare it"
     else:
-        assert_alike(runs, later)
+        assert_equal_ends(runs, later)
 
 
 @pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
@@ -194,8 +203,8 @@ def test_two_resumed_ranks_train_bit_for_bit_like_uninterrupted_ones(
     runs_by_2: Runs, job: Job
 ) -> None:
     assert_nothing_lost(runs_by_2, job.name)
-    assert_alike(runs_by_2, job.name)
-    assert_alike(runs_by_2, f"{job.name}-2")
+    assert_equal_ends(runs_by_2, job.name)
+    assert_equal_ends(runs_by_2, f"{job.name}-2")
 
 
 def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Runs) -> None:
@@ -218,7 +227,7 @@ def test_a_save_holds_unused_weights_that_other_stages_do_not_need(runs_by_2: Ru
 
 @pytest.mark.parametrize("job", ALIKE, ids=lambda job: job.name)
 def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
-    assert_alike(runs, job.name)
+    assert_equal_ends(runs, job.name)
 
 
 def test_each_flag_changes_the_losses_or_the_end_of_its_job(runs: Runs) -> None:
@@ -260,8 +269,8 @@ def test_a_load_without_saved_optimizer_state_names_the_flag_to_add(
 
 
 def test_a_job_resumes_from_non_persistent_saves_without_their_directory(runs: Runs) -> None:
-    for door in DOORS:
-        assert runs["non-persistent"][door].ended == ["exit", 0]
+    for entry_point in ENTRY_POINTS:
+        assert runs["non-persistent"][entry_point].ended == ["exit", 0]
     assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
     assert (runs["non-persistent"]["stock"].save / "non_persistent/iter_0000004").is_dir()
     # The last save was only in memory when the job ended, and was then written to storage.

@@ -48,7 +48,7 @@ def ran(where: Path) -> Wrong:
             done = run_job(
                 *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "10", *flags]),
                 ranks=ranks,
-                door="stock",
+                entry_point="stock",
                 script=REPO / "tests/support/jobs/generated_models.py",
                 env={
                     "CASES": str(where / cases),
@@ -84,13 +84,13 @@ def test_the_checkpoint_of_an_accepted_model_is_verified(
         assert verify(StoredCheckpoint(storage, iteration, manifest)) == []
 
 
-@pytest.mark.parametrize(("made", "said"), REFUSED, ids=[made["name"] for made, _ in REFUSED])
+@pytest.mark.parametrize(("made", "message"), REFUSED, ids=[made["name"] for made, _ in REFUSED])
 def test_a_model_that_cannot_be_loaded_is_refused_before_the_first_step(
-    ran: Wrong, made: Model, said: str
+    ran: Wrong, made: Model, message: str
 ) -> None:
     for layout in LAYOUTS:
         assert (made["name"], layout, "saved") not in ran
-        assert re.search(said, ran[made["name"], layout, "refused"][0])
+        assert re.search(message, ran[made["name"], layout, "refused"][0])
 
 
 def test_megatron_does_not_save_layers_of_several_types_as_torch_dist(ran: Wrong) -> None:

@@ -1,7 +1,7 @@
 """Real training whose checkpoints are copied from simulated GPUs, one per local rank.
 
 Three jobs of two ranks save after iterations 2, 4 and 6. The first is an ordinary CPU job. In the
-second, copies run on the side stream of each rank's device while the next iteration computes; one
+second, copies run on the side stream of each rank's device while the next iteration computes. One
 rank is killed in iteration 6, and both ranks restart from the memory of iteration 4. The third job
 starts from a copy of the second job's directory as it was at iteration 4.
 """

@@ -264,8 +264,8 @@ def test_real_data_selects_the_tokenizer_of_gpt2(recording: dict[str, str]) -> N
 @pytest.mark.parametrize("script", ALL_SCRIPTS, ids=lambda path: path.name)
 def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    if not (shellcheck := shutil.which("shellcheck", path=beside)):
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if not (shellcheck := shutil.which("shellcheck", path=search_path)):
         pytest.skip("bash reports no error, and shellcheck is not installed")
     done = subprocess.run(
         [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False

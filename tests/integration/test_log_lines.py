@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.flag_runs import DIST, DOORS, EVERY_2, Job, Ran, Runs, run_jobs
+from tests.integration.flag_runs import DIST, ENTRY_POINTS, EVERY_2, Job, JobResult, Runs, run_jobs
 
 FLAGS = f"{DIST} --use-distributed-optimizer --log-progress"
 ASYNC = f"{FLAGS} --async-save --use-persistent-ckpt-worker --async-strategy mcore"
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_jobs(tmp_path_factory.mktemp("lines"), JOBS, ranks=1)
 
 
-def plain(text: str, run: Ran) -> str:
+def plain(text: str, run: JobResult) -> str:
     """Return `text` without parts that differ from run to run: times, numbers and paths."""
     root = str(run.save.parent)
     text = re.sub(rf"{re.escape(root)}/[\w-]+", "SAVE", text)
@@ -64,14 +64,14 @@ def plain(text: str, run: Ran) -> str:
     return re.sub(r"(?<![\w.])-?\d[\d.e+-]*", "N", re.sub(" +", " ", text)).strip()
 
 
-def lines(run: Ran) -> set[str]:
+def lines(run: JobResult) -> set[str]:
     logged = (line for line in run.output.splitlines() if not re.search("memory|get_start", line))
     return {plain(line, run) for line in logged if re.search("checkpoint|flashckpt", line)}
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_log_lines_equal_those_of_stock(runs: Runs, name: str) -> None:
-    stock, ours = (lines(runs[name][door]) for door in DOORS)
+    stock, ours = (lines(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     overlapping = {OVERLAPPING} if name == "async" else set()
     assert stock - ours <= ONLY_STOCK | overlapping
     assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS | overlapping
@@ -101,10 +101,10 @@ def ours_of(runs: Runs, name: str) -> str:
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
-    def timers(run: Ran) -> Counter[str]:
+    def timers(run: JobResult) -> Counter[str]:
         return Counter(re.findall(r"^ +([\w/-]+) \.+:", run.logged, re.MULTILINE))
 
-    stock, ours = (timers(runs[name][door]) for door in DOORS)
+    stock, ours = (timers(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     expected = {"whole": "save-checkpoint", "resumed": "load-checkpoint"}.get(name)
     assert expected is None or stock[expected] > 0
@@ -112,24 +112,24 @@ def test_timers_have_the_names_of_stock(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "resumed", "async"])
 def test_progress_txt_has_the_same_lines(runs: Runs, name: str) -> None:
-    def progress(run: Ran) -> Counter[str]:
+    def progress(run: JobResult) -> Counter[str]:
         text = (run.save / "progress.txt").read_text()
         return Counter(
             re.sub(r"throughput: \S+", "throughput: N", "\t".join(line.split("\t")[2:]))
             for line in text.splitlines()
         )
 
-    stock, ours = (progress(runs[name][door]) for door in DOORS)
+    stock, ours = (progress(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     assert any("Iteration: 4" in line for line in stock)
 
 
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
-    def hooks(run: Ran) -> Counter[str]:
+    def hooks(run: JobResult) -> Counter[str]:
         return Counter(plain(str(call), run) for call in run.hooks)
 
-    stock, ours = (hooks(runs[name][door]) for door in DOORS)
+    stock, ours = (hooks(runs[name][entry_point]) for entry_point in ENTRY_POINTS)
     assert ours == stock
     wandb = [call for call in runs[name]["ours"].hooks if call[0].startswith("wandb_utils.on_save")]
     iterations = [arguments[-1] for _, arguments, _ in wandb]
@@ -137,7 +137,7 @@ def test_hooks_get_the_same_calls_as_in_stock(runs: Runs, name: str) -> None:
 
 
 def test_curves_are_those_of_stock_plus_ours(runs: Runs) -> None:
-    stock, ours = (set(runs["whole"][door].scalars) for door in DOORS)
+    stock, ours = (set(runs["whole"][entry_point].scalars) for entry_point in ENTRY_POINTS)
     assert "lm loss" in stock
     assert stock <= ours
     assert ours - stock

@@ -56,7 +56,7 @@ MATRIX = [pair for family in FAMILIES for pair in pairs(family)]
 MEASURED = [pair for family in STOCK for pair in stock_pairs(family)]
 
 
-class Ran:
+class ReshardJobs:
     """The jobs, each run when the first of its cells is requested, and their results."""
 
     def __init__(self, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ class Ran:
             name,
             [],
             ranks=job.ranks,
-            door="stock",
+            entry_point="stock",
             env={
                 "CASES": str(cases),
                 "CPU_CUDA_STUBS": "triton apex" if job.fused_adam else "triton",
@@ -156,7 +156,7 @@ class Ran:
                 *unequal(self, pair),
                 *wrongly_held(self, pair),
                 *wrong_side_state(self, pair),
-                *astray(self, pair),
+                *beyond_noise(self, pair),
             ]
         except AssertionError as error:
             return [str(error)]
@@ -170,7 +170,7 @@ def resized(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([whole[: shape[0]], whole.new_zeros(missing, *whole.shape[1:])])
 
 
-def unequal(ran: Ran, pair: Pair) -> list[str]:
+def unequal(ran: ReshardJobs, pair: Pair) -> list[str]:
     """Return global tensors that differ after the source's save, the load and the second save."""
     expected, saved = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
     if expected.keys() != saved.keys():
@@ -185,7 +185,7 @@ def unequal(ran: Ran, pair: Pair) -> list[str]:
     ]
 
 
-def wrongly_held(ran: Ran, pair: Pair) -> list[str]:
+def wrongly_held(ran: ReshardJobs, pair: Pair) -> list[str]:
     """Return tensors that a rank holds wrongly after the load, duplicates included."""
     wrong = []
     for event in ran.steps(pair, "hold"):
@@ -200,7 +200,7 @@ def wrongly_held(ran: Ran, pair: Pair) -> list[str]:
     return wrong
 
 
-def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
+def wrong_side_state(ran: ReshardJobs, pair: Pair) -> list[str]:
     """Return state other than tensors that breaks Megatron's rules for a changed world."""
     saved = [event for event in ran.steps(pair.source, "save") if event["iteration"] == BEFORE]
     # Ranks at the same coordinates have equal random state. A rank at coordinates that the source
@@ -242,7 +242,7 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
     ]
 
 
-def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
+def settings_by_key(ran: ReshardJobs, layout: Layout, iteration: int) -> dict[str, Any]:
     """Return the settings of every parameter of a source; all of its ranks must agree."""
     by_key: dict[str, Any] = {}
     for event in ran.steps(layout, "save"):
@@ -252,7 +252,7 @@ def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
     return by_key
 
 
-def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]:
+def wrong_settings(ran: ReshardJobs, pair: Pair, step: str, iteration: int) -> list[str]:
     """Return parameters whose settings differ from the source's at `iteration`.
 
     A group without parameters on its rank has the settings of any group of the source.
@@ -275,7 +275,7 @@ def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]
     return wrong + [f"{key} is in no group" for key in expected.keys() - seen]
 
 
-def astray(ran: Ran, pair: Pair) -> list[str]:
+def beyond_noise(ran: ReshardJobs, pair: Pair) -> list[str]:
     """Return figures of continued training that exceed stock's noise."""
     if pair.resizes_vocabulary:
         # Padding takes part in the softmax, so other padding gives another loss.
@@ -296,8 +296,8 @@ def astray(ran: Ran, pair: Pair) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(tmp_path_factory.mktemp("reshard"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> ReshardJobs:
+    return ReshardJobs(tmp_path_factory.mktemp("reshard"))
 
 
 def names(cell: Layout | Pair) -> str:
@@ -305,12 +305,14 @@ def names(cell: Layout | Pair) -> str:
 
 
 @pytest.mark.parametrize("pair", MATRIX, ids=names)
-def test_cell(ran: Ran, pair: Pair) -> None:
+def test_cell(ran: ReshardJobs, pair: Pair) -> None:
     assert ran.problems(pair) == []
 
 
 @pytest.mark.parametrize("pair", MEASURED, ids=names)
-def test_noise_is_measured_on_a_state_that_stock_restored_exactly(ran: Ran, pair: Pair) -> None:
+def test_noise_is_measured_on_a_state_that_stock_restored_exactly(
+    ran: ReshardJobs, pair: Pair
+) -> None:
     assert wrongly_held(ran, pair) == []
     assert ran.figures(pair)[0] < 0.2
 
@@ -318,7 +320,7 @@ def test_noise_is_measured_on_a_state_that_stock_restored_exactly(ran: Ran, pair
 @pytest.mark.parametrize(
     "pair", [pair for family in STOCK for pair in spoiled_pairs(family)], ids=names
 )
-def test_a_corrupted_state_exceeds_the_bound(ran: Ran, pair: Pair) -> None:
+def test_a_corrupted_state_exceeds_the_bound(ran: ReshardJobs, pair: Pair) -> None:
     """Negative control: a silently wrong load would exceed the bound."""
     figure, _ = ran.figures(pair)
     noise, _ = ran.noise(pair.source.family)
@@ -330,7 +332,9 @@ def test_a_corrupted_state_exceeds_the_bound(ran: Ran, pair: Pair) -> None:
     [layout for family in ("dense", "moe", "fp32") for layout in FAMILIES[family]],
     ids=names,
 )
-def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Layout) -> None:
+def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(
+    ran: ReshardJobs, layout: Layout
+) -> None:
     """Totals of a data-parallel group are exact; no rank exceeds the upper bound."""
     ran.steps(layout, "save")
     words = [*TINY, *layout.arguments]
@@ -358,7 +362,9 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
 
 
 @pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
-def test_groups_with_changed_rates_are_identified_by_their_parameters(ran: Ran, pair: Pair) -> None:
+def test_groups_with_changed_rates_are_identified_by_their_parameters(
+    ran: ReshardJobs, pair: Pair
+) -> None:
     """The checkpoint's rates take effect, as in Megatron."""
     before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
     saved = settings_by_key(ran, pair.source, BEFORE)
@@ -373,7 +379,7 @@ def rates_of(settings: list[dict[str, Any]]) -> set[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: str) -> None:
+def test_every_family_has_at_least_three_groups_that_differ(ran: ReshardJobs, family: str) -> None:
     """With fewer groups, a load that gives two groups equal settings could go unnoticed."""
     rates = ("max_lr", "min_lr", "eps", "wd_mult")
     for layout in FAMILIES[family]:
@@ -381,7 +387,7 @@ def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: st
         assert len({tuple(values[name] for name in rates) for values in settings}) >= 3
 
 
-def test_destinations_start_from_other_random_states(ran: Ran) -> None:
+def test_destinations_start_from_other_random_states(ran: ReshardJobs) -> None:
     """With equal states, the checks of restored and of kept random state could not fail."""
     for pair in pairs("dense"):
         saved = [event["rng"] for event in ran.steps(pair.source, "save")]
@@ -391,7 +397,7 @@ def test_destinations_start_from_other_random_states(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("pair", interrupted_pairs("dense"), ids=names)
-def test_only_an_unchanged_layout_runs_a_step_again(ran: Ran, pair: Pair) -> None:
+def test_only_an_unchanged_layout_runs_a_step_again(ran: ReshardJobs, pair: Pair) -> None:
     """Megatron restores its rerun state only if world size, TP, PP and DP are unchanged."""
     same = pair.source.model_parallel == pair.destination.model_parallel
     for event in ran.steps(pair, "load"):
@@ -399,7 +405,7 @@ def test_only_an_unchanged_layout_runs_a_step_again(ran: Ran, pair: Pair) -> Non
         assert event["rerun"] == ("WILL_RERUN_FROM_CHECKPOINT" if same else "NOT_RUNNING_YET")
 
 
-def test_the_matrix(ran: Ran, capsys: pytest.CaptureFixture) -> None:
+def test_the_matrix(ran: ReshardJobs, capsys: pytest.CaptureFixture) -> None:
     """Print every cell as a Markdown table per family; each cell is the result of a run."""
     text = "\n\n".join(table(ran, family) for family in FAMILIES)
     with capsys.disabled():
@@ -407,7 +413,7 @@ def test_the_matrix(ran: Ran, capsys: pytest.CaptureFixture) -> None:
     assert "\u2717" not in text
 
 
-def table(ran: Ran, family: str) -> str:
+def table(ran: ReshardJobs, family: str) -> str:
     """Return a family's matrix in Markdown, and the distance of training from the source's."""
     layouts = FAMILIES[family]
     cells = {(pair.source, pair.destination): pair for pair in pairs(family)}
@@ -424,17 +430,17 @@ def table(ran: Ran, family: str) -> str:
         ]
         lines.append("| " + " | ".join([source.label, *ticks]))
     lines = [f"{line} |" if line.startswith("| ") else f"{line}|" for line in lines]
-    good = [
+    valid = [
         ran.figures(pair)[0]
         for pair in cells.values()
         if pair.source != pair.destination
         and not pair.resizes_vocabulary
         and not ran.problems(pair)
     ]
-    if good:
+    if valid:
         noise, _ = ran.noise(family)
         lines.append(
             f"\nThe change of the masters over {AFTER - BEFORE} more iterations is apart from the "
-            f"source's by at most {max(good):.2g} of it; by {noise:.2g} with Megatron's own load."
+            f"source's by at most {max(valid):.2g} of it; by {noise:.2g} with Megatron's own load."
         )
     return "\n".join(lines)

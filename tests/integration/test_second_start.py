@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 @contextmanager
-def adopting_orphans() -> Iterator[None]:
+def reaping_orphans() -> Iterator[None]:
     """Become the parent of orphaned processes, so that their exit status can be read."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
@@ -39,7 +39,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 @dataclasses.dataclass
-class Starts:
+class TwoStarts:
     save: Path
     first: Result
     statuses: list[int]
@@ -58,7 +58,7 @@ def traced(trace: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(tmp_path_factory: pytest.TempPathFactory) -> TwoStarts:
     where = tmp_path_factory.mktemp("second-start")
     save = where / "save"
     tracker = save / "latest_checkpointed_iteration.txt"
@@ -70,7 +70,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
         env = {"HOLD": hold, "FLASHCKPT_AGENT__GRACE_S": "200", **more}
         return run_job(where, name, arguments, ranks=RANKS, env=env, torchrun=name == "first")
 
-    with adopting_orphans():
+    with reaping_orphans():
         killed = job("first", f"3:{tracker}:5", 5, SIGNALS="KILL:torchrun:2")
         assert killed.returncode == -9
         ranks = {
@@ -100,10 +100,10 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
                 os.waitpid(process.pid, 0)
     first = Result(-9, (where / "log-first-0").read_text(), traced(where / "trace-first"))
     await_no_agent(where)
-    return Starts(save, first, statuses, second, [ranks[rank].pid for rank in range(RANKS)])
+    return TwoStarts(save, first, statuses, second, [ranks[rank].pid for rank in range(RANKS)])
 
 
-def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts) -> None:
+def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: TwoStarts) -> None:
     log = starts.first.log
     for iteration in (3, 4, 5):
         (message,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
@@ -116,12 +116,12 @@ def test_the_first_start_logs_why_its_saves_fail_and_exits_with_1(starts: Starts
     assert starts.statuses == [1, 0], "only rank 0 reports the failure in its exit status"
 
 
-def test_the_second_start_names_the_processes_of_the_first(starts: Starts) -> None:
+def test_the_second_start_names_the_processes_of_the_first(starts: TwoStarts) -> None:
     named = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
     assert {(int(rank), int(pid)) for rank, pid in named} == set(enumerate(starts.pids))
 
 
-def test_the_second_start_resumes_from_memory_bit_for_bit(starts: Starts) -> None:
+def test_the_second_start_resumes_from_memory_bit_for_bit(starts: TwoStarts) -> None:
     assert "iteration 2 was restored from memory" in starts.second.log
     first, second = starts.first.losses(), starts.second.losses()
     assert sorted(second) == [3, 4, 5, 6, 7]
@@ -129,7 +129,7 @@ def test_the_second_start_resumes_from_memory_bit_for_bit(starts: Starts) -> Non
 
 
 def test_every_checkpoint_is_whole_and_of_one_start(
-    starts: Starts, capsys: pytest.CaptureFixture[str]
+    starts: TwoStarts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(starts.save), "--all"]) == 0, capsys.readouterr().out
     saves = {

@@ -62,7 +62,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Result:
     job = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
     job += ["--save", str(where / "save"), "--save-interval", "2"]
     script = REPO / "tests/support/jobs/self_checks.py"
-    return succeeded(run_job(where, "cases", job, ranks=RANKS, door="stock", script=script))
+    return succeeded(run_job(where, "cases", job, ranks=RANKS, entry_point="stock", script=script))
 
 
 def errors(ran: Result, name: str) -> list[list[str] | None]:
@@ -156,15 +156,15 @@ def test_a_file_size_limit_below_a_slab_stops_all_ranks_at_start(
     assert errors(ran, "large files") == [None] * RANKS
 
 
-@pytest.mark.parametrize("door", ["launch", "swap"])
+@pytest.mark.parametrize("entry_point", ["launch", "swap"])
 def test_unsupported_flags_stop_a_job_without_load_before_its_first_step(
-    tmp_path: Path, door: str
+    tmp_path: Path, entry_point: str
 ) -> None:
     job = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
     job += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     job += ["--exp-avg-dtype", "fp16"]
     save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
-    result = run_job(tmp_path, door, [*job, *save], ranks=1, door=door)
+    result = run_job(tmp_path, entry_point, [*job, *save], ranks=1, entry_point=entry_point)
     assert result.returncode != 0
     assert "--exp-avg-dtype torch.float16: states of this type come with scales" in result.log
     assert result.events == [], "a loss was computed, or a save was made"

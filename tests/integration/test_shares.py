@@ -32,7 +32,7 @@ def run_cases(
             [*model, "--train-iters", "2"],
             ranks=ranks,
             nodes=nodes,
-            door="stock",
+            entry_point="stock",
             env={"CASES": str(file)},
             script=REPO / "tests/support/jobs/many_loads.py",
         )

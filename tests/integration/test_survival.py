@@ -86,7 +86,7 @@ def test_no_way_to_end_a_job_loses_a_staged_save(runs: Runs) -> None:
     assert runs.trackers == [3, 4, 5, 7, 8]
 
 
-def test_a_job_resumes_from_memory_if_its_agent_lives_else_from_storage(
+def test_a_job_resumes_from_memory_if_its_agent_runs_else_from_storage(
     runs: Runs,
 ) -> None:
     restored = [

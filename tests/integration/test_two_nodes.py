@@ -65,7 +65,7 @@ def test_a_restart_restores_from_the_memory_of_both_nodes(where: Path, whole: Re
 
 
 @dataclasses.dataclass(frozen=True)
-class Lost:
+class RedundancyCase:
     """A redundancy scheme, and the number of reports after which all ranks are redundant."""
 
     redundancy: str
@@ -79,16 +79,16 @@ class Lost:
 
 
 LOST = {
-    "copy": Lost("copy", 2, sent=2),
-    "copy, two nodes swapped": Lost("copy", 2, sent=2, node=None, order=(1, 0)),
-    "xor": Lost("xor", 3, sent=6),
-    "xor, all ranks moved": Lost("xor", 3, sent=6, node=0, order=(1, 2, 0)),
+    "copy": RedundancyCase("copy", 2, sent=2),
+    "copy, two nodes swapped": RedundancyCase("copy", 2, sent=2, node=None, order=(1, 0)),
+    "xor": RedundancyCase("xor", 3, sent=6),
+    "xor, all ranks moved": RedundancyCase("xor", 3, sent=6, node=0, order=(1, 2, 0)),
 }
 
 
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST.keys())
 def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
-    tmp_path: Path, whole: Result, where: Path, lost: Lost
+    tmp_path: Path, whole: Result, where: Path, lost: RedundancyCase
 ) -> None:
     """The node dies with its agent and all its memory; the test spoils the files in storage."""
     nodes = lost.nodes

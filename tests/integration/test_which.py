@@ -64,7 +64,7 @@ def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> No
 
 
 def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> None:
-    """Somebody has replaced the checkpoint by another job's checkpoint of the same iteration."""
+    """A user has replaced the checkpoint by another job's checkpoint of the same iteration."""
     other = crashed / "other"
     arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]
     arguments += ["--save", str(other), "--save-interval", "4"]

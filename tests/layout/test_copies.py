@@ -19,7 +19,7 @@ from megatron_flashckpt.layout.copies import (
     is_copy,
     split_kind,
 )
-from megatron_flashckpt.layout.copy_sums import weighed
+from megatron_flashckpt.layout.copy_sums import weighted_sum
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from tests.support.worlds import sources_of
 
@@ -44,7 +44,7 @@ def summed(content: np.ndarray, replicas: int, copy: str = "") -> list[tuple[Cop
         ]
         of_ranks.append(
             added_up(
-                (it, weighed(it, content[it.offset[0]].reshape(-1)[low:high].tobytes()))
+                (it, weighted_sum(it, content[it.offset[0]].reshape(-1)[low:high].tobytes()))
                 for it, low, high in parts
             )
         )
@@ -97,9 +97,12 @@ def test_partial_copies_are_not_compared(content: np.ndarray) -> None:
 def test_only_the_first_elements_of_a_box_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "COMPARED_NUMEL", 10)
     content = np.arange(35, dtype=np.float32)
-    whole = weighed(piece(0, 35), content)
-    assert whole == weighed(piece(0, 10), content)
-    assert whole == (weighed(piece(0, 4), content) + weighed(piece(4, 35), content[4:])) % 2**64
+    whole = weighted_sum(piece(0, 35), content)
+    assert whole == weighted_sum(piece(0, 10), content)
+    assert (
+        whole
+        == (weighted_sum(piece(0, 4), content) + weighted_sum(piece(4, 35), content[4:])) % 2**64
+    )
     assert [copies.compared_numel(piece(low, 35)) for low in (0, 9, 10, 20)] == [10, 1, 0, 0]
 
 
@@ -109,7 +112,9 @@ def test_elements_of_any_type_are_summed() -> None:
         data = seed.randbytes(35 * width)
         changed = bytes([data[0], data[1] ^ 1, *data[2:]])
         it = piece(0, 35, dtype=dtype)
-        assert weighed(it, data) == weighed(it, bytearray(data)) != weighed(it, changed)
+        assert (
+            weighted_sum(it, data) == weighted_sum(it, bytearray(data)) != weighted_sum(it, changed)
+        )
 
 
 def test_all_sums_have_the_same_size() -> None:

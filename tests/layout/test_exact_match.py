@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
-from megatron_flashckpt.layout.exact_match import NOTHING_HELD, Held, held_once, stored_tensors
+from megatron_flashckpt.layout.exact_match import (
+    NOTHING_STORED,
+    StoredPieces,
+    pieces_stored_once,
+    stored_tensors,
+)
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, ReadPlan, read_plan
 from megatron_flashckpt.layout.reshard import Run
@@ -24,12 +29,12 @@ from tests.support.strategies import in_layout_order
 from tests.support.worlds import run, sizes, source, sources_of, stored_by, wanted_by, whole
 
 
-def held(sources: Sequence[Source], rank: int) -> Held:
-    return held_once(sources[rank], stored_tensors(sources))
+def held(sources: Sequence[Source], rank: int) -> StoredPieces:
+    return pieces_stored_once(sources[rank], stored_tensors(sources))
 
 
 def outcome(
-    wanted: list[Piece], sources: Sequence[Source], short: Held = NOTHING_HELD
+    wanted: list[Piece], sources: Sequence[Source], short: StoredPieces = NOTHING_STORED
 ) -> ReadPlan | tuple[type, str]:
     """Return the plan, or the type and text of its error."""
     try:
@@ -42,7 +47,7 @@ def refused_by_any(wanted: Sequence[list[Piece]], sources: list[Source], *, shor
     """Return whether the load of any rank's `wanted` pieces from `sources` fails."""
     return any(
         not isinstance(
-            outcome(pieces, sources, held(sources, rank) if short else NOTHING_HELD), ReadPlan
+            outcome(pieces, sources, held(sources, rank) if short else NOTHING_STORED), ReadPlan
         )
         for rank, pieces in enumerate(wanted)
     )
@@ -128,7 +133,12 @@ def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, numb
     sources = sources_of(sound)
     rank, item = data.draw(
         st.sampled_from(
-            [(it.rank, item) for it in sources for item in it.template.items if item.numel]
+            [
+                (stored.rank, item)
+                for stored in sources
+                for item in stored.template.items
+                if item.numel
+            ]
         )
     )
     placement = list(sources[rank].placement)
@@ -161,10 +171,10 @@ def test_each_rank_with_a_shared_template_counts():
     first = source(0, [layer])
     second = first._replace(rank=1, placement=(1, 0, 0))
     assert stored_tensors([first, second]) == {("weight", "w", "F32", (2, 4)): 8}
-    assert held([first, second], 0) == Held(0, {layer: 0})
+    assert held([first, second], 0) == StoredPieces(0, {layer: 0})
     alone = whole("w", "weight", "F32", (1, 4), (0, 0), (1, 4))
     sources = [source(0, [alone]), source(0, [alone])._replace(rank=1)]
-    shared = [it._replace(template=sources[0].template) for it in sources]
+    shared = [stored._replace(template=sources[0].template) for stored in sources]
     with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([alone], shared, PLACE, held=held(shared, 0))
 
@@ -179,7 +189,7 @@ def test_a_tensor_with_contradictory_shapes_or_types_is_refused(other):
 def test_a_tensor_of_two_shapes_is_refused_even_without_an_excess():
     half = run(box("w"), 0, 4)
     sources = sources_of([[half], [run(box("w", 9), 4, 8)]])
-    assert held(sources, 0) == Held(0, {})
+    assert held(sources, 0) == StoredPieces(0, {})
     with pytest.raises(MissingStateError, match="in the checkpoint"):
         read_plan([half], sources, PLACE, held=held(sources, 0))
 

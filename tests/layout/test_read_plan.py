@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.exact_match import held_once, stored_tensors
+from megatron_flashckpt.layout.exact_match import pieces_stored_once, stored_tensors
 from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
 from megatron_flashckpt.layout.read_plan import (
     Read,
     ReadPlan,
     missing_state,
     read_plan,
-    superfluous,
+    unexpected_tensors,
 )
 from megatron_flashckpt.layout.reshard import Run
 from megatron_flashckpt.layout.template import Source, TemplateItem
@@ -71,12 +71,14 @@ def assert_filled(
 def problems(
     wanted: list[Piece],
     stored: Sequence[list[Piece]],
-    unwanted: tuple[str, ...] = (),
+    unexpected: tuple[str, ...] = (),
     resizable: Sequence[int] = (),
 ) -> list[str]:
     with pytest.raises(MissingStateError) as caught:
         read_plan(wanted, sources_of(stored), PLACE, resizable)
-    error = missing_state(PLACE, caught.value.differences, unwanted) if unwanted else caught.value
+    error = (
+        missing_state(PLACE, caught.value.differences, unexpected) if unexpected else caught.value
+    )
     head, *lines, remedy = str(error).splitlines()
     assert head == f"{PLACE} does not hold what this model needs ({len(lines)} differences):"
     assert "nothing was loaded" in remedy
@@ -319,7 +321,9 @@ def test_a_gap_in_a_resized_tensor_is_an_error():
 
 def runs_of(stored):
     """Return a strategy for a non-empty run, as rank and position."""
-    runs = [(rank, n) for rank, held in enumerate(stored) for n, it in enumerate(held) if it.numel]
+    runs = [
+        (rank, n) for rank, held in enumerate(stored) for n, part in enumerate(held) if part.numel
+    ]
     assume(runs)
     return st.sampled_from(runs)
 
@@ -464,7 +468,7 @@ def test_each_box_is_read_in_its_own_type_from_any_shards(data, regions, saved_b
         ("weight", f"w {dtype}"): random_tensor(shape, dtype, 0) for dtype in ("F32", "BF16", "U8")
     }
     stored = data.draw(typed_cuts(regions, saved_by))
-    files = [b"".join(content(tensors, by_type(it)) for it in pieces) for pieces in stored]
+    files = [b"".join(content(tensors, by_type(part)) for part in pieces) for pieces in stored]
     sources = sources_of(stored)
     for wanted in [*stored, *data.draw(typed_cuts(regions, loaded_by))]:
         plan = read_plan(wanted, sources, PLACE)
@@ -472,7 +476,7 @@ def test_each_box_is_read_in_its_own_type_from_any_shards(data, regions, saved_b
         assert filled == [content(tensors, by_type(piece)) for piece in wanted]
         assert all(count.max(initial=0) <= 1 for count in times)
         for rank in range(saved_by):
-            held = held_once(sources[rank], stored_tensors(sources))
+            held = pieces_stored_once(sources[rank], stored_tensors(sources))
             assert read_plan(wanted, sources, PLACE, held=held) == plan
 
 
@@ -521,7 +525,7 @@ def test_every_difference_is_named_in_one_error():
     stored = [
         [box("shape", 9), box("type", dtype="I32"), run(gap, 0, 4), box("fine"), box("extra")]
     ]
-    lines = problems(wanted, stored, unwanted=("weight/extra",))
+    lines = problems(wanted, stored, unexpected=("weight/extra",))
     assert lines == [
         "weight/extra: in the checkpoint, not in the model",
         "weight/absent: not in the checkpoint; the model has shape (8,)",
@@ -543,15 +547,15 @@ def test_unexpected_tensors_are_differences_even_if_none_is_missing():
     )
 
 
-def test_superfluous_lists_the_unexpected_tensors_of_these_kinds():
+def test_unexpected_tensors_of_these_kinds_are_listed():
     stored = [
         source(0, [box("w"), box("v"), box("w", kind="exp_avg")]),
         source(1, [box("u"), box("v", kind="rank_state", dtype="U8")]),
     ]
     w, v, u = (("weight", key) for key in "wvu")
-    assert superfluous({w}, stored, {"weight"}) == {"weight/v", "weight/u"}
-    assert superfluous({w}, stored, {"exp_avg"}) == {"exp_avg/w"}
-    assert superfluous({w, v, u}, stored, {"weight"}) == set()
+    assert unexpected_tensors({w}, stored, {"weight"}) == {"weight/v", "weight/u"}
+    assert unexpected_tensors({w}, stored, {"exp_avg"}) == {"exp_avg/w"}
+    assert unexpected_tensors({w, v, u}, stored, {"weight"}) == set()
 
 
 def test_a_missing_key_is_a_key_error_with_readable_text():

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron_flashckpt.load import argument_source
-from megatron_flashckpt.load.argument_source import ArgumentSource, disagreement, note, taken
+from megatron_flashckpt.load.argument_source import (
+    ArgumentSource,
+    chosen_sources,
+    disagreement,
+    note,
+)
 
 FIRST = ArgumentSource(4, "aa", "digest of 4")
 
 
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(argument_source, "_taken", {})
+    monkeypatch.setattr(argument_source, "_chosen", {})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,6 @@ def test_each_option_has_a_source_and_a_later_read_replaces_it() -> None:
     note("pretrained_checkpoint", FIRST)
     note("load", ArgumentSource(2, "bb", "another"))
     note("load", None)
-    assert taken() == {"pretrained_checkpoint": FIRST}
+    assert chosen_sources() == {"pretrained_checkpoint": FIRST}
     assert disagreement({"pretrained_checkpoint": FIRST}) is None
     assert disagreement({"load": FIRST}) is not None

@@ -18,17 +18,17 @@ from megatron_flashckpt.errors import (
     StorageError,
 )
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir, next_attempt
-from megatron_flashckpt.load.candidates import Candidates, Named, named_in
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
 
-def held(iteration: int, committed: int = 6) -> InMemory:
+def held(iteration: int, committed: int = 6) -> MemoryCheckpoint:
     """Return a checkpoint in memory; its agent has committed the iteration `committed`."""
     slab: Any = None
-    return InMemory(slab, Offer(0, iteration, f"{iteration:08x}", False, None), committed)
+    return MemoryCheckpoint(slab, Offer(0, iteration, f"{iteration:08x}", False, None), committed)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def storage(tmp_path: Path) -> PosixStorage:
 
 def tried(
     storage: PosixStorage,
-    memory: list[InMemory],
+    memory: list[MemoryCheckpoint],
     errors: dict[str, FlashCkptError],
     *,
     fall_back: bool = True,
@@ -53,7 +53,9 @@ def tried(
     order = []
     while (current := candidates.current) is not None:
         name = (
-            f"memory {current.offer.iteration}" if isinstance(current, InMemory) else str(current)
+            f"memory {current.offer.iteration}"
+            if isinstance(current, MemoryCheckpoint)
+            else str(current)
         )
         order.append(name)
         if name not in errors:
@@ -85,7 +87,7 @@ def tried(
     ],
 )
 def test_the_newest_intact_checkpoint_in_memory_or_storage_is_used(
-    storage: PosixStorage, memory: list[InMemory], damaged: list[str], order: list[str]
+    storage: PosixStorage, memory: list[MemoryCheckpoint], damaged: list[str], order: list[str]
 ) -> None:
     assert tried(storage, memory, dict.fromkeys(damaged, DAMAGE)) == order
 
@@ -143,8 +145,8 @@ def test_memory_of_another_history_than_storage_is_not_used(
 ) -> None:
     slab: Any = None
     offer = Offer(0, 6, f"{MINE}0003", False, None)
-    memory = [InMemory(slab, offer, -1, frozenset(lineage))]
-    named = Named(iteration, save_id=save_id)
+    memory = [MemoryCheckpoint(slab, offer, -1, frozenset(lineage))]
+    named = NamedCheckpoint(iteration, save_id=save_id)
     candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
     assert candidates.current == (memory[0] if used else iteration)
     assert candidates.is_other_history != used
@@ -224,7 +226,7 @@ def test_the_report_of_one_lost_iteration_is_singular(
 def test_only_rank_0_logs_the_report(
     storage: PosixStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    candidates = Candidates(storage, Named(4), [], rank=1, fall_back=True)
+    candidates = Candidates(storage, NamedCheckpoint(4), [], rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
 
@@ -234,5 +236,5 @@ def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
 ) -> None:
     (tmp_path / TRACKER).unlink()
     with caplog.at_level(logging.WARNING):
-        assert named_in(storage, None) == Named(None)
+        assert named_in(storage, None) == NamedCheckpoint(None)
     assert "to resume from the newest, write 6 into that file" in caplog.text

@@ -25,7 +25,7 @@ from megatron_flashckpt import collectives
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.save.agent_link import NodeLink
-from megatron_flashckpt.save.peer_setup import introduce
+from megatron_flashckpt.save.peer_setup import connect_agents
 from tests.support.cluster import Cluster
 from tests.support.trainer import content, new_save_id
 
@@ -108,7 +108,7 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
             return real(*args)
 
         if redundancy != "none":
-            introduce(link, rank, config)
+            connect_agents(link, rank, config)
         checkpointer: Any = SimpleNamespace(
             link=link, config=config, rank=rank, start_run=lambda: None
         )
@@ -158,8 +158,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             for name in RESTARTS
         }
     finally:
-        for each in made.values():
-            each.close()
+        for job in made.values():
+            job.close()
 
 
 BOTH = [[10, True, 5], [5, True, 5]]

@@ -22,7 +22,7 @@ from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver, read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from tests.support.checkpoints import Made, expected, make, read
+from tests.support.checkpoints import MadeSave, expected, make, read
 from tests.support.worlds import (
     Sizes,
     content,
@@ -53,7 +53,7 @@ STARTS = [0, *itertools.accumulate(piece.nbytes for piece in MATRICES)]
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def large(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("large") / "save", ranks=[MATRICES])
 
 
@@ -120,7 +120,7 @@ def test_ranks_of_another_job_are_filled_from_real_files(tmp_path: Path, threads
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("number", range(len(MATRICES)))
 def test_columns_of_large_tensors_are_read_bit_for_bit(
-    large: Made, matrices: list[torch.Tensor], number: int, threads: int
+    large: MadeSave, matrices: list[torch.Tensor], number: int, threads: int
 ) -> None:
     rows, columns = MATRICES[number].shape
     third = columns // 3
@@ -132,7 +132,7 @@ def test_columns_of_large_tensors_are_read_bit_for_bit(
 
 @pytest.mark.parametrize("number", range(len(MATRICES)))
 def test_ranges_of_columns_across_a_border_of_chunks_are_read_bit_for_bit(
-    large: Made, matrices: list[torch.Tensor], number: int
+    large: MadeSave, matrices: list[torch.Tensor], number: int
 ) -> None:
     rows, columns = MATRICES[number].shape
     low, high = columns // 5, columns - 1
@@ -175,7 +175,7 @@ def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) ->
     ],
 )
 def test_chunks_between_the_wanted_columns_are_not_read(
-    large: Made,
+    large: MadeSave,
     matrices: list[torch.Tensor],
     number: int,
     rows: tuple[int, int],
@@ -194,7 +194,7 @@ def test_chunks_between_the_wanted_columns_are_not_read(
     assert torch.equal(tensors[0], as_bytes(matrices[number][slice(*rows), slice(*columns)]))
 
 
-def test_a_chunk_is_read_once_for_all_its_wanted_pieces(large: Made) -> None:
+def test_a_chunk_is_read_once_for_all_its_wanted_pieces(large: MadeSave) -> None:
     wanted = [part(0, (0, 1), (n, n + 1)) for n in range(20)] * 2
     stored = large.stored()
     (chunk,) = chunk_reads(read_plan(wanted, stored.sources(), "it"), wanted)
@@ -202,7 +202,7 @@ def test_a_chunk_is_read_once_for_all_its_wanted_pieces(large: Made) -> None:
 
 
 def test_whole_tensors_are_read_into_their_target_without_a_copy(
-    large: Made, matrices: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    large: MadeSave, matrices: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor in one stretch went through a buffer")
@@ -213,7 +213,7 @@ def test_whole_tensors_are_read_into_their_target_without_a_copy(
 
 
 def test_overlapping_wanted_pieces_each_receive_their_bytes(
-    large: Made, matrices: list[torch.Tensor]
+    large: MadeSave, matrices: list[torch.Tensor]
 ) -> None:
     half = MATRICES[0].numel // 2
     cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, MATRICES[0].numel)]
@@ -226,7 +226,7 @@ def test_overlapping_wanted_pieces_each_receive_their_bytes(
 # ---------------------------------------------------------------------- memory and failures
 
 
-class Nowhere:
+class DiscardingSink:
     """A sink that keeps nothing."""
 
     def place(self, read: Read, offset: int, nbytes: int) -> None:
@@ -237,12 +237,12 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_memory_is_bounded_by_one_buffer_per_thread(large: Made, threads: int) -> None:
+def test_memory_is_bounded_by_one_buffer_per_thread(large: MadeSave, threads: int) -> None:
     stored = large.stored()
     plan = read_plan(MATRICES, stored.sources(), "it")
     tracemalloc.start()
     try:
-        nbytes = read_all(stored, plan, MATRICES, Nowhere(), threads)
+        nbytes = read_all(stored, plan, MATRICES, DiscardingSink(), threads)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -250,14 +250,14 @@ def test_memory_is_bounded_by_one_buffer_per_thread(large: Made, threads: int) -
     assert peak < threads * CHUNK_NBYTES + CHUNK_NBYTES // 4
 
 
-def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: Made) -> None:
+def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: MadeSave) -> None:
     stored = large.stored()
     chunks = chunk_reads(read_plan(MATRICES, stored.sources(), "it"), MATRICES)
     lock = threading.Lock()
     in_use: set[int] = set()
     seen: set[int] = set()
 
-    class Watching(Nowhere):
+    class WatchingSink(DiscardingSink):
         def put(self, parts: list[Part]) -> None:
             (buffer,) = {id(part.source.obj) for part in parts}
             with lock:
@@ -268,14 +268,14 @@ def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: Made) ->
                 in_use.remove(buffer)
 
     with ChunkReader(stored, 3) as reader:
-        reader.read(chunks, Watching())
-        reader.read(chunks, Watching())
+        reader.read(chunks, WatchingSink())
+        reader.read(chunks, WatchingSink())
         assert reader.nbytes == 3 * CHUNK_NBYTES
         assert reader.read_nbytes == 2 * sum(piece.nbytes for piece in MATRICES)
     assert 1 <= len(seen) <= 3
 
 
-def test_after_an_error_nothing_more_is_written(large: Made) -> None:
+def test_after_an_error_nothing_more_is_written(large: MadeSave) -> None:
     """After an error, `read` starts no chunk and returns when all running chunks have ended."""
     stored = large.stored()
     chunks = chunk_reads(read_plan(MATRICES, stored.sources(), "it"), MATRICES) * 20
@@ -284,7 +284,7 @@ def test_after_an_error_nothing_more_is_written(large: Made) -> None:
     done: list[int] = []
     errors: list[BaseException] = []
 
-    class Waiting(Nowhere):
+    class WaitingSink(DiscardingSink):
         def put(self, parts: list[Part]) -> None:
             number = (parts[0].read.source_offset + parts[0].offset) // CHUNK_NBYTES
             begun.append(number)
@@ -299,7 +299,7 @@ def test_after_an_error_nothing_more_is_written(large: Made) -> None:
 
         def attempt() -> None:
             try:
-                reader.read(chunks, Waiting())
+                reader.read(chunks, WaitingSink())
             except ValueError as error:
                 errors.append(error)
                 done.append(-1)  # sentinel: no entry may follow
@@ -316,13 +316,13 @@ def test_after_an_error_nothing_more_is_written(large: Made) -> None:
         assert len(begun) < len(chunks)
         # The reader and its buffers remain usable.
         before = reader.read_nbytes
-        reader.read(chunks, Nowhere())
+        reader.read(chunks, DiscardingSink())
         assert reader.read_nbytes - before == 20 * sum(piece.nbytes for piece in MATRICES)
         assert done[-1] == -1
 
 
 @pytest.fixture
-def damaged(large: Made) -> Iterator[Made]:
+def damaged(large: MadeSave) -> Iterator[MadeSave]:
     """The large checkpoint with one bit of chunk 3 flipped during the test."""
 
     def flip() -> None:
@@ -340,7 +340,7 @@ def damaged(large: Made) -> Iterator[Made]:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_bytes_of_a_damaged_chunk_never_arrive(
-    damaged: Made, matrices: list[torch.Tensor], threads: int
+    damaged: MadeSave, matrices: list[torch.Tensor], threads: int
 ) -> None:
     half = WIDE // 2
     wanted = [part(0, (0, 2), (0, half)), part(0, (0, 2), (half, WIDE))]

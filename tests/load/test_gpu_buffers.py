@@ -21,11 +21,11 @@ from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.load import gpu_buffers
 from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, read_all
 from megatron_flashckpt.load.gpu_buffers import Gpu
-from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.simulated_gpu import Node, simulated_gpus
-from tests.support.checkpoints import Made, content, make
+from tests.support.checkpoints import MadeSave, content, make
 from tests.support.trainer import PATIENCE_S, eventually
 from tests.support.worlds import whole
 
@@ -48,7 +48,7 @@ WANTED[CUT] = whole("d", "weight", "BF16", (1001, 2003), (0, 11), (1001, 1500))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("gpu") / "save", ranks=[STORED])
 
 
@@ -99,10 +99,10 @@ def empty_targets(device: str = "cuda") -> list[torch.Tensor]:
     ]
 
 
-class Meeting:
+class ConcurrentReadsSource:
     """A checkpoint whose first chunks are read by `threads` threads at the same time."""
 
-    def __init__(self, made: Made, threads: int) -> None:
+    def __init__(self, made: MadeSave, threads: int) -> None:
         self._stored = made.stored()
         self._barrier = threading.Barrier(threads, timeout=PATIENCE_S)
         self._met = threading.local()
@@ -120,9 +120,9 @@ class Meeting:
         self._stored.read_chunk(rank, number, parts)
 
 
-def load(made: Made, tensors: list[torch.Tensor], threads: int) -> None:
+def load(made: MadeSave, tensors: list[torch.Tensor], threads: int) -> None:
     """Fill `tensors`, the targets of `WANTED`. Called by the training thread."""
-    source = Meeting(made, threads)
+    source = ConcurrentReadsSource(made, threads)
     plan = read_plan(WANTED, source.sources(), "the checkpoint")
     targets = Targets(WANTED, tensors)
     read_all(source, plan, WANTED, targets, threads, targets.gpu)
@@ -156,7 +156,7 @@ def let_load_begin(node: Node, loading: Future[Any]) -> None:
 def test_every_thread_of_a_load_uses_only_its_rank_s_gpu(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
-    made: Made,
+    made: MadeSave,
     expected: list[torch.Tensor],
     threads: int,
 ) -> None:
@@ -179,7 +179,7 @@ def test_every_thread_of_a_load_uses_only_its_rank_s_gpu(
 def test_a_load_runs_after_the_training_thread_s_earlier_work(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
-    made: Made,
+    made: MadeSave,
     expected: list[torch.Tensor],
     threads: int,
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_load_runs_after_the_training_thread_s_earlier_work(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_after_a_load_any_stream_sees_the_loaded_tensors(
-    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: MadeSave, threads: int
 ) -> None:
     """Padding is zeroed on the training thread's stream before the chunks are read."""
     go = threading.Event()
@@ -216,7 +216,7 @@ def test_after_a_load_any_stream_sees_the_loaded_tensors(
         targets = Targets([STORED[1]], [padding])
         targets.zero(0)
         with ChunkReader(made.stored(), threads, targets.gpu) as reader:
-            read_with_replicas(reader, [], targets, Sharing(None, "never", 0))
+            read_with_replicas(reader, [], targets, ReplicaGroup(None, "never", 0))
         with torch.cuda.stream(torch.cuda.Stream()):
             return padding.cpu()
 
@@ -227,7 +227,7 @@ def test_after_a_load_any_stream_sees_the_loaded_tensors(
     assert torch.equal(loading.result(PATIENCE_S), torch.zeros(100))
 
 
-def test_a_load_s_time_includes_its_work_on_the_gpu(made: Made) -> None:
+def test_a_load_s_time_includes_its_work_on_the_gpu(made: MadeSave) -> None:
     """Training offloads during the load: its copy keeps the engine busy for half a second."""
     seconds = 0.5
     piece = STORED[1]
@@ -236,17 +236,17 @@ def test_a_load_s_time_includes_its_work_on_the_gpu(made: Made) -> None:
         tensor, offloaded = torch.empty(999, device="cuda"), torch.zeros(1024, device="cuda")
         host = torch.empty(1024, pin_memory=True)
 
-        class Offloading(Meeting):
+        class OffloadingSource(ConcurrentReadsSource):
             def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
                 with torch.cuda.stream(torch.cuda.Stream()):
                     host.copy_(offloaded, non_blocking=True)
                 super().read_chunk(rank, number, parts)
 
-        source = Offloading(made, 1)
+        source = OffloadingSource(made, 1)
         targets = Targets([piece], [tensor])
         chunks = chunk_reads(read_plan([piece], source.sources(), "it"), [piece])
         with ChunkReader(source, 1, targets.gpu) as reader:
-            report = read_with_replicas(reader, chunks, targets, Sharing(None, "never", 0))
+            report = read_with_replicas(reader, chunks, targets, ReplicaGroup(None, "never", 0))
         assert len(chunks) == 1
         assert report.seconds >= seconds
         assert all(stream.query() for stream in node.devices[RANK].streams)
@@ -294,16 +294,16 @@ def test_a_buffer_may_be_overwritten_after_its_parts_were_put(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_thread_with_page_locked_buffers_waits_once_per_chunk(
-    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: MadeSave, threads: int
 ) -> None:
     """CUDA blocks the thread in every copy from memory that is not page-locked."""
-    alike = STORED[:2]
+    equal_pieces = STORED[:2]
 
     def work() -> tuple[int, list[torch.Tensor]]:
-        tensors = [torch.empty(piece.numel, device="cuda") for piece in alike]
-        targets = Targets(alike, tensors)
-        source = Meeting(made, threads)
-        chunks = chunk_reads(read_plan(alike, source.sources(), "it"), alike)
+        tensors = [torch.empty(piece.numel, device="cuda") for piece in equal_pieces]
+        targets = Targets(equal_pieces, tensors)
+        source = ConcurrentReadsSource(made, threads)
+        chunks = chunk_reads(read_plan(equal_pieces, source.sources(), "it"), equal_pieces)
         node.calls.clear()
         with ChunkReader(source, threads, targets.gpu) as reader:
             reader.read(chunks, targets)
@@ -312,14 +312,14 @@ def test_a_thread_with_page_locked_buffers_waits_once_per_chunk(
     count, tensors = training.submit(work).result(PATIENCE_S)
     assert [made.nbytes for made in node.runtime.kept] == [CHUNK_NBYTES] * threads
     assert names(node).count("Stream.synchronize") == count
-    assert are_equal(tensors, [values(piece) for piece in alike])
+    assert are_equal(tensors, [values(piece) for piece in equal_pieces])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_load_without_page_locked_buffers_warns_once_and_is_bit_exact(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
-    made: Made,
+    made: MadeSave,
     expected: list[torch.Tensor],
     threads: int,
     caplog: pytest.LogCaptureFixture,
@@ -346,7 +346,7 @@ def test_a_load_without_page_locked_buffers_warns_once_and_is_bit_exact(
 
 
 def test_a_load_to_host_memory_makes_no_cuda_call(
-    node: Node, made: Made, expected: list[torch.Tensor]
+    node: Node, made: MadeSave, expected: list[torch.Tensor]
 ) -> None:
     tensors = empty_targets("cpu")
     assert Gpu.of(tensors) is None

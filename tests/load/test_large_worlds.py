@@ -24,11 +24,11 @@ from megatron_flashckpt.collectives import (
     PART_NBYTES,
     gather_named,
     gather_objects,
-    gathered,
-    together,
+    run_and_agree,
+    run_and_gather,
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, RoundSizes, Stream
 
 WORLD = 16_384
 RANK = 77
@@ -38,7 +38,7 @@ ODD = 12_345
 SUMMARY = ("0" * 32, 4096, tuple(range(1000, 1060)))
 
 
-class Others:
+class EqualRanksGroup:
     """A process group in which all ranks but one send the same value as this rank."""
 
     def __init__(self, odd: bytes | None) -> None:
@@ -76,9 +76,9 @@ class Others:
 
 
 @contextlib.contextmanager
-def many_ranks(odd: Any = None, same: Any = None) -> Iterator[Others]:
+def many_ranks(odd: Any = None, same: Any = None) -> Iterator[EqualRanksGroup]:
     """Make this process one of many ranks: one rank sends `odd`, all others send `same`."""
-    others = Others(None if odd is None else pickle.dumps(odd))
+    others = EqualRanksGroup(None if odd is None else pickle.dumps(odd))
     others.each = len(pickle.dumps(same))
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     replaced: dict[str, Any] = {
@@ -102,8 +102,8 @@ def test_short_values_take_one_call_and_one_mebibyte() -> None:
 
 def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
     with many_ranks() as others:
-        everyone = gather_objects(SUMMARY)
-    assert everyone == [SUMMARY] * WORLD
+        values = gather_objects(SUMMARY)
+    assert values == [SUMMARY] * WORLD
     assert max(others.nbytes) <= 1.01 * PART_NBYTES
     assert len(others.nbytes) <= 3
 
@@ -111,23 +111,23 @@ def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
 def test_equal_values_are_one_object() -> None:
     odd = ("1" * 32, 1, ())
     with many_ranks(odd, SUMMARY):
-        everyone = gather_objects(SUMMARY)
-    assert everyone[ODD] == odd
-    assert len({id(value) for value in everyone}) == 2
+        values = gather_objects(SUMMARY)
+    assert values[ODD] == odd
+    assert len({id(value) for value in values}) == 2
 
 
 def test_other_ranks_do_not_pad_to_one_long_value() -> None:
     odd = "x" * 100_000
     with many_ranks(odd, ()) as others:
-        everyone = gather_objects(())
-    assert everyone[ODD] == odd
-    assert everyone[:ODD] == [()] * ODD
+        values = gather_objects(())
+    assert values[ODD] == odd
+    assert values[:ODD] == [()] * ODD
     assert sum(others.nbytes) < 2 * 2**20
 
 
 def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
     with many_ranks() as others, pytest.raises(CorruptCheckpointError) as raised:
-        together(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
+        run_and_agree(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
     assert len(str(raised.value)) == 100_000, "the failed rank keeps the whole message"
     # Here all ranks have such an error: 1.6 GB in all.
     assert sum(others.nbytes) < 3 * PART_NBYTES
@@ -135,7 +135,7 @@ def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
 
 
 def test_a_shortened_error_names_the_missing_characters() -> None:
-    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
+    failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).report
     assert failure is not None
     assert failure.message.endswith(" more characters)")
     assert len(failure.message) < 2100
@@ -143,11 +143,11 @@ def test_a_shortened_error_names_the_missing_characters() -> None:
 
 def test_a_shortened_list_names_the_number_of_missing_entries() -> None:
     lines = [f"weight/layer.{number}" for number in range(10_000)]
-    assert collectives.cut_list(lines[:20]) == tuple(lines[:20])
-    cut = collectives.cut_list(lines)
+    assert collectives.shorten_list(lines[:20]) == tuple(lines[:20])
+    cut = collectives.shorten_list(lines)
     assert sum(map(len, cut)) < 2100
     assert cut[-1] == f"... and {len(lines) - len(cut) + 1} more"
-    assert len(collectives.cut_list(["z" * 9000])) == 1
+    assert len(collectives.shorten_list(["z" * 9000])) == 1
 
 
 def test_requests_between_ranks_take_one_bit_per_pair() -> None:
@@ -164,7 +164,7 @@ def test_requests_between_ranks_take_one_bit_per_pair() -> None:
 
 def test_results_of_agreements_are_one_small_call() -> None:
     with many_ranks() as others:
-        assert gathered(lambda: (1, None))[1] == [None] * WORLD
+        assert run_and_gather(lambda: (1, None))[1] == [None] * WORLD
     assert len(others.nbytes) == 1
 
 
@@ -173,24 +173,26 @@ lengths = st.lists(st.integers(1, 10_000), max_size=20)
 
 @given(lengths, lengths, st.integers(1, 20_000), st.integers(1, 20_000))
 def test_the_bytes_of_a_round_fit_into_every_rank_s_room(one, other, room, other_room):
-    """The streams have any length; the slowest rank's pace determines the number of rounds."""
+    """The streams have any length; the smallest buffers determine the number of rounds."""
     streams = [
         {peer: Stream([(0, nbytes)]) for peer, nbytes in enumerate(each)} for each in (one, other)
     ]
     rooms = (room, other_room)
-    paces = [Pace.of(each, nbytes) for each, nbytes in zip(streams, rooms, strict=True)]
-    agreed = Pace(max(it.turns for it in paces), min(it.least for it in paces))
+    proposals = [RoundSizes.of(each, nbytes) for each, nbytes in zip(streams, rooms, strict=True)]
+    agreed = RoundSizes(
+        max(sizes.most_rounds for sizes in proposals), min(sizes.least for sizes in proposals)
+    )
     for each, nbytes in zip(streams, rooms, strict=True):
         sent = dict.fromkeys(each, 0)
-        for turn in range(agreed.rounds(each)):
-            cuts = agreed.cuts(each, turn)
+        for number in range(agreed.rounds(each)):
+            cuts = agreed.cuts(each, number)
             sizes = {peer: sum(b - a for *_, a, b in of_peer) for peer, of_peer in cuts.items()}
             assert all(sizes.values()), "no empty messages"
             assert sum(sizes.values()) <= max(nbytes, 4 * ALIGNMENT * len(each))
             for peer, size in sizes.items():
                 sent[peer] += size
         assert sent == {peer: dict(enumerate(lengths_of(each)))[peer] for peer in each}
-        assert agreed.rounds(each) <= agreed.turns
+        assert agreed.rounds(each) <= agreed.most_rounds
 
 
 def lengths_of(streams: dict[int, Stream]) -> list[int]:
@@ -202,7 +204,7 @@ def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:
     heavy, light, room = 120 * 2**20, 20_000, 64 * 2**20
     sizes = np.array([heavy] * 16 + [light] * 1007)
     streams = {peer: Stream([(0, int(nbytes))]) for peer, nbytes in enumerate(sizes)}
-    pace = Pace.of(streams, room)
-    assert pace.rounds(streams) <= 1.4 * sizes.sum() / room
+    round_sizes = RoundSizes.of(streams, room)
+    assert round_sizes.rounds(streams) <= 1.4 * sizes.sum() / room
     # With equal shares of the room for all peers, the exchange would take this many rounds.
     assert heavy // (room // len(streams)) > 1900

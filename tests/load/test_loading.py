@@ -11,8 +11,8 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.load.candidates import Candidates, Named
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -96,10 +96,10 @@ def test_memory_is_preferred_except_if_older_or_storage_was_set_back(
 ) -> None:
     slab = Slab.create(2, 0, 4096, "0")
     memory = [
-        InMemory(slab, Offer(n, iteration, "a" * 8, False, None), committed)
+        MemoryCheckpoint(slab, Offer(n, iteration, "a" * 8, False, None), committed)
         for n, iteration in enumerate(held)
     ]
-    current = Candidates(None, Named(stored), memory, rank=0, fall_back=True).current
+    current = Candidates(None, NamedCheckpoint(stored), memory, rank=0, fall_back=True).current
     assert current == (memory[0] if source == "memory" else stored)
     slab.close()
 

@@ -18,7 +18,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import loader, memory_source, storage_source
 from megatron_flashckpt.load.chunk_reader import ChunkReader
-from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.side_state import SideState
 from megatron_flashckpt.megatron_lm import parallel
@@ -40,7 +40,7 @@ def _reader(*args: Any) -> ChunkReader:
     return ChunkReader(*args)
 
 
-def _in_memory(rank: int, where: Path) -> InMemory:
+def _in_memory(rank: int, where: Path) -> MemoryCheckpoint:
     storage = PosixStorage(where / "other")
     meta = persist(storage, 10, SAVE_ID, rank, RANKS, pieces_of_rank(rank))
     encoded = msgspec.msgpack.encode(meta)
@@ -49,7 +49,7 @@ def _in_memory(rank: int, where: Path) -> InMemory:
     nbytes = meta.template.nbytes
     slot.set_header(SlotHeader(SlotState.STAGED, 10, SAVE_ID, len(encoded), nbytes))
     slot.set_meta(encoded)
-    return InMemory(slab, Offer(0, 10, SAVE_ID, False, None), -1)
+    return MemoryCheckpoint(slab, Offer(0, 10, SAVE_ID, False, None), -1)
 
 
 def _load(rank: int, where: Path, source: str) -> None:
@@ -63,7 +63,7 @@ def _load(rank: int, where: Path, source: str) -> None:
     side: tuple[Any, ...] = (SideState({}, None, [], {}), {})
     with (
         mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
-        mock.patch.object(parallel, "model_cut", return_value=(1, 1, 1)),
+        mock.patch.object(parallel, "model_sizes", return_value=(1, 1, 1)),
         mock.patch.object(parallel, "data_parallel_group", return_value=None),
         mock.patch.object(loader, "read_side_state", return_value=side),
         mock.patch.object(memory_source, "ChunkReader", _reader),

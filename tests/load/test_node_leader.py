@@ -431,7 +431,7 @@ def test_waiting_ranks_read_at_once_if_the_leader_fails(
 def test_the_leader_does_not_wait_for_late_ranks() -> None:
     with ThreadPoolExecutor() as pool:
         leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
-        assert leader.result(SOON_S) == b"first"  # before any rank has asked
+        assert leader.result(SOON_S) == b"first"  # before any rank has sent a request
         assert read_in(1, lambda: b"own", ranks=2) == b"first"
 
 

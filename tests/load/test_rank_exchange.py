@@ -93,13 +93,13 @@ def odd_case(round_nbytes: int, scale: int = 1) -> Case:
     for number, (dtype, multiple) in enumerate(sizes):
         key, numel = f"w{number}", scale * multiple
         tensors["weight", key] = random_tensor((numel,), dtype, number)
-        all_of_it = whole(key, "weight", dtype, (numel,), (0,), (numel,))
+        whole_piece = whole(key, "weight", dtype, (numel,), (0,), (numel,))
         third = numel // 3
         ends = [0, third + number % 2, 2 * third + 1, numel]
         for rank in range(RANKS):
-            stored[rank].append(run(all_of_it, ends[rank], ends[rank + 1]))
+            stored[rank].append(run(whole_piece, ends[rank], ends[rank + 1]))
             # Wanted ranges end elsewhere than the stored ranges.
-            wanted[rank] += [all_of_it, run(all_of_it, rank + 1, numel - 2 - rank)]
+            wanted[rank] += [whole_piece, run(whole_piece, rank + 1, numel - 2 - rank)]
     return Case(tensors, [in_layout_order(pieces) for pieces in stored], wanted, round_nbytes)
 
 
@@ -357,7 +357,7 @@ def test_a_single_rank_reads_everything_from_its_own_slot() -> None:
     plan = read_plan(wanted, sources_of([held]), "it")
     with simulated_gpus(6) as node:
         torch.cuda.set_device(5)
-        filled = [torch.zeros(it.nbytes, dtype=torch.uint8, device="cuda") for it in wanted]
+        filled = [torch.zeros(target.nbytes, dtype=torch.uint8, device="cuda") for target in wanted]
         targets = Targets(wanted, filled)
         with ChunkReader(Bytes(own), 1, targets.gpu) as reader:
             assert rank_exchange.exchange(reader, own, 0, plan, wanted, targets) == 0

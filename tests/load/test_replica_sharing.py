@@ -18,7 +18,7 @@ import pytest
 
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from tests.support.checkpoints import Made, expected, make
+from tests.support.checkpoints import MadeSave, expected, make
 from tests.support.megatron_jobs import end
 
 REPO = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ CASES = [
 ]
 
 
-def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
+def run_cases(tmp_path: Path, made: MadeSave, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
     """Run the cases; return the traced events of each rank by case."""
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = {
@@ -91,12 +91,12 @@ def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
     return make(tmp_path_factory.mktemp("replicas") / "save", ranks=PIECES)
 
 
 @pytest.fixture(scope="module")
-def traced(made: Made, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+def traced(made: MadeSave, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     return run_cases(tmp_path_factory.mktemp("job"), made, CASES)
 
 

@@ -41,7 +41,7 @@ def test_writing_sums_keeps_the_length_of_the_slot_metadata(age: Any, value: Any
         description={"value": value},
         retention=Retention(max_age_hours=age, best=Best(metric="loss")),
         metrics={"loss": value},
-        sums=comparison.room,
+        sums=comparison.placeholder_sums,
     )
     encoded = msgspec.msgpack.encode(meta)
     slab = Slab.create(1, len(encoded), layout.nbytes, "0")
@@ -54,6 +54,6 @@ def test_writing_sums_keeps_the_length_of_the_slot_metadata(age: Any, value: Any
     written = slot.meta
     assert written.sums is not None
     assert [(entry.key, entry.numel) for entry in written.sums] == [("norm.weight", 100)]
-    assert written.sums != comparison.room
+    assert written.sums != comparison.placeholder_sums
     assert (written.retention.max_age_hours, written.metrics) == (age, {"loss": value})
     slab.close()

@@ -32,7 +32,7 @@ from megatron_flashckpt.megatron_lm.param_groups import IDENTIFIERS
 Group = dict[str, Any]
 
 
-class PerGroup(torch.optim.Optimizer):
+class GroupStepOptimizer(torch.optim.Optimizer):
     """Optimizer that only counts steps per group, like the fused optimizers."""
 
     def __init__(self, groups: list[Group]) -> None:
@@ -92,7 +92,7 @@ def stepped(inner: torch.optim.Optimizer, steps: int = 5) -> torch.optim.Optimiz
     return inner
 
 
-def go_on(inner: torch.optim.Optimizer) -> None:
+def make_one_more_step(inner: torch.optim.Optimizer) -> None:
     """Make one more step; allocate the other state before, as a load does."""
     for parameter, state in inner.state.items():
         for name in ("exp_avg", "exp_avg_sq"):
@@ -102,7 +102,7 @@ def go_on(inner: torch.optim.Optimizer) -> None:
 
 def steps_of(inner: torch.optim.Optimizer) -> list[list[float | None]]:
     """Return, by group, the step of each parameter."""
-    if isinstance(inner, PerGroup):
+    if isinstance(inner, GroupStepOptimizer):
         return [
             [param_group.get("step")] * len(param_group["params"])
             for param_group in inner.param_groups
@@ -117,7 +117,7 @@ def rates(inner: torch.optim.Optimizer) -> list[float]:
     return [param_group["lr"] for param_group in inner.param_groups]
 
 
-@pytest.fixture(params=[adam, PerGroup])
+@pytest.fixture(params=[adam, GroupStepOptimizer])
 def make(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -156,7 +156,7 @@ def test_one_optimizer_is_loaded_into_two_chained_ones(make) -> None:
     assert (rates(dense), rates(experts)) == ([0.5, 0.25], [0.5])
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[5]])
     # The optimizers share no step with each other or with the saved state.
-    go_on(dense)
+    make_one_more_step(dense)
     assert (steps_of(dense), steps_of(experts)) == ([[6], [6]], [[5]])
 
 
@@ -253,12 +253,12 @@ def test_an_optimizer_without_steps_takes_none_from_a_chained_one(merged) -> Non
     saved = hyper_parameters(
         chained(
             # A rank may own no parameters of a group; then the group has no step on that rank.
-            wrapped(stepped(PerGroup([group(1.0), group(0.0, parameters=0)]))),
-            wrapped(PerGroup([group(1.0, expert=True), group(0.0, expert=True)])),
+            wrapped(stepped(GroupStepOptimizer([group(1.0), group(0.0, parameters=0)]))),
+            wrapped(GroupStepOptimizer([group(1.0, expert=True), group(0.0, expert=True)])),
         )
     )
-    dense = PerGroup([group(1.0), group(0.0)])
-    experts = PerGroup([group(1.0, expert=True), group(0.0, expert=True)])
+    dense = GroupStepOptimizer([group(1.0), group(0.0)])
+    experts = GroupStepOptimizer([group(1.0, expert=True), group(0.0, expert=True)])
     load_hyper_parameters(
         chained(wrapped(dense), wrapped(experts)), merge([saved]) if merged else saved
     )
@@ -267,11 +267,11 @@ def test_an_optimizer_without_steps_takes_none_from_a_chained_one(merged) -> Non
 
 def test_ranks_with_parameters_show_that_no_step_was_made() -> None:
     def saved(expert_parameters: int) -> list[Group]:
-        dense = stepped(PerGroup([group(1.0)]))
-        experts = PerGroup([group(1.0, expert=True, parameters=expert_parameters)])
+        dense = stepped(GroupStepOptimizer([group(1.0)]))
+        experts = GroupStepOptimizer([group(1.0, expert=True, parameters=expert_parameters)])
         return hyper_parameters(chained(wrapped(dense), wrapped(experts)))
 
-    dense, experts = PerGroup([group(1.0)]), PerGroup([group(1.0, expert=True)])
+    dense, experts = GroupStepOptimizer([group(1.0)]), GroupStepOptimizer([group(1.0, expert=True)])
     others = merge([saved(0), saved(1)])
     load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), completed(saved(0), others))
     assert (steps_of(dense), steps_of(experts)) == ([[5]], [[None]])
@@ -303,17 +303,19 @@ def test_a_rank_without_parameters_of_an_optimizer_takes_its_step_from_others(ma
     assert (steps_of(dense), steps_of(experts)) == ([[5]], [[3]])
 
 
-@pytest.mark.parametrize(("saved_as", "loaded_as"), [(adam, PerGroup), (PerGroup, adam)])
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"), [(adam, GroupStepOptimizer), (GroupStepOptimizer, adam)]
+)
 def test_steps_per_parameter_and_per_group_convert_both_ways(saved_as, loaded_as) -> None:
     saved = hyper_parameters(wrapped(stepped(saved_as([group(1.0), group(0.0)]))))
     inner = loaded_as([group(1.0, parameters=2), group(0.0)])
     load_hyper_parameters(wrapped(inner), saved)
     assert steps_of(inner) == [[5, 5], [5]]
-    if loaded_as is PerGroup:
+    if loaded_as is GroupStepOptimizer:
         assert {type(param_group["step"]) for param_group in inner.param_groups} == {int}
     else:
         assert all("step" not in param_group for param_group in inner.param_groups)
-    go_on(inner)
+    make_one_more_step(inner)
     assert steps_of(inner) == [[6, 6], [6]]
 
 
@@ -328,9 +330,9 @@ def test_every_parameter_has_its_own_step_tensor() -> None:
 
 def test_groups_do_not_share_a_step_tensor() -> None:
     """Optimizers that CUDA graphs can capture keep the step in a tensor."""
-    saved = hyper_parameters(wrapped(stepped(PerGroup([group(1.0)]))))
+    saved = hyper_parameters(wrapped(stepped(GroupStepOptimizer([group(1.0)]))))
     saved[0]["param_groups"][0]["step"] = torch.tensor(5, dtype=torch.int32)
-    dense, experts = PerGroup([group(1.0)]), PerGroup([group(1.0, expert=True)])
+    dense, experts = GroupStepOptimizer([group(1.0)]), GroupStepOptimizer([group(1.0, expert=True)])
     load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), saved)
     dense.param_groups[0]["step"].add_(1)
     assert (steps_of(dense), steps_of(experts)) == ([[6]], [[5]])
@@ -359,7 +361,7 @@ def test_parameters_of_one_optimizer_with_different_steps_are_refused() -> None:
 DEVICE = torch.device("cuda", 0)
 
 
-class OnDevice(torch.Tensor):
+class DeviceTensor(torch.Tensor):
     """Tensor on a simulated GPU: only `copy_` accepts a CPU tensor as well."""
 
     @classmethod
@@ -391,11 +393,11 @@ class Gpu(torch.overrides.TorchFunctionMode):
             kwargs.pop("device", None)
             args = tuple(argument for argument in args if argument != DEVICE) if to_device else args
             made = args[0].clone() if to_device else function(*args, **kwargs)
-            return made.as_subclass(OnDevice)
+            return made.as_subclass(DeviceTensor)
         return function(*args, **kwargs)
 
 
-class Capturable(PerGroup):
+class CapturableOptimizer(GroupStepOptimizer):
     """Stand-in that keeps step and learning rate like FusedAdam of TransformerEngine and Apex."""
 
     def __init__(self, groups: list[Group], *, capturable: bool = True) -> None:
@@ -403,9 +405,9 @@ class Capturable(PerGroup):
         self.capturable = capturable
         for param_group in self.param_groups if capturable else ():
             param_group["params"] = [
-                tensor.as_subclass(OnDevice) for tensor in param_group["params"]
+                tensor.as_subclass(DeviceTensor) for tensor in param_group["params"]
             ]
-            param_group["lr"] = torch.tensor(param_group["lr"]).as_subclass(OnDevice)
+            param_group["lr"] = torch.tensor(param_group["lr"]).as_subclass(DeviceTensor)
 
     def step(self, closure: Any = None) -> None:
         with Gpu():
@@ -438,8 +440,8 @@ def counted(inner: torch.optim.Optimizer, steps: int) -> Any:
 
 @pytest.mark.parametrize("saving", [True, False], ids=["from a graph", "from no graph"])
 def test_a_load_updates_the_tensors_of_a_cuda_graph_in_place(saving: bool) -> None:
-    saved = counted(Capturable([group(1.0, lr=0.5)], capturable=saving), 5)
-    inner = Capturable([group(1.0, lr=0.125)])
+    saved = counted(CapturableOptimizer([group(1.0, lr=0.5)], capturable=saving), 5)
+    inner = CapturableOptimizer([group(1.0, lr=0.125)])
     (own_group,) = inner.param_groups
     rate = own_group["lr"]
     loaded(inner, saved)
@@ -455,9 +457,9 @@ def test_a_load_updates_the_tensors_of_a_cuda_graph_in_place(saving: bool) -> No
 
 
 def test_a_job_without_graphs_restores_graph_tensors_as_numbers() -> None:
-    saved = counted(Capturable([group(1.0, lr=0.5)]), 5)
+    saved = counted(CapturableOptimizer([group(1.0, lr=0.5)]), 5)
     assert isinstance(saved[0]["param_groups"][0]["step"], torch.Tensor)
-    inner = loaded(Capturable([group(1.0, lr=0.125)], capturable=False), saved)
+    inner = loaded(CapturableOptimizer([group(1.0, lr=0.125)], capturable=False), saved)
     (own_group,) = inner.param_groups
     assert (type(own_group["lr"]), own_group["lr"], type(own_group["step"]), own_group["step"]) == (
         float,
@@ -476,7 +478,7 @@ def test_steps_of_torch_optimizers_are_on_the_device_of_their_kernel(
     saved = counted(stepped(adam([group(1.0)])), 0)
     inner = adam([group(1.0, parameters=2)])
     (own_group,) = inner.param_groups
-    own_group["params"] = [tensor.as_subclass(OnDevice) for tensor in own_group["params"]]
+    own_group["params"] = [tensor.as_subclass(DeviceTensor) for tensor in own_group["params"]]
     own_group[how] = True
     loaded(inner, saved)
     assert own_group[how] is True, "a load must keep how this job computes a step"
@@ -672,10 +674,10 @@ def test_groups_with_equal_identity_are_matched_by_their_settings() -> None:
     def muon(momentum: float) -> torch.optim.Optimizer:
         return torch.optim.Optimizer([{**group(1.0), "momentum": momentum}], {})
 
-    experts = stepped(PerGroup([group(1.0, expert=True)]))
-    others = stepped(PerGroup([group(1.0)]))
+    experts = stepped(GroupStepOptimizer([group(1.0, expert=True)]))
+    others = stepped(GroupStepOptimizer([group(1.0)]))
     saved = hyper_parameters(chained(wrapped(muon(0.9)), wrapped(others), wrapped(experts)))
-    fresh, momentum = PerGroup([group(1.0)]), muon(0.5)
+    fresh, momentum = GroupStepOptimizer([group(1.0)]), muon(0.5)
     load_hyper_parameters(chained(wrapped(fresh), wrapped(momentum)), merge([saved]))
     assert fresh.param_groups[0]["step"] == 5
     assert "momentum" not in fresh.param_groups[0]

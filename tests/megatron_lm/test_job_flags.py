@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
+from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_outside_steps
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_be
 def test_a_flag_that_changes_state_outside_steps_is_named(
     args: Namespace, flag: str | None
 ) -> None:
-    assert changes_beside_steps(args) == flag
+    assert changes_outside_steps(args) == flag
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megatron_flashckpt.megatron_lm.announcements import ask_for_memory_saves
 
 
 @pytest.mark.parametrize(
-    ("given", "interval", "then", "said"),
+    ("given", "interval", "then", "message"),
     [
         (None, None, None, ""),
         (5, None, 5, ""),
@@ -23,13 +23,13 @@ def test_memory_interval_sets_megatrons_own_flag_if_unset(
     given: int | None,
     interval: int | None,
     then: int | None,
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = Namespace(non_persistent_save_interval=given)
     ask_for_memory_saves(args, interval)
     assert args.non_persistent_save_interval == then
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_memory_interval_is_refused_by_releases_without_such_saves() -> None:

@@ -115,7 +115,7 @@ class Job(torch.nn.Module):
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
 
 
@@ -181,7 +181,7 @@ def buffer_replaced(job: Job) -> None:
     job.bias = torch.randn(3)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize(
     "change",
     [
@@ -203,7 +203,7 @@ def test_a_save_takes_the_current_tensors_after_any_change(change: Callable[[Job
             assert pieces_by_key[place].piece.shape == expected.shape or place[0] != "weight"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 def test_a_save_keeps_no_reference_to_tensors() -> None:
     """A reference would keep tensors on the device that a job offloads between saves."""
     job, state = Job(), ModelState(Replicated())

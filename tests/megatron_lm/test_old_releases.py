@@ -87,4 +87,4 @@ def test_attribute_names_before_and_since_core_06_are_found() -> None:
 def test_an_all_gather_into_a_separate_buffer_is_detected(
     attributes: dict[str, object], gathers: bool
 ) -> None:
-    assert old_releases.gathers_beside_parameters(SimpleNamespace(**attributes)) is gathers
+    assert old_releases.gathers_into_buffer(SimpleNamespace(**attributes)) is gathers

@@ -15,7 +15,7 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.load.request import LoadRequest, refuse_unmastered
+from megatron_flashckpt.load.request import LoadRequest, refuse_missing_masters
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -37,7 +37,7 @@ UNKNOWN = (
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
 
 
@@ -76,11 +76,11 @@ def check(job: Job, optimizer: Any) -> None:
 
 
 def test_only_classes_with_their_own_operators_count_as_quantized() -> None:
-    class Labelled(torch.Tensor):
+    class LabelledTensor(torch.Tensor):
         pass
 
     plain = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), torch.nn.Buffer(torch.zeros(2))]
-    plain.append(torch.zeros(2).as_subclass(Labelled))
+    plain.append(torch.zeros(2).as_subclass(LabelledTensor))
     assert [is_quantized(tensor) for tensor in plain] == [False] * len(plain)
     values = torch.zeros(2, 32)
     doubles = [kind.of(values) for kind in (QuantizedDouble, BlockDouble)]
@@ -105,14 +105,14 @@ def test_a_load_without_the_optimizer_is_refused() -> None:
         f"/save/iter_0000003: {WITHOUT_MASTER}. A load derives such weights from their masters, so "
     )
     with pytest.raises(UnsupportedError, match=re.escape(text)):
-        refuse_unmastered(
+        refuse_missing_masters(
             LoadRequest(ModelState(Replicated()), [job], None, strict=True), "/save/iter_0000003"
         )
-    refuse_unmastered(
+    refuse_missing_masters(
         LoadRequest(ModelState(Replicated()), [job], sharding(job), strict=True),
         "/save/iter_0000003",
     )
-    refuse_unmastered(
+    refuse_missing_masters(
         LoadRequest(ModelState(Replicated()), [Job()], None, strict=True), "/save/iter_0000003"
     )
 
@@ -198,7 +198,7 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
     startup = Startup(cast("Any", SimpleNamespace(model_state=state)), lambda nodes: None)
     monkeypatch.setattr(startup_module.stock, "checkpointing", lambda: stock)
     monkeypatch.setattr(startup, "_check_own", lambda job: frozenset(keys))
-    monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
+    monkeypatch.setattr(parallel, "model_sizes", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
         startup.check_alone([], None)
         return

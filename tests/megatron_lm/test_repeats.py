@@ -75,7 +75,7 @@ class Job(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
 
 

@@ -30,7 +30,7 @@ from megatron_flashckpt.megatron_lm.side_state import (
 from tests.simulated_gpu.generators import gpu_random
 
 
-class Keeper(torch.nn.Linear):
+class StatefulLinear(torch.nn.Linear):
     """Module with an extra state that is no tensor, like TransformerEngine's modules."""
 
     def __init__(self, kept: str) -> None:
@@ -45,7 +45,7 @@ class Keeper(torch.nn.Linear):
 
 
 def chunk(kept: str) -> torch.nn.Module:
-    layers = [torch.nn.ModuleDict({"fc": Keeper(f"{kept} {n}")}) for n in range(2)]
+    layers = [torch.nn.ModuleDict({"fc": StatefulLinear(f"{kept} {n}")}) for n in range(2)]
     return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), "norm": torch.nn.Identity()})
 
 
@@ -77,10 +77,10 @@ def test_extra_states_are_restored_by_global_name() -> None:
 
 def test_a_model_chunk_can_have_an_extra_state() -> None:
     only = ModelGeometry((), [], [], [(0, "_extra_state", "chunk")])
-    assert extra_states([Keeper("whole")], only) == {"chunk": "whole"}
+    assert extra_states([StatefulLinear("whole")], only) == {"chunk": "whole"}
 
 
-class Experts(Keeper):
+class Experts(StatefulLinear):
     """Grouped experts like Megatron's TEGroupedLinear: one state, named after the first expert."""
 
     def __init__(self, num_gemms: int, scale: float) -> None:
@@ -317,7 +317,7 @@ def test_only_megatrons_args_may_hold_values_without_a_plain_form() -> None:
         encode_common(common)
 
 
-class QuantizedKeeper(torch.nn.Linear):
+class QuantizedLinear(torch.nn.Linear):
     """Module like TransformerEngine's under FP8, whose state is created by the first step.
 
     The state holds the module's history of absolute maxima, 5 numbers per step and matrix.
@@ -339,7 +339,7 @@ class QuantizedKeeper(torch.nn.Linear):
 def test_the_estimate_covers_extra_states_created_by_the_first_step(
     layers: int, history: int | None, num_gemms: int
 ) -> None:
-    modules = torch.nn.ModuleList(QuantizedKeeper(history or 1, num_gemms) for _ in range(layers))
+    modules = torch.nn.ModuleList(QuantizedLinear(history or 1, num_gemms) for _ in range(layers))
     only = torch.nn.ModuleDict({"layers": modules})
     if history is not None:
         only.config = types.SimpleNamespace(fp8="hybrid", fp8_amax_history_len=history)
@@ -356,7 +356,7 @@ def test_the_estimate_covers_extra_states_created_by_the_first_step(
     )
 
 
-class Silent(torch.nn.Linear):
+class StatelessLinear(torch.nn.Linear):
     """Module whose state is None: Megatron's linear layers, or others before they use FP8."""
 
     def __init__(self) -> None:
@@ -370,7 +370,7 @@ class Silent(torch.nn.Linear):
 def test_the_estimate_covers_a_none_state_only_if_the_job_quantizes(
     precision: dict[str, str | None],
 ) -> None:
-    only = torch.nn.ModuleDict({"layer": Silent()})
+    only = torch.nn.ModuleDict({"layer": StatelessLinear()})
     only.config = types.SimpleNamespace(**precision)
     here = ModelGeometry((), [], [], [(0, "layer._extra_state", "layer._extra_state")])
     room = extra_states_nbytes([only], here)

@@ -591,11 +591,11 @@ def test_an_enum_is_left_out_unless_its_module_is_imported(tmp_path, monkeypatch
 
 
 def test_decoding_does_not_trigger_lazy_imports_of_a_module(monkeypatch):
-    asked = []
+    requested = []
     lazy = types.ModuleType("flashckpt_lazy")
-    lazy.__getattr__ = lambda name: asked.append(name)
+    lazy.__getattr__ = lambda name: requested.append(name)
     monkeypatch.setitem(sys.modules, "flashckpt_lazy", lazy)
     assert side_state_codec.decode(enum_tag("flashckpt_lazy:Colour.Inner", "RED"), PLACE) == {
         "b": 2
     }
-    assert asked == []
+    assert requested == []

@@ -109,4 +109,4 @@ def test_the_estimate_of_compared_copies_equals_the_first_save(start: int, end: 
     piece = Piece("w", "master", "F32", (2**21,), (0,), (2**21,), start, end)
     local = LocalPiece(piece, torch.zeros(end - start), copy="1.0")
     comparison = Comparison([], [local], frozenset({"w"}))
-    assert _compared_nbytes(piece) == comparison.aside.content.nbytes
+    assert _compared_nbytes(piece) == comparison.unsaved.content.nbytes

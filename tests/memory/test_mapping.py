@@ -38,13 +38,13 @@ def test_a_slab_can_never_be_executed() -> None:
     slab.close()
 
 
-def test_an_older_kernel_is_asked_without_the_seal(
+def test_an_older_kernel_gets_no_seal_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def memfd_create(name: str, flags: int) -> int:
-        asked.append(flags)
+        requested.append(flags)
         if flags & MFD_NOEXEC_SEAL:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_memfd_create(name, flags)
@@ -52,7 +52,7 @@ def test_an_older_kernel_is_asked_without_the_seal(
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     os.close(create_memory("0"))
     always = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    assert asked == [always | MFD_NOEXEC_SEAL, always]
+    assert requested == [always | MFD_NOEXEC_SEAL, always]
 
 
 def test_any_other_memfd_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

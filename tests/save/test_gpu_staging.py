@@ -466,17 +466,17 @@ def test_a_failed_save_ends_after_its_last_running_copy(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     """After its end the slab may be unmapped, so a running copy would write to foreign memory."""
-    asked = itertools.count()
+    calls = itertools.count()
 
     def refuse_the_second() -> None:
-        if next(asked) == 1:
+        if next(calls) == 1:
             refuse()
 
     node.refusals["copy to host"] = refuse_the_second
     finish = Finish()
     with node.devices[RANK].held():
         stager.stage(copies(slab, in_parts(2)), finish)
-        eventually("the second copy is refused", lambda: next(asked) > 1)
+        eventually("the second copy is refused", lambda: next(calls) > 1)
         assert not stager.wait(0.1)
         assert finish.calls == []
     stager.wait()

@@ -11,7 +11,7 @@ from megatron_flashckpt.tracing import Recorder
 from tests.support.trainer import PATIENCE_S
 
 
-class Announced(list[tuple[float, str]]):
+class AnnouncedSeconds(list[tuple[float, str]]):
     """Announced seconds, with the place of each measurement."""
 
     def __call__(self, seconds: float, where: str) -> None:
@@ -19,13 +19,13 @@ class Announced(list[tuple[float, str]]):
 
 
 def test_a_save_outside_a_measured_call_is_announced_at_once() -> None:
-    announced = Announced()
+    announced = AnnouncedSeconds()
     LoopTimer().staged(Recorder(), 0.25, announced)
     assert announced == [(0.25, "in save_checkpoint")]
 
 
 def test_a_save_in_a_measured_call_is_announced_when_the_call_returns() -> None:
-    timer, announced, recorder = LoopTimer(), Announced(), Recorder(in_loop=True)
+    timer, announced, recorder = LoopTimer(), AnnouncedSeconds(), Recorder(in_loop=True)
     with timer.measure():
         assert timer.is_running
         timer.staged(recorder, 0.25, announced)
@@ -37,7 +37,7 @@ def test_a_save_in_a_measured_call_is_announced_when_the_call_returns() -> None:
 
 
 def test_a_measured_call_without_a_save_announces_nothing() -> None:
-    timer, announced = LoopTimer(), Announced()
+    timer, announced = LoopTimer(), AnnouncedSeconds()
     with timer.measure():
         timer.staged(Recorder(in_loop=True), 0.25, announced)
     announced.clear()
@@ -49,7 +49,7 @@ def test_a_measured_call_without_a_save_announces_nothing() -> None:
 
 
 def test_a_failing_measured_call_announces_its_save_and_ends() -> None:
-    timer, announced = LoopTimer(), Announced()
+    timer, announced = LoopTimer(), AnnouncedSeconds()
 
     def save_and_fail() -> None:
         with timer.measure():
@@ -66,7 +66,7 @@ def test_a_thread_that_awaits_the_loop_continues_when_the_call_returns() -> None
     timer, recorder = LoopTimer(), Recorder(in_loop=True)
     waiting = threading.Thread(target=recorder.await_loop, args=(2 * PATIENCE_S,))
     with timer.measure():
-        timer.staged(recorder, 0.25, Announced())
+        timer.staged(recorder, 0.25, AnnouncedSeconds())
         waiting.start()
         waiting.join(0.05)
         assert waiting.is_alive()

@@ -11,7 +11,13 @@ import pytest
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits
 from megatron_flashckpt.save import node_memory
-from megatron_flashckpt.save.node_memory import Need, around, check, gather_needs, neighbours
+from megatron_flashckpt.save.node_memory import (
+    Need,
+    check,
+    gather_needs,
+    ranks_of_same_agent,
+    tightest_limit,
+)
 
 GIB = 2**30
 BEGIN = (
@@ -90,7 +96,7 @@ def test_the_tightest_limit_of_the_same_ranks_is_named() -> None:
     assert refusal(job) == (
         "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /job has 90.0 GiB left"
     )
-    assert around(job, 1).place == "control group /job"
+    assert tightest_limit(job, 1).place == "control group /job"
 
 
 def test_memory_held_for_other_nodes_counts() -> None:
@@ -173,4 +179,4 @@ def test_a_refusal_names_the_agent_that_holds_memory() -> None:
 def test_ranks_of_one_host_and_agent_are_neighbours() -> None:
     places = [("n0", "/run/a"), ("n0", "/run/b"), ("n1", "/run/a"), ("n0", "/run/a")]
     needs = [dataclasses.replace(need(host, 1, 2), agent=agent) for host, agent in places]
-    assert [neighbours(needs, rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]
+    assert [ranks_of_same_agent(needs, rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.load.offers import lacking_ranks, newest_saves
+from megatron_flashckpt.load.offers import missing_ranks, newest_saves
 from megatron_flashckpt.save import peer_setup
 
 
@@ -37,16 +37,16 @@ def test_a_name_that_resolves_to_loopback_only_here_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Many distributions map the machine's own name to loopback in /etc/hosts."""
-    asked: list[str] = []
+    called: list[str] = []
 
     def source(host: str) -> str:
-        asked.append(host)
+        called.append(host)
         return "127.0.1.1" if host == "node7" else "10.1.2.3"
 
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setattr(peer_setup, "_source_address", source)
     assert peer_setup.own_address() == "10.1.2.3"
-    assert asked == ["node7", "192.0.2.1"]
+    assert called == ["node7", "192.0.2.1"]
 
 
 def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +62,10 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
 def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
     """Rank 1 lacks the newest save, rank 2 is new, and rank 3 holds only an old save."""
     held = [[30, 20], [20, 10], [], [5]]
-    everyone = [
-        [{"iteration": it, "save_id": f"s{it}"} for it in iterations] for iterations in held
-    ]
-    newest = newest_saves(everyone, 2)
+    all_offers = [[{"iteration": n, "save_id": f"s{n}"} for n in iterations] for iterations in held]
+    newest = newest_saves(all_offers, 2)
     assert newest == ("s30", "s20")
-    assert lacking_ranks(everyone, newest) == [2, 3]
+    assert missing_ranks(all_offers, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()
 
 

@@ -1,4 +1,4 @@
-"""Probe of the save directory before the first step; two gloo ranks stand for two nodes."""
+"""Probe of the save directory before the first step; two gloo ranks represent two nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.trainer import eventually
 
 
-class _Refusing(PosixStorage):
+class _RefusingStorage(PosixStorage):
     """Real storage on which one operation fails, as on some mounts of object stores."""
 
     def __init__(self, root: Path, refused: str, number: int = errno.EPERM) -> None:
@@ -86,7 +86,7 @@ def test_a_refusal_names_the_operation_that_the_file_system_lacks(
 ) -> None:
     root = tmp_path / "save"
     with pytest.raises(StorageError, match=message) as raised:
-        check(_Refusing(root, refused))
+        check(_RefusingStorage(root, refused))
     assert str(root) in str(raised.value)
     assert "shared by all nodes" in str(raised.value)
     eventually("nothing is left", lambda: not left(root))
@@ -113,7 +113,7 @@ def test_a_probe_file_left_by_a_crash_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".notes.0123abcd.tmp").touch()
     (tmp_path / temporary_name(CLAIM)).touch()
     sweeper = Sweeper(PosixStorage(tmp_path))
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert left(tmp_path) == [".notes.0123abcd.tmp"]
 
@@ -134,8 +134,8 @@ def rank_main(rank: int, directory: str) -> None:
     cases = {
         "shared": PosixStorage(shared),
         "own": PosixStorage(own),
-        "late": _Refusing(shared, "see"),
-        "one fails": _Refusing(shared, "rename" if rank else "nothing"),
+        "late": _RefusingStorage(shared, "see"),
+        "one fails": _RefusingStorage(shared, "rename" if rank else "nothing"),
     }
     results: dict[str, str | None] = {}
     for name, storage in cases.items():
@@ -151,7 +151,7 @@ def rank_main(rank: int, directory: str) -> None:
         results["one node"] = str(error)
     for off in (0, 1):
         wait_s = None if rank == off else 0.3
-        storage = PosixStorage(own) if rank == off else _Refusing(shared, "rename")
+        storage = PosixStorage(own) if rank == off else _RefusingStorage(shared, "rename")
         try:
             probe.check(storage, rank, is_first_of_node=True, wait_s=wait_s)
             results[f"off on {off}"] = None
@@ -169,25 +169,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
 
 
 def test_two_nodes_that_share_the_directory_pass(results: list[dict[str, str | None]]) -> None:
-    assert [each["shared"] for each in results] == [None, None]
-    assert [each["one node"] for each in results] == [None, None]
+    assert [result["shared"] for result in results] == [None, None]
+    assert [result["one node"] for result in results] == [None, None]
 
 
 @pytest.mark.parametrize("case", ["own", "late"])
 def test_all_ranks_refuse_nodes_that_do_not_share_the_directory(
     results: list[dict[str, str | None]], case: str
 ) -> None:
-    for each in results:
-        message = each[case]
+    for result in results:
+        message = result[case]
         assert message is not None
         assert "does not see the files of 1 of 2 nodes (those of ranks 1)" in message
         assert "a directory of its own" in message
 
 
 def test_an_error_on_one_node_is_raised_on_all(results: list[dict[str, str | None]]) -> None:
-    for each in results:
-        assert each["one fails"] is not None
-        assert "cannot rename a file" in each["one fails"]
+    for result in results:
+        assert result["one fails"] is not None
+        assert "cannot rename a file" in result["one fails"]
 
 
 @pytest.mark.parametrize("off", [0, 1])
@@ -195,7 +195,7 @@ def test_no_node_waits_for_a_node_without_a_probe(
     results: list[dict[str, str | None]], off: int
 ) -> None:
     """Nodes may have different settings; all ranks must still make the same collective calls."""
-    for each in results:
-        message = each[f"off on {off}"]
+    for result in results:
+        message = result[f"off on {off}"]
         assert message is not None
         assert "cannot rename a file" in message

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.save.reports import SaveReports, level_on
+from megatron_flashckpt.save.reports import SaveReports, log_level
 
 RANKS, PER_NODE = 1024, 8
 ERROR = f"/ckpt/iter_0000008/rank_00017-0.safetensors: {'cannot write; ' * 18}free some space"
@@ -75,26 +75,26 @@ def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
         "  flashckpt: iteration 8 kept in host memory, not in storage, after 1.500 s",
     ]
     assert lines(caplog) == ["iteration 8 is not saved: busy"]
-    assert [level_on(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
+    assert [log_level(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
 
 
 def test_the_last_save_decides_the_verdict_of_a_job() -> None:
     job = SaveReports("/ckpt", 0)
     job.note_durable(2)
-    assert job.verdict() is None
+    assert job.last_failure() is None
     job.requested(4)
     job.failed(outcome(4, "no space"))
-    assert job.verdict() == (
+    assert job.last_failure() == (
         "the last save, iteration 4, is not durable: no space; the newest durable checkpoint in "
         "/ckpt is iteration 2"
     )
     job.requested(6)
     job.committed(outcome(6))
-    assert job.verdict() is None
+    assert job.last_failure() is None
     job.requested(8)
     job.requested(10)
     job.committed(outcome(8))
     job.failed(outcome(10, "hung"))
-    assert (job.verdict() or "").endswith("checkpoint in /ckpt is iteration 8")
+    assert (job.last_failure() or "").endswith("checkpoint in /ckpt is iteration 8")
     job.failed(outcome(8, "of an earlier save"))
-    assert "is not durable: hung; " in (job.verdict() or "")
+    assert "is not durable: hung; " in (job.last_failure() or "")

@@ -67,11 +67,11 @@ def test_an_invalid_template_is_computed_again(nodes: Nodes) -> None:
 def test_if_the_store_fails_each_rank_computes_its_template(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Gone:
+    class UnreachableStore:
         def __getattr__(self, name: str) -> object:
             raise dist.DistNetworkError("connection closed")
 
-    nodes.store = Gone()  # type: ignore[assignment]
+    nodes.store = UnreachableStore()  # type: ignore[assignment]
     rank = nodes.rank(0)
     assert rank.fetch("a") is None
     rank.publish("a", b"template")
@@ -84,17 +84,17 @@ def test_a_hanging_store_costs_one_wait(
     monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
     monkeypatch.setattr(shared_templates, "_ANSWER_S", 0.01)
     answers = threading.Event()
-    asked: list[str] = []
+    called: list[str] = []
 
-    class Hung:
+    class HangingStore:
         def __getattr__(self, name: str) -> Callable[..., None]:
-            asked.append(name)
+            called.append(name)
             return lambda *_: answers.wait(60.0) and None
 
-    nodes.store = Hung()  # type: ignore[assignment]
+    nodes.store = HangingStore()  # type: ignore[assignment]
     rank = nodes.rank(0)
     assert rank.fetch("a") is None
     rank.publish("a", b"template")
     answers.set()
-    assert asked == ["compare_set"]
+    assert called == ["compare_set"]
     assert "the job's store did not answer within" in caplog.text

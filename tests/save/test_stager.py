@@ -274,11 +274,11 @@ def test_an_error_in_a_copy_reaches_finish_and_the_next_stage_works(
     stager.wait()
     ((_, error),) = finish.calls
     assert isinstance(error, RuntimeError)
-    good = Finish()
+    succeeded = Finish()
     source = torch.arange(5.0)
-    stager.stage([Copy(source, slab.slots[0].data_offset, early)], good)
+    stager.stage([Copy(source, slab.slots[0].data_offset, early)], succeeded)
     stager.wait()
-    assert [error for _, error in good.calls] == [None]
+    assert [error for _, error in succeeded.calls] == [None]
     assert bytes_at(slab, slab.slots[0].data_offset, 20) == raw(source)
 
 

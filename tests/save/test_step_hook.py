@@ -152,12 +152,12 @@ def test_the_hook_keeps_no_optimizer_alive() -> None:
 
 
 def test_an_error_in_a_step_propagates_and_the_next_step_waits() -> None:
-    class Broken:
+    class FailingOptimizer:
         def step(self) -> None:
             raise ZeroDivisionError
 
     waits = Waits(torch.ones(1))
-    broken = Broken()
+    broken = FailingOptimizer()
     StepHook(waits).install(broken, [])
     for number in (1, 2):
         with pytest.raises(ZeroDivisionError):

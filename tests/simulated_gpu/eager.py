@@ -4,10 +4,10 @@ The default stream of each device works in the calling thread: its work is done 
 returns, and a wait of that stream blocks the thread. So the program's computation, which uses no
 stream, is in order with the default stream. All other streams work later, as on any simulated node.
 
-The node detects work that comes too late: copies on a side stream that read a tensor after the
-program has changed it, an event or a stream of the wrong device, a thread that has not set its
-device. It cannot detect work that comes too early: the program's results are complete when a side
-stream reads them, with or without a wait for the default stream.
+The node detects copies on a side stream that read a tensor after the program has changed it. It
+also detects an event or a stream of the wrong device, and a thread that has not set its device. It
+cannot detect work that comes too early: the program's results are complete when a side stream reads
+them, with or without a wait for the default stream.
 """
 
 from __future__ import annotations

@@ -77,24 +77,26 @@ class Nccl:
         (group,) = {operation.group for operation in operations}
         if group not in self._connected:
             raise RuntimeError("only some ranks may be in the first call of a group")
-        sends = [it for it in operations if it.op is dist.isend]
-        receives = [it for it in operations if it.op is dist.irecv]
-        self.peers[group] = self.peers.get(group, set()) | {it.peer for it in operations}
+        sends = [entry for entry in operations if entry.op is dist.isend]
+        receives = [entry for entry in operations if entry.op is dist.irecv]
+        self.peers[group] = self.peers.get(group, set()) | {entry.peer for entry in operations}
         allocator = self._node.current_device().allocator
         blocks = self._connections.setdefault(group, [])
         while len(blocks) < len(self.peers[group]):
             blocks.append(allocator.allocate_outside(CONNECTION_NBYTES))
-        sizes = [sum(it.tensor.nbytes for it in each) for each in (sends, receives)]
+        sizes = [sum(entry.tensor.nbytes for entry in batch) for batch in (sends, receives)]
         self.round_nbytes.append(max(sizes))
 
         def carry(source: list[Any], target: list[Any]) -> None:
             hosts = [*zip(sends, source, strict=True), *zip(receives, target, strict=True)]
             for work in self._gloo["batch_isend_irecv"](
-                [dist.P2POp(it.op, host, it.peer, group) for it, host in hosts]
+                [dist.P2POp(entry.op, host, entry.peer, group) for entry, host in hosts]
             ):
                 work.wait()
 
-        self._run(group, [it.tensor for it in sends], [it.tensor for it in receives], carry)
+        self._run(
+            group, [entry.tensor for entry in sends], [entry.tensor for entry in receives], carry
+        )
         return []  # a work's `wait` makes only the current stream wait, which `_run` has done
 
     def destroy_process_group(self, group: Any = None) -> None:

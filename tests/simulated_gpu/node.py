@@ -237,8 +237,8 @@ class Device:
         self.error: str | None = None
         """A sticky error: every later call on the device reports it.
 
-        CUDA documents it for the whole process. Here one process stands for the ranks of a node,
-        so other devices go on.
+        CUDA documents it for the whole process. Here one process represents the ranks of a node,
+        so other devices continue.
         """
         self.streams: list[Stream] = []
         self.default_stream = node.make_default_stream(self)
@@ -494,7 +494,7 @@ class Engine:
     """Copies to the host, one at a time, in the order in which they were enqueued.
 
     The order is pessimistic: hardware with several channels may let a small copy of another
-    stream go ahead of copies that were asked for before.
+    stream go ahead of copies that were enqueued before.
     """
 
     def __init__(self, device: Device) -> None:

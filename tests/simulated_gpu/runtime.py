@@ -1,10 +1,10 @@
 """Calls of the CUDA runtime that the package makes below torch: page-locking and capture mode.
 
 Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
-`cudaGetLastError`): a range is registered once and unregistered by its begin; a call that fails
-returns its status, and leaves it behind in the calling thread, where torch's next kernel launch
-finds it. Memory that belongs to two registrations is no one range: the simulation refuses a copy
-that crosses a border, be it blocking or not, which hardware may allow.
+`cudaGetLastError`): a range is registered once and unregistered by its begin. A call that fails
+returns its status and keeps it in the calling thread; torch's next kernel launch there reports it.
+The simulation refuses a copy from memory of two registrations, blocking or not. Hardware may allow
+such a copy.
 """
 
 from __future__ import annotations

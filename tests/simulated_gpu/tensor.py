@@ -2,8 +2,8 @@
 
 Rules (`aten/src/ATen/native/cuda/Copy.cu`, CUDA Runtime API "API synchronization behavior"): an
 operation runs on the calling thread's current stream of the *tensor's* device, whatever device
-is current. A copy between host and device is asynchronous only if it is asked for with
-`non_blocking` and the host memory is page-locked and contiguous; it reads its source when it runs.
+is current. A copy between host and device is asynchronous only with `non_blocking`, and
+if the host memory is page-locked and contiguous. It reads its source when it runs.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ class TestStreams:
         assert torch.cuda.current_stream().query()
 
     def test_nothing_is_done_while_a_device_is_held(self, node: Node) -> None:
-        """Guide, "Asynchronous Concurrent Execution": when the device begins is not said; a held
-        device stands for one that is busy with something else."""
+        """Guide, "Asynchronous Concurrent Execution": the device may begin at any time; a held
+        device represents one that is busy with other work."""
         there, here, target = filled(1, "cuda:1"), filled(1), locked()
         with node.devices[0].held():
             here.add_(1)
@@ -259,8 +259,8 @@ class TestStreams:
         assert made.tolist() == [2] * N
 
     def test_wait_stream_orders_two_streams(self, node: Node) -> None:
-        """torch/cuda/streams.py `wait_stream`: all future work of this stream waits for what the
-        other was asked for at the time of the call."""
+        """torch/cuda/streams.py `wait_stream`: all future work of this stream waits for the work
+        that was enqueued on the other stream before the call."""
         made, go, side = filled(1), threading.Event(), torch.cuda.Stream()
         keep_busy(torch.cuda.current_stream(), go)
         made.mul_(10)
@@ -298,7 +298,7 @@ class TestStreams:
 
     def test_the_33rd_stream_is_the_first_again(self, node: Node) -> None:
         """c10/cuda/CUDAStream.h, "Stream pool note": there are 32 streams per device and priority,
-        handed out in turn; the 33rd and the first are the same stream."""
+        used in turn; the 33rd and the first are the same stream."""
         streams = [torch.cuda.Stream() for _ in range(POOL_SIZE + 1)]
         assert streams[POOL_SIZE] is streams[0]
         assert len(set(streams)) == POOL_SIZE == 32
@@ -671,7 +671,7 @@ class TestAllocator:
         assert is_full_of(target, 7)
 
     def test_a_view_keeps_the_memory_of_its_base(self, node: Node) -> None:
-        """torch docs, "Tensor Views": a view shares the memory of its base, which lives as long as
+        """torch docs, "Tensor Views": a view shares the memory of its base, which exists as long as
         any of them."""
         made = filled(7)
         view, address = made[N // 2 :].view(2, -1), made.data_ptr()
@@ -845,7 +845,7 @@ class TestCapture:
 
     def test_a_graph_keeps_the_memory_that_it_uses(self, node: Node) -> None:
         """torch docs, "CUDA Graphs", "Graph memory management": a capture allocates from a private
-        pool, whose memory goes to nobody else."""
+        pool, whose memory serves no other allocation."""
         made = filled(1)
         with node.capture() as graph:
             made.copy_(made * 2)

@@ -74,12 +74,12 @@ def test_every_rank_writes_the_number_of_parameters_of_its_model(name: str) -> N
     assert len({model.pp for model in models}) == len(stages)
     for model in models:
         part = stages[model.pp]
-        main = [it for chunk in model.chunks for it in chunk.parameters if it.geometry.main]
-        assert sum(it.numel for it in main) == part.written(model.tp), (model.tp, model.pp)
+        main = [p for chunk in model.chunks for p in chunk.parameters if p.geometry.main]
+        assert sum(p.numel for p in main) == part.written(model.tp), (model.tp, model.pp)
         if changes.get("expert_model_parallel_size", 1) > 1:
-            assert sum(it.numel for it in main if it.expert) == part.experts
-        everything = [it for chunk in model.chunks for it in chunk.parameters]
-        assert len(everything) >= part.tensors
+            assert sum(p.numel for p in main if p.expert) == part.experts
+        parameters = [p for chunk in model.chunks for p in chunk.parameters]
+        assert len(parameters) >= part.tensors
 
 
 def test_defaults_are_megatron_s() -> None:

@@ -114,9 +114,9 @@ def cgroup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(params=["pgid", "cgroup"])
 def cluster(request: pytest.FixtureRequest) -> Cluster:
-    found = request.getfixturevalue(request.param)
-    assert isinstance(found, Cluster)
-    return found
+    job = request.getfixturevalue(request.param)
+    assert isinstance(job, Cluster)
+    return job
 
 
 def killing(job_directory: Path) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.scatter_read import KeptFiles
 
@@ -54,17 +54,17 @@ class PosixBackend:
         }
 
 
-class PatientBackend(PosixBackend):
+class RetryingBackend(PosixBackend):
     """The same directory through the storage that loads use."""
 
     def __init__(self, outer: Path) -> None:
         super().__init__(outer)
-        self.storage = PatientStorage(self.storage)
+        self.storage = RetryingStorage(self.storage)
 
 
-BACKENDS = {"posix": PosixBackend, "patient": PatientBackend}
+BACKENDS = {"posix": PosixBackend, "patient": RetryingBackend}
 DATA = bytes(range(256)) * 40
-#: Stands for an absolute name inside the test's directory, where a faulty storage does no harm.
+#: Represents an absolute name inside the test's directory, where a faulty storage does no harm.
 ABSOLUTE = "absolute"
 ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
 
@@ -267,24 +267,24 @@ def test_delete_directory_removes_only_an_empty_directory(backend):
     assert "iter_1" not in backend.storage.list("")
 
 
-def test_kind_tells_directories_files_and_missing_names(backend):
+def test_kind_distinguishes_directories_files_and_missing_names(backend):
     backend.plant("iter_1/a", b"")
     kinds = [backend.storage.kind(name) for name in ("iter_1", "iter_1/a", "iter_2", "iter_1/b")]
     assert kinds == ["directory", "file", None, None]
 
 
 def test_present_returns_the_names_that_exist_now(backend):
-    asked = ["a", "b", "c"]
-    assert backend.storage.present("iter_1", asked) == set()
+    names = ["a", "b", "c"]
+    assert backend.storage.present("iter_1", names) == set()
     backend.plant("iter_1/a", b"")
     backend.plant("iter_1/c/inside", b"")
     backend.plant("b", b"")
-    assert backend.storage.present("iter_1", asked) == {"a", "c"}
+    assert backend.storage.present("iter_1", names) == {"a", "c"}
     backend.plant("iter_1/b", b"")
     backend.storage.delete("iter_1/a")
-    assert backend.storage.present("iter_1", asked) == {"b", "c"}
+    assert backend.storage.present("iter_1", names) == {"b", "c"}
     assert backend.storage.present("iter_1", []) == set()
-    assert backend.storage.present("", asked) == {"b"}
+    assert backend.storage.present("", names) == {"b"}
 
 
 def test_a_moved_file_has_only_its_new_name(backend):

@@ -29,7 +29,7 @@ def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-class Calls:
+class WriteCalls:
     """A record of the calls of `os.pwrite`, with a function that can change their results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +47,8 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch) -> WriteCalls:
+    return WriteCalls(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_every_size_and_alignment_gives_the_same_bytes(
 
 
 def test_whole_pages_bypass_the_cache_and_the_rest_goes_through_it(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
     view = memoryview(memory)
     write(storage(tmp_path), "f", {4096: view[: 3 * ALIGNMENT + 7], 0: memoryview(bytes(4096))})
@@ -144,14 +144,18 @@ def test_no_page_of_a_written_file_stays_cached(
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_if_o_direct_is_refused_files_are_written_through_the_cache(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path,
+    memory: mmap.mmap,
+    calls: WriteCalls,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
 ) -> None:
-    asked = []
+    requested = []
     really = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **others: Any) -> int:
         if flags & os.O_DIRECT:
-            asked.append(path)
+            requested.append(path)
             raise OSError(number, os.strerror(number))
         return really(path, flags, *more, **others)
 
@@ -161,11 +165,11 @@ def test_if_o_direct_is_refused_files_are_written_through_the_cache(
         write(store, name, {0: memoryview(memory)})
         assert (tmp_path / name).read_bytes() == memory[:]
     assert calls.direct == [False, False]
-    assert len(asked) == 1, "each file system is tried once"
+    assert len(requested) == 1, "each file system is tried once"
 
 
 def test_after_a_refused_direct_write_all_writes_go_through_the_cache(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
     def refuse(direct: bool) -> None:
         if direct:
@@ -181,7 +185,7 @@ def test_after_a_refused_direct_write_all_writes_go_through_the_cache(
 
 @pytest.mark.parametrize("most", [512, 4096, 5000])
 def test_a_short_write_continues_at_its_end(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls, most: int
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls, most: int
 ) -> None:
     calls.act = lambda direct: most // 512 * 512 if len(calls.direct) < 3 else None
     write(storage(tmp_path), "f", {0: memoryview(memory)})
@@ -190,7 +194,7 @@ def test_a_short_write_continues_at_its_end(
 
 
 def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
     def fail(direct: bool) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -208,7 +212,7 @@ def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
 
 @pytest.mark.parametrize(("slow", "verdict"), [(True, False), (False, True)])
 def test_the_first_chunks_decide_for_the_faster_way(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls, slow: bool, verdict: bool
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls, slow: bool, verdict: bool
 ) -> None:
     def delay(direct: bool) -> None:
         if direct is slow:
@@ -228,7 +232,7 @@ def test_the_first_chunks_decide_for_the_faster_way(
 
 
 def test_small_chunks_are_written_directly_without_a_comparison(
-    tmp_path: Path, memory: mmap.mmap, calls: Calls
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
     view = memoryview(memory)[: 8 * ALIGNMENT]
     write(storage(tmp_path, "auto"), "f", {i * len(view): view for i in range(20)})

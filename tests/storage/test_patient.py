@@ -19,7 +19,7 @@ from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.load import resume
 from megatron_flashckpt.storage import patient
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, KeptFiles
 
@@ -33,12 +33,12 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PatientStorage:
+def storage(tmp_path: Path) -> RetryingStorage:
     (tmp_path / "file").write_bytes(CONTENT)
-    return PatientStorage(PosixStorage(tmp_path))
+    return RetryingStorage(PosixStorage(tmp_path))
 
 
-class Refusing:
+class FailingFunction:
     """A function that fails `count` times, from its call number `first` on."""
 
     def __init__(self, call: Callable[..., Any], number: int, count: int, first: int = 1) -> None:
@@ -56,24 +56,28 @@ class Refusing:
         return self._call(*args, **named)
 
 
-OPERATIONS: dict[str, tuple[str, Callable[[PatientStorage], object], object]] = {
-    "read": ("open", lambda it: it.read("file"), CONTENT),
-    "size": ("stat", lambda it: it.size("file"), len(CONTENT)),
-    "list": ("listdir", lambda it: it.list(""), ["file"]),
-    "present": ("open", lambda it: it.present("", (n for n in ["file", "no"])), {"file"}),
-    "kind": ("stat", lambda it: it.kind("file"), "file"),
+OPERATIONS: dict[str, tuple[str, Callable[[RetryingStorage], object], object]] = {
+    "read": ("open", lambda retrying: retrying.read("file"), CONTENT),
+    "size": ("stat", lambda retrying: retrying.size("file"), len(CONTENT)),
+    "list": ("listdir", lambda retrying: retrying.list(""), ["file"]),
+    "present": (
+        "open",
+        lambda retrying: retrying.present("", (n for n in ["file", "no"])),
+        {"file"},
+    ),
+    "kind": ("stat", lambda retrying: retrying.kind("file"), "file"),
 }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_each_read_succeeds_after_as_many_errors_as_retries(
-    storage: PatientStorage,
+    storage: RetryingStorage,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     operation: str,
 ) -> None:
     call, work, expected = OPERATIONS[operation]
-    refusing = Refusing(getattr(os, call), errno.EIO, 3)
+    refusing = FailingFunction(getattr(os, call), errno.EIO, 3)
     monkeypatch.setattr(os, call, refusing)
     with caplog.at_level(logging.WARNING):
         assert work(storage) == expected
@@ -84,10 +88,10 @@ def test_each_read_succeeds_after_as_many_errors_as_retries(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_lasting_error_is_raised_unchanged(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, operation: str
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     call, work, _ = OPERATIONS[operation]
-    refusing = Refusing(getattr(os, call), errno.ETIMEDOUT, 100)
+    refusing = FailingFunction(getattr(os, call), errno.ETIMEDOUT, 100)
     monkeypatch.setattr(os, call, refusing)
     with pytest.raises(StorageError, match="storage is unavailable") as caught:
         work(storage)
@@ -97,9 +101,9 @@ def test_a_lasting_error_is_raised_unchanged(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ELOOP, errno.EUCLEAN])
 def test_a_permanent_error_is_not_retried(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    refusing = Refusing(os.listdir, number, 1)
+    refusing = FailingFunction(os.listdir, number, 1)
     monkeypatch.setattr(os, "listdir", refusing)
     with pytest.raises(StorageError):
         storage.list("")
@@ -107,7 +111,7 @@ def test_a_permanent_error_is_not_retried(
 
 
 def test_a_missing_file_is_not_retried(
-    storage: PatientStorage, caplog: pytest.LogCaptureFixture
+    storage: RetryingStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(FileNotFoundError):
         storage.read("other")
@@ -119,9 +123,9 @@ def test_a_missing_file_is_not_retried(
 )
 @pytest.mark.parametrize("first", [1, 3], ids=["at once", "in mid-file"])
 def test_retries_read_and_digest_each_byte_once(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
 ) -> None:
-    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, number, 2, first))
+    monkeypatch.setattr(os, "preadv", FailingFunction(os.preadv, number, 2, first))
     data, other = bytearray(BLOCK_NBYTES + 7), bytearray(len(CONTENT))
     digest, kept = xxhash.xxh3_64(), KeptFiles()
     parts = [memoryview(data), memoryview(other)]
@@ -131,13 +135,13 @@ def test_retries_read_and_digest_each_byte_once(
 
 
 def test_a_file_replaced_by_another_host_is_opened_again(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     data, kept = bytearray(4), KeptFiles()
     storage.read_into("file", 0, [memoryview(data)], kept=kept)
     (tmp_path / "new").write_bytes(b"abcd")
     os.replace(tmp_path / "new", tmp_path / "file")
-    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, errno.ESTALE, 1))
+    monkeypatch.setattr(os, "preadv", FailingFunction(os.preadv, errno.ESTALE, 1))
     assert storage.read_into("file", 0, [memoryview(data)], kept=kept) == 4
     assert data == b"abcd"
 
@@ -161,7 +165,7 @@ class Clock:
     ids=["at once", "after 20 s", "a soft mount of NFS"],
 )
 def test_the_retries_of_a_load_end_before_waiting_ranks_time_out(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
 ) -> None:
     """Without a common limit, each of a thousand files could take up to twelve minutes."""
     clock = Clock()
@@ -173,7 +177,7 @@ def test_the_retries_of_a_load_end_before_waiting_ranks_time_out(
         clock.now += attempt_s
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    refusing = Refusing(refuse, errno.EIO, 0)
+    refusing = FailingFunction(refuse, errno.EIO, 0)
     monkeypatch.setattr(os, "listdir", refusing)
     counts = []
     for _ in calls:
@@ -190,18 +194,18 @@ def test_a_job_with_a_shorter_collective_timeout_retries_less(
 ) -> None:
     monkeypatch.setattr(patient, "time", Clock())
     monkeypatch.setattr(patient, "RETRIES_S", (2.0, 8.0, 20.0))
-    refusing = Refusing(os.listdir, errno.EIO, 1000)
+    refusing = FailingFunction(os.listdir, errno.EIO, 1000)
     monkeypatch.setattr(os, "listdir", refusing)
     margs = SimpleNamespace(distributed_timeout_minutes=minutes)
     with pytest.raises(StorageError):
-        resume._patient(margs, str(tmp_path)).list("")
+        resume._retrying_storage(margs, str(tmp_path)).list("")
     assert refusing.calls == calls
 
 
 def test_simultaneous_pauses_of_threads_count_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = PatientStorage(PosixStorage(tmp_path), 15.0)
+    storage = RetryingStorage(PosixStorage(tmp_path), 15.0)
     asleep, slept = threading.Barrier(4), []
 
     def sleep(seconds: float) -> None:
@@ -210,7 +214,7 @@ def test_simultaneous_pauses_of_threads_count_once(
 
     monkeypatch.setattr(patient, "RETRIES_S", (2.0,))
     monkeypatch.setattr(patient.time, "sleep", sleep)
-    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 4))
+    monkeypatch.setattr(os, "listdir", FailingFunction(os.listdir, errno.EIO, 4))
     threads = [threading.Thread(target=storage.list, args=("",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -221,9 +225,9 @@ def test_simultaneous_pauses_of_threads_count_once(
 
 
 def test_retries_leave_the_global_random_generator_alone(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+    storage: RetryingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = random.getstate()
-    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 2))
+    monkeypatch.setattr(os, "listdir", FailingFunction(os.listdir, errno.EIO, 2))
     storage.list("")
     assert random.getstate() == before

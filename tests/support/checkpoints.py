@@ -95,7 +95,7 @@ def pieces_of_rank(rank: int) -> list[Piece]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class MadeSave:
     """A committed checkpoint, and accessors of its files."""
 
     root: Path
@@ -137,11 +137,11 @@ class Made:
         forged = header + file.read_bytes()[8 + length :]
         file.write_bytes(forged)
 
-        def vouch(fields: dict) -> None:
+        def put_digested_manifest(fields: dict) -> None:
             fields["shards"][rank]["nbytes"] = len(forged)
             fields["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
 
-        self.change_manifest(vouch)
+        self.change_manifest(put_digested_manifest)
 
 
 def make(
@@ -152,13 +152,13 @@ def make(
     ranks: list[list[Piece]] | None = None,
     seed: int = 0,
     common: bytes | None = None,
-) -> Made:
+) -> MadeSave:
     """Return a committed checkpoint under `root`."""
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
     save = stage(root, iteration, save_id, pieces, seed, common)
     commit(save)
     tidy(CommittedSave.of(save))
-    return Made(root, iteration, save_id, pieces, seed)
+    return MadeSave(root, iteration, save_id, pieces, seed)
 
 
 def stage(
@@ -226,7 +226,7 @@ def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> lis
     return tensors
 
 
-def read_all(made: Made, threads: int = 2) -> list[torch.Tensor]:
+def read_all(made: MadeSave, threads: int = 2) -> list[torch.Tensor]:
     """Read all data that a job would read, the common file included."""
     stored = made.stored()
     stored.common()

@@ -95,7 +95,7 @@ class Cluster:
     def log(self, node: int) -> str:
         return (self.nodes[node].directory(self.root) / LOG).read_text()
 
-    def said_held(self, iteration: int) -> dict[int, int]:
+    def reported_held(self, iteration: int) -> dict[int, int]:
         """Return how often the agents logged, for each rank, that a holder has its part."""
         logs = "".join(self.log(node) for node in range(len(self.nodes)))
         return {
@@ -110,7 +110,7 @@ class Cluster:
 
         def held() -> bool:
             before = beyond or {}
-            reports = self.said_held(iteration)
+            reports = self.reported_held(iteration)
             return all(count >= before.get(rank, 0) + holders for rank, count in reports.items())
 
         eventually(f"all parts of iteration {iteration} held", held)

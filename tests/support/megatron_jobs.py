@@ -92,7 +92,7 @@ def run_job(
     ranks: int = 4,
     nodes: int = 1,
     order: Sequence[int] | None = None,
-    door: str = "launch",
+    entry_point: str = "launch",
     max_restarts: int = 0,
     env: dict[str, str] | None = None,
     timeout_s: float = 240,
@@ -104,17 +104,17 @@ def run_job(
     Args:
         ranks: over all nodes.
         order: numbers of the nodes in rank order; a changed order swaps nodes.
-        door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
-            imports swapped by our patch), or `stock` (Megatron alone).
+        entry_point: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with
+            the imports swapped by our patch), or `stock` (Megatron alone).
         torchrun: have torchrun start the ranks. Otherwise a process that has imported the installed
             packages forks them, which rules out another Megatron and tests of torchrun itself.
     """
     trace = tmp_path / f"trace-{name}"
     trace.mkdir()
     path = [str(CPU_MEGATRON), str(REPO)]
-    if door == "swap":
+    if entry_point == "swap":
         path.insert(0, str(patched_megatron(tmp_path)))
-    runner = ["-m", "megatron_flashckpt.launch"] if door == "launch" else []
+    runner = ["-m", "megatron_flashckpt.launch"] if entry_point == "launch" else []
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
         "PYTHONPATH": os.pathsep.join(path),
@@ -135,7 +135,7 @@ def run_job(
         # Each "node" of this one machine has its own agent.
         runs = [str(tmp_path / f"run/{node}") for node in order or range(nodes)]
         places = [{**environment, "FLASHCKPT_RUNTIME_DIR": run} for run in runs]
-    if torchrun or door == "swap":
+    if torchrun or entry_point == "swap":
         status = _torchrun(command, name, ranks, places, logs, max_restarts, timeout_s)
     else:
         logs = logs[:1]

@@ -36,7 +36,7 @@ from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.patient import RetryingStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import Span
 
@@ -139,7 +139,7 @@ class FakeTrainer:
     ) -> RunKey:
         """Claim the save directory, as rank 0 does when a run starts."""
         made = run_id or uuid.uuid4().hex[:8]
-        storage = PatientStorage(PosixStorage(self.root))
+        storage = RetryingStorage(PosixStorage(self.root))
         return take(storage, made, lambda: self.client, policy, wait_s)
 
     def reconnect(self) -> tuple[str, ...]:
@@ -318,7 +318,7 @@ class TrainerProcess:
 
 
 @contextlib.contextmanager
-def held_back(path: Path) -> Iterator[Callable[[], None]]:
+def blocked_open(path: Path) -> Iterator[Callable[[], None]]:
     """Block every open of `path` for writing until the yielded function is called or the end.
 
     A read lease does this (fcntl(2)): the kernel blocks the open until the lease is released. A
@@ -328,12 +328,12 @@ def held_back(path: Path) -> Iterator[Callable[[], None]]:
     former = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by SIGIO
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def let_go() -> None:
+    def unblock() -> None:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        yield let_go
+        yield unblock
     finally:
         os.close(fd)
         signal.signal(signal.SIGIO, former)

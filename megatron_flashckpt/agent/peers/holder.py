@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from megatron_flashckpt.agent.freeing import free
-from megatron_flashckpt.agent.peers.messages import Held, Label
-from megatron_flashckpt.agent.peers.topology import Lane, Part
+from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
+from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
 from megatron_flashckpt.memory.host_memory import available_nbytes, shown
 
 logger = logging.getLogger(__name__)
@@ -22,15 +22,15 @@ class HoldError(Exception):
 
 class _Contribution(NamedTuple):
     part: Part
-    label: Label
+    descriptor: SlotDescriptor
 
     @property
     def bounds(self) -> tuple[int, int]:
-        return self.part.bounds(self.label.nbytes)
+        return self.part.bounds(self.descriptor.nbytes)
 
 
 class _Record:
-    """Contributions to one save from the ranks of one lane (parity group), combined."""
+    """Contributions to one save from the ranks of one parity group, combined."""
 
     def __init__(self, save_id: str, iteration: int, memory: mmap.mmap | None) -> None:
         self.save_id = save_id
@@ -45,12 +45,12 @@ class _Record:
         start, end = self.parts[rank].bounds
         return self.received[rank] == end - start
 
-    def complete(self, lane: Lane) -> bool:
-        return all(self.finished(rank) for rank in lane)
+    def complete(self, group: ParityGroup) -> bool:
+        return all(self.finished(rank) for rank in group)
 
 
 class Holdings:
-    """Saves held per lane, as many as the senders have slots. Safe to use from several threads."""
+    """Saves held per parity group, as many as the senders have slots. Thread-safe."""
 
     def __init__(self, gave_up: Callable[[int, set[int]], None] = lambda iteration, ranks: None):
         """Hold nothing yet.
@@ -60,9 +60,9 @@ class Holdings:
         """
         self._gave_up = gave_up
         self._lock = threading.Lock()
-        self._lanes: dict[Lane, list[_Record]] = {}
+        self._records: dict[ParityGroup, list[_Record]] = {}
 
-    def begin(self, part: Part, label: Label) -> bool:
+    def begin(self, part: Part, descriptor: SlotDescriptor) -> bool:
         """Make room for a part; return False if the part is held already.
 
         A complete save is dropped for a newer one only if all places are taken. The slots that it
@@ -73,76 +73,80 @@ class Holdings:
         """
         spoiled: set[int] = set()
         with self._lock:
-            records = self._lanes.setdefault(part.lane, [])
-            record = next((r for r in records if r.save_id == label.save_id), None)
-            if record is not None and record.finished(label.rank):
+            records = self._records.setdefault(part.parity_group, [])
+            record = next((r for r in records if r.save_id == descriptor.save_id), None)
+            if record is not None and record.finished(descriptor.rank):
                 return False
             # A part that this rank began and left cannot be completed. In a parity group it has
             # spoiled the other ranks' parts, too.
-            begun = [other for other in records if label.rank in other.parts]
-            for dead in [other for other in begun if not other.finished(label.rank)]:
+            begun = [other for other in records if descriptor.rank in other.parts]
+            for dead in [other for other in begun if not other.finished(descriptor.rank)]:
                 records.remove(dead)
                 free(dead.memory)
                 if dead is record:
-                    spoiled = dead.parts.keys() - {label.rank}
+                    spoiled = dead.parts.keys() - {descriptor.rank}
                     record = None
             if record is None:
-                record = self._new(part.lane, label)
-            start, end = part.bounds(label.nbytes)
+                record = self._new(part.parity_group, descriptor)
+            start, end = part.bounds(descriptor.nbytes)
             try:
                 record.memory = _at_least(record.memory, end - start)
             except HoldError:
                 records.remove(record)
                 free(record.memory)
                 raise
-            record.parts[label.rank] = _Contribution(part, label)
-            record.received[label.rank] = 0
+            record.parts[descriptor.rank] = _Contribution(part, descriptor)
+            record.received[descriptor.rank] = 0
         if spoiled:
-            self._gave_up(label.iteration, spoiled)
+            self._gave_up(descriptor.iteration, spoiled)
         return True
 
-    def _new(self, lane: Lane, label: Label) -> _Record:
-        records, memory = self._lanes[lane], None
-        if len(records) >= label.geometry.slots:
+    def _new(self, group: ParityGroup, descriptor: SlotDescriptor) -> _Record:
+        records, memory = self._records[group], None
+        if len(records) >= descriptor.geometry.slots:
             oldest = min(records, key=lambda record: record.iteration)
-            if oldest.iteration > label.iteration:
-                raise HoldError(f"newer saves than that of iteration {label.iteration} are held")
+            if oldest.iteration > descriptor.iteration:
+                raise HoldError(
+                    f"newer saves than that of iteration {descriptor.iteration} are held"
+                )
             records.remove(oldest)
             memory = oldest.memory
-            if memory is not None and len(lane) > 1:
+            if memory is not None and len(group) > 1:
                 _clear(memory)
-        record = _Record(label.save_id, label.iteration, memory)
+        record = _Record(descriptor.save_id, descriptor.iteration, memory)
         records.append(record)
         return record
 
-    def add(self, lane: Lane, rank: int, save_id: str, start: int, data: memoryview) -> None:
+    def add(
+        self, group: ParityGroup, rank: int, save_id: str, start: int, data: memoryview
+    ) -> None:
         """Combine bytes of a part with the held bytes.
 
         Raises:
             HoldError: the bytes do not follow the earlier ones, or the save was dropped.
         """
         with self._lock:
-            record = self._find(lane, save_id)
+            record = self._find(group, save_id)
             if record is None or rank not in record.parts:
                 raise HoldError("a newer save took its place")
             low, high = record.parts[rank].bounds
             end = start + len(data)
             if start != record.received[rank] or end > high - low or record.memory is None:
                 raise HoldError(f"bytes {start} to {end} do not follow {record.received[rank]}")
-            if len(lane) == 1:
+            if len(group) == 1:
                 record.memory[start:end] = data
             else:
                 combine(record.memory, start, data)
             record.received[rank] = end
 
-    def end(self, lane: Lane, rank: int, save_id: str) -> None:
+    def end(self, group: ParityGroup, rank: int, save_id: str) -> None:
         """Check that a part is complete.
 
         Raises:
             HoldError: bytes are missing.
         """
         with self._lock:
-            record = self._find(lane, save_id)
+            record = self._find(group, save_id)
             if record is None or not record.finished(rank):
                 raise HoldError("not all of its bytes arrived")
             logger.info("iteration %d of rank %d is held here", record.iteration, rank)
@@ -153,42 +157,44 @@ class Holdings:
             return [
                 Held(
                     *record.parts[rank],
-                    tuple((r, *record.parts[r].bounds) for r in lane if r != rank),
+                    tuple((r, *record.parts[r].bounds) for r in group if r != rank),
                 )
-                for lane, records in self._lanes.items()
+                for group, records in self._records.items()
                 for record in records
-                if rank in lane and record.complete(lane)
+                if rank in group and record.complete(group)
             ]
 
-    def read(self, lane: Lane, save_id: str, start: int, nbytes: int) -> bytes:
+    def read(self, group: ParityGroup, save_id: str, start: int, nbytes: int) -> bytes:
         """Return bytes of a complete save; zeros beyond its end.
 
         Raises:
             HoldError: the save is no longer held.
         """
         with self._lock:
-            record = self._find(lane, save_id)
-            if record is None or record.memory is None or not record.complete(lane):
+            record = self._find(group, save_id)
+            if record is None or record.memory is None or not record.complete(group):
                 raise HoldError("a newer save took its place")
             return record.memory[start : start + nbytes].ljust(nbytes, b"\0")
 
-    def adopt(self, save_id: str | None, iteration: int, lanes: Collection[Lane]) -> None:
-        """Drop saves of `iteration` or newer, except `save_id`, and lanes not in `lanes`.
+    def resume_from(
+        self, save_id: str | None, iteration: int, groups: Collection[ParityGroup]
+    ) -> None:
+        """Drop saves of `iteration` or newer, except `save_id`, and groups not in `groups`.
 
         Training has resumed from `save_id`, so newer saves do not belong to it.
         """
         with self._lock:
-            for lane in set(self._lanes).difference(lanes):
-                for record in self._lanes.pop(lane):
+            for group in set(self._records).difference(groups):
+                for record in self._records.pop(group):
                     free(record.memory)
-            for records in self._lanes.values():
+            for records in self._records.values():
                 for record in records[:]:
                     if record.save_id != save_id and record.iteration >= iteration:
                         records.remove(record)
                         free(record.memory)
 
-    def _find(self, lane: Lane, save_id: str) -> _Record | None:
-        records = self._lanes.get(lane, ())
+    def _find(self, group: ParityGroup, save_id: str) -> _Record | None:
+        records = self._records.get(group, ())
         return next((record for record in records if record.save_id == save_id), None)
 
 

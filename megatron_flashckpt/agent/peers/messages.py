@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_flashckpt.agent.peers.topology import Lane, Part
+from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
 from megatron_flashckpt.memory.slot import SlabGeometry
 
 #: Payload bytes of one message.
@@ -16,7 +16,7 @@ CHUNK_NBYTES = 4 * 1024 * 1024
 MAX_FRAME_NBYTES = 64 * 1024 * 1024
 
 
-class Label(msgspec.Struct, frozen=True, kw_only=True):
+class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """Slot descriptor: facts with which a slot is rebuilt from its bytes and verified."""
 
     rank: int
@@ -40,13 +40,13 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """Announces a part of a staged checkpoint. Reply: Taken, or Declined."""
 
     part: Part
-    label: Label
+    label: SlotDescriptor
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True):
     """Carries bytes of a part from `start` on, in order. Reply: Taken, or Declined."""
 
-    lane: Lane
+    lane: ParityGroup
     rank: int
     save_id: str
     start: int
@@ -55,7 +55,7 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 class End(msgspec.Struct, frozen=True, tag=True):
     """All bytes were sent. Reply: Taken, or Declined."""
 
-    lane: Lane
+    lane: ParityGroup
     rank: int
     save_id: str
 
@@ -78,13 +78,13 @@ class Held(msgspec.Struct, frozen=True):
     """A holder's part of one rank's checkpoint, combined with parts of other ranks."""
 
     part: Part
-    label: Label
+    label: SlotDescriptor
     others: tuple[tuple[int, int, int], ...]
     """Rank, start and end of the ranges of other ranks' checkpoints in the combination."""
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    labels: tuple[Label, ...]
+    labels: tuple[SlotDescriptor, ...]
     """Checkpoints of that rank in this node's own slots."""
     slots: tuple[tuple[int, str], ...]
     """Rank and save of all checkpoints in this node's own slots."""
@@ -103,7 +103,7 @@ class ReadSlot(msgspec.Struct, frozen=True, tag=True):
 class ReadHeld(msgspec.Struct, frozen=True, tag=True):
     """Asks for bytes of a held save. Reply: Taken, with the bytes; or Declined."""
 
-    lane: Lane
+    lane: ParityGroup
     save_id: str
     start: int
     nbytes: int

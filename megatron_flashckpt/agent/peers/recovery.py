@@ -1,7 +1,7 @@
 """Rebuilds a rank's checkpoints from the memory of other nodes.
 
 Recovery goes by ranks, not by nodes: after a node was replaced, the launcher may assign a rank to
-another node. So every agent is asked what it has of a rank: its slots, a copy of them, or parity.
+another node. So every agent reports its slots, copies and parity of a rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import slot_bytes
 from megatron_flashckpt.agent.peers.holder import combine
-from megatron_flashckpt.agent.peers.messages import Label
+from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.transport import PeerError
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 
@@ -52,7 +52,7 @@ class _Piece:
 class Plan:
     """Reads from which one checkpoint of a rank is rebuilt."""
 
-    label: Label
+    descriptor: SlotDescriptor
     pieces: tuple[_Piece, ...]
     is_in_slot: bool = False
     """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
@@ -69,9 +69,11 @@ def plans(rank: int, replies: Mapping[int, m.Found]) -> dict[str, Plan]:
     by_save: dict[str, Plan] = {}
     held: dict[str, list[tuple[int, m.Held]]] = {}
     for node, reply in sorted(replies.items()):
-        for label in reply.labels:
-            read = _of_slot(node, rank, label.save_id, 0, label.nbytes)
-            by_save[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),), True)
+        for descriptor in reply.labels:
+            read = _of_slot(node, rank, descriptor.save_id, 0, descriptor.nbytes)
+            by_save[descriptor.save_id] = Plan(
+                descriptor, (_Piece(0, descriptor.nbytes, (read,)),), True
+            )
         for combined in reply.held:
             held.setdefault(combined.label.save_id, []).append((node, combined))
     for save_id, parts in held.items():
@@ -83,29 +85,29 @@ def plans(rank: int, replies: Mapping[int, m.Found]) -> dict[str, Plan]:
 
 def _combined(parts: list[tuple[int, m.Held]], slots: Mapping[tuple[int, str], int]) -> Plan | None:
     """Return the plan that reads each part from its holder; None if a part is missing."""
-    label = parts[0][1].label
+    descriptor = parts[0][1].label
     pieces = {}
     for node, held in parts:
-        start, end = held.part.bounds(label.nbytes)
-        reads = [_of_holder(node, held.part.lane, label.save_id, end - start)]
+        start, end = held.part.bounds(descriptor.nbytes)
+        reads = [_of_holder(node, held.part.parity_group, descriptor.save_id, end - start)]
         for other, low, high in held.others:
-            if (other, label.save_id) not in slots:
+            if (other, descriptor.save_id) not in slots:
                 break
-            owner = slots[other, label.save_id]
-            reads.append(_of_slot(owner, other, label.save_id, low, high))
+            owner = slots[other, descriptor.save_id]
+            reads.append(_of_slot(owner, other, descriptor.save_id, low, high))
         else:
             pieces[held.part.index] = _Piece(start, end, tuple(reads))
     if len(pieces) < parts[0][1].part.count:
         return None
-    return Plan(label, tuple(pieces.values()))
+    return Plan(descriptor, tuple(pieces.values()))
 
 
 def _of_slot(node: int, rank: int, save_id: str, low: int, high: int) -> _Read:
     return _Read(node, high - low, lambda at, size: m.ReadSlot(rank, save_id, low + at, size))
 
 
-def _of_holder(node: int, lane: tuple[int, ...], save_id: str, nbytes: int) -> _Read:
-    return _Read(node, nbytes, lambda at, size: m.ReadHeld(lane, save_id, at, size))
+def _of_holder(node: int, group: tuple[int, ...], save_id: str, nbytes: int) -> _Read:
+    return _Read(node, nbytes, lambda at, size: m.ReadHeld(group, save_id, at, size))
 
 
 def recover(
@@ -117,55 +119,55 @@ def recover(
     """
     chosen = sorted(
         (plan for save_id, plan in made.items() if save_id in wanted),
-        key=lambda plan: -plan.label.iteration,
+        key=lambda plan: -plan.descriptor.iteration,
     )
     if not chosen:
         return None
     # All slabs of a rank have one geometry, unless the checkpoint grew; then the newest save
     # decides.
-    geometry = chosen[0].label.geometry
-    chosen = [plan for plan in chosen if plan.label.geometry == geometry][: geometry.slots]
+    geometry = chosen[0].descriptor.geometry
+    chosen = [plan for plan in chosen if plan.descriptor.geometry == geometry][: geometry.slots]
     sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
     slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
-    good: dict[int, Plan] = {}
+    complete: dict[int, Plan] = {}
     for index, plan in enumerate(reversed(chosen)):
-        subject = (rank, plan.label.iteration, ", ".join(map(str, plan.nodes)))
+        subject = (rank, plan.descriptor.iteration, ", ".join(map(str, plan.nodes)))
         try:
             for piece in plan.pieces:
-                _fill(slab, index, plan.label, piece, ask)
-            damage = slot_bytes.damage(slab, index, plan.label)
+                _fill(slab, index, plan.descriptor, piece, ask)
+            damage = slot_bytes.damage(slab, index, plan.descriptor)
         except PeerError as error:
             damage = str(error)
         if damage is not None:
             logger.error("rank %d: iteration %d not recovered from nodes %s: %s", *subject, damage)
             continue
         logger.info("rank %d: recovered iteration %d from nodes %s", *subject)
-        label, slot = plan.label, slab.slots[index]
-        reach("recover.filled")
+        descriptor, slot = plan.descriptor, slab.slots[index]
+        hit("recover.filled")
         # The bytes are verified; from here on, the slot's own digest covers the description.
-        slot.set_meta(slot_bytes.description(slab, index, label))
+        slot.set_meta(slot_bytes.description(slab, index, descriptor))
         slot.set_header(
             SlotHeader(
-                SlotState.KEPT if label.memory_only else SlotState.STAGED,
-                label.iteration,
-                label.save_id,
-                label.meta_nbytes,
-                label.data_nbytes,
+                SlotState.KEPT if descriptor.memory_only else SlotState.STAGED,
+                descriptor.iteration,
+                descriptor.save_id,
+                descriptor.meta_nbytes,
+                descriptor.data_nbytes,
             )
         )
-        good[index] = plan
-    if not good:
+        complete[index] = plan
+    if not complete:
         slab.close()
         return None
     slots = RankSlots(slab)
-    for index, plan in good.items():
-        slots.infos[index].digests = plan.label.digests
+    for index, plan in complete.items():
+        slots.infos[index].digests = plan.descriptor.digests
         slots.infos[index].recovered = True
         slots.infos[index].elsewhere = plan.is_in_slot
     return slots
 
 
-def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None:
+def _fill(slab: Slab, index: int, descriptor: SlotDescriptor, piece: _Piece, ask: Ask) -> None:
     """Read a range from all nodes that have a part in it, and write it into a slot.
 
     Raises:
@@ -184,7 +186,7 @@ def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None
                     total[: len(data)] = data
                 elif len(data):
                     combine(total, 0, data)
-            slot_bytes.write(slab, index, label, piece.start + at, memoryview(total))
+            slot_bytes.write(slab, index, descriptor, piece.start + at, memoryview(total))
 
 
 def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import recovery, slot_bytes
 from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
-from megatron_flashckpt.agent.peers.messages import Label
+from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.sender import Link, SendRequest
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.agent.peers.transport import (
@@ -24,16 +24,16 @@ from megatron_flashckpt.agent.peers.transport import (
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 
 logger = logging.getLogger(__name__)
 
-#: Nodes that are asked in parallel during a recovery.
+#: Nodes that get requests in parallel during a recovery.
 _ASKED_AT_ONCE = 16
 
 
 class Redundancy:
-    """One agent's part in redundancy. Server, links and label thread run until `close`."""
+    """One agent's part in redundancy. Server, links and descriptor thread run until `close`."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Redundancy:
         self._plan: JoinPeers | None = None
         self._topology = Topology("copy", 2, ())
         self._links: dict[tuple[int, int], Link] = {}
-        self._labels: dict[tuple[int, str], Label] = {}
+        self._descriptors: dict[tuple[int, str], SlotDescriptor] = {}
         # One thread, so that digests take at most one core from training.
-        self._labellers = concurrent.futures.ThreadPoolExecutor(1, "label")
+        self._descriptor_thread = concurrent.futures.ThreadPoolExecutor(1, "label")
         self._recoverers = concurrent.futures.ThreadPoolExecutor(request.threads, "recover")
         self._recoveries: dict[int, concurrent.futures.Future[None]] = {}
 
@@ -101,7 +101,7 @@ class Redundancy:
 
     def close(self) -> None:
         """Stop at once, abandoning transfers."""
-        self._labellers.shutdown(cancel_futures=True)
+        self._descriptor_thread.shutdown(cancel_futures=True)
         self._recoverers.shutdown(cancel_futures=True)
         with self._lock:
             links, self._links = self._links, {}
@@ -119,20 +119,20 @@ class Redundancy:
         # Read now for messages: after a failure, the slab may be closed or hold another save.
         iteration = slots.slab.slots[index].header.iteration
         with contextlib.suppress(RuntimeError):  # closing
-            self._labellers.submit(self._send, rank, slots, index, iteration)
+            self._descriptor_thread.submit(self._send, rank, slots, index, iteration)
 
     def _send(self, rank: int, slots: RankSlots, index: int, iteration: int) -> None:
         try:
-            label = self._labelled(rank, slots, index)
-            reach("send.labelled")
+            descriptor = self._descriptor(rank, slots, index)
+            hit("send.labelled")
             with self._lock:
                 plan = self._plan
-                if label is None or plan is None or rank not in plan.nodes[plan.me].ranks:
+                if descriptor is None or plan is None or rank not in plan.nodes[plan.me].ranks:
                     return
-                lane = plan.nodes[plan.me].ranks.index(rank)
+                position = plan.nodes[plan.me].ranks.index(rank)
                 for share in self._topology.shares(plan.me)[rank]:
-                    link = self._link(plan, share.holder, lane % self._threads)
-                    link.put(SendRequest(slots.slab, index, label, share.part))
+                    link = self._link(plan, share.holder, position % self._threads)
+                    link.put(SendRequest(slots.slab, index, descriptor, share.part))
         except Exception:
             logger.exception("rank %d: iteration %d is not sent to other nodes", rank, iteration)
 
@@ -145,8 +145,8 @@ class Redundancy:
     def _connection(self, plan: JoinPeers, node: int) -> Connection:
         return Connection(self._context, self._identity, plan.nodes[node], plan.timeout_s)
 
-    def _labelled(self, rank: int, slots: RankSlots, index: int) -> Label | None:
-        """Return the label of a slot, made once; None if the slot was overwritten meanwhile."""
+    def _descriptor(self, rank: int, slots: RankSlots, index: int) -> SlotDescriptor | None:
+        """Return the cached descriptor of a slot; None if the slot was overwritten meanwhile."""
         in_slots = {
             (other, slot_bytes.header_of(rank_slots.slab, number).save_id)
             for other, rank_slots in self._own().items()
@@ -154,23 +154,27 @@ class Redundancy:
         }
         key = (rank, slot_bytes.header_of(slots.slab, index).save_id)
         with self._lock:
-            self._labels = {held: label for held, label in self._labels.items() if held in in_slots}
-            if key in self._labels:
-                return self._labels[key]
-        label = slot_bytes.label_of(rank, slots.slab, index)
-        if label is not None:
+            self._descriptors = {
+                held: descriptor
+                for held, descriptor in self._descriptors.items()
+                if held in in_slots
+            }
+            if key in self._descriptors:
+                return self._descriptors[key]
+        descriptor = slot_bytes.descriptor_of(rank, slots.slab, index)
+        if descriptor is not None:
             with self._lock:
-                self._labels[rank, label.save_id] = label
-        return label
+                self._descriptors[rank, descriptor.save_id] = descriptor
+        return descriptor
 
-    def adopt(self, rank: int, save_id: str | None, iteration: int) -> None:
+    def resume_from(self, rank: int, save_id: str | None, iteration: int) -> None:
         """Drop copies of saves newer than the one resumed from, and send that save again.
 
         A replaced node holds nothing for the others yet. Holders that have their part report that.
         """
         with self._lock:
-            lanes = [] if self._plan is None else self._topology.lanes(self._plan.me)
-        self._holdings.adopt(save_id, iteration, lanes)
+            groups = [] if self._plan is None else self._topology.parity_groups(self._plan.me)
+        self._holdings.resume_from(save_id, iteration, groups)
         slots = self._own().get(rank)
         if slots is not None and save_id is not None:
             for index in range(len(slots.infos)):
@@ -201,15 +205,15 @@ class Redundancy:
             match request:
                 case m.Begin():
                     begun = self._begin(request)
-                    reach("hold.begun")
+                    hit("hold.begun")
                     return m.Taken(already=not begun), b""
                 case m.Chunk():
                     part = (request.lane, request.rank, request.save_id)
                     self._holdings.add(*part, request.start, payload)
-                    reach("hold.chunk")
+                    hit("hold.chunk")
                 case m.End():
                     self._holdings.end(request.lane, request.rank, request.save_id)
-                    reach("hold.ended")
+                    hit("hold.ended")
                 case m.SendAgain():
                     self._send_again(request)
                 case m.Find():
@@ -219,7 +223,7 @@ class Redundancy:
                 case m.ReadHeld():
                     span = (request.start, request.nbytes)
                     data = self._holdings.read(request.lane, request.save_id, *span)
-                    reach("hold.read")
+                    hit("hold.read")
                     return m.Taken(), data
         except HoldError as error:
             return m.Declined(str(error)), b""
@@ -227,35 +231,37 @@ class Redundancy:
 
     def _begin(self, request: m.Begin) -> bool:
         with self._lock:
-            kept = [] if self._plan is None else self._topology.lanes(self._plan.me)
-        if request.part.lane not in kept:
+            kept = [] if self._plan is None else self._topology.parity_groups(self._plan.me)
+        if request.part.parity_group not in kept:
             raise HoldError("it does not hold checkpoints of these ranks (any more)")
         return self._holdings.begin(request.part, request.label)
 
-    def _in_slots(self, rank: int) -> Iterator[tuple[RankSlots, int, Label]]:
-        """Yield the complete slots of a rank of this node that have a label."""
+    def _in_slots(self, rank: int) -> Iterator[tuple[RankSlots, int, SlotDescriptor]]:
+        """Yield the complete slots of a rank of this node that have a descriptor."""
         slots = self._own().get(rank)
         if slots is None:
             return
         for index in range(len(slots.infos)):
             save_id = slot_bytes.header_of(slots.slab, index).save_id
             with self._lock:
-                label = self._labels.get((rank, save_id))
-            if label is not None and slot_bytes.holds(slots.slab, index, save_id):
-                yield slots, index, label
+                descriptor = self._descriptors.get((rank, save_id))
+            if descriptor is not None and slot_bytes.holds(slots.slab, index, save_id):
+                yield slots, index, descriptor
 
     def _find(self, rank: int) -> m.Found:
-        labels = [label for own_rank in self._own() for _, _, label in self._in_slots(own_rank)]
+        descriptors = [
+            descriptor for own_rank in self._own() for _, _, descriptor in self._in_slots(own_rank)
+        ]
         return m.Found(
-            tuple(label for label in labels if label.rank == rank),
-            tuple((label.rank, label.save_id) for label in labels),
+            tuple(descriptor for descriptor in descriptors if descriptor.rank == rank),
+            tuple((descriptor.rank, descriptor.save_id) for descriptor in descriptors),
             tuple(self._holdings.held_of(rank)),
         )
 
     def _read_slot(self, request: m.ReadSlot) -> bytes:
-        for slots, index, label in self._in_slots(request.rank):
-            if label.save_id == request.save_id:
-                data = slot_bytes.read(slots.slab, index, label, request.start, request.nbytes)
+        for slots, index, descriptor in self._in_slots(request.rank):
+            if descriptor.save_id == request.save_id:
+                data = slot_bytes.read(slots.slab, index, descriptor, request.start, request.nbytes)
                 if data is not None:
                     return data
         raise HoldError(f"rank {request.rank} no longer has that save")
@@ -285,9 +291,9 @@ class Redundancy:
                 return
             with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
                 nodes = range(len(plan.nodes))
-                asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
-                replies = {node: reply for node, reply in enumerate(asked) if reply is not None}
-            reach("recover.asked")
+                answers = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
+                replies = {node: reply for node, reply in enumerate(answers) if reply is not None}
+            hit("recover.asked")
             by_save = recovery.plans(rank, replies)
             slots = recovery.recover(
                 rank,
@@ -298,7 +304,7 @@ class Redundancy:
             )
             if slots is not None:
                 self._install(rank, slots)
-                reach("recover.installed")
+                hit("recover.installed")
             elif not set(by_save).intersection(request.saves):
                 logger.warning("rank %d: no node has any of its requested checkpoints", rank)
         except Exception:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import slot_bytes
-from megatron_flashckpt.agent.peers.messages import Label
+from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
-from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class SendRequest:
 
     slab: Slab
     index: int
-    label: Label
+    descriptor: SlotDescriptor
     part: Part
 
 
@@ -67,7 +67,7 @@ class Link:
     def put(self, request: SendRequest) -> None:
         """Send `request` next; it replaces an unsent older one of the same rank."""
         with self._changed:
-            self._waiting[request.label.rank] = request
+            self._waiting[request.descriptor.rank] = request
             self._changed.notify()
 
     def close(self) -> None:
@@ -90,31 +90,33 @@ class Link:
                 if self._closing:
                     break
                 request = self._waiting.pop(next(iter(self._waiting)))
-            label = request.label
+            descriptor = request.descriptor
             try:
                 self._send(request)
             except (_OvertakenError, _DeclinedError) as error:
                 self._hang_up()
-                self._warn(label, error)
+                self._warn(descriptor, error)
             except PeerError as error:
                 self._hang_up()
-                self._warn(label, error)
+                self._warn(descriptor, error)
                 self._put_back(request)
             except Exception:
                 self._hang_up()
-                logger.exception("iteration %d was not sent to %s", label.iteration, self._place)
+                logger.exception(
+                    "iteration %d was not sent to %s", descriptor.iteration, self._place
+                )
             else:
                 self._warned.clear()
                 self._pause_s = _PAUSE_S[0]
-                subject = (label.rank, label.iteration, self._place)
+                subject = (descriptor.rank, descriptor.iteration, self._place)
                 logger.info("rank %d: iteration %d is held by %s", *subject)
         self._hang_up()
 
-    def _warn(self, label: Label, error: Exception) -> None:
+    def _warn(self, descriptor: SlotDescriptor, error: Exception) -> None:
         # One warning until a send succeeds, because the error concerns every save.
         level = logging.DEBUG if type(error) in self._warned else logging.WARNING
         self._warned.add(type(error))
-        subject = (label.rank, label.iteration, self._place, error)
+        subject = (descriptor.rank, descriptor.iteration, self._place, error)
         logger.log(
             level,
             "rank %d: iteration %d is not held by %s: %s; training and saving continue, but if "
@@ -125,7 +127,7 @@ class Link:
     def _put_back(self, request: SendRequest) -> None:
         """Queue `request` again, unless a newer one waits, and pause."""
         with self._changed:
-            self._waiting.setdefault(request.label.rank, request)
+            self._waiting.setdefault(request.descriptor.rank, request)
             if not self._closing:
                 self._changed.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
@@ -140,30 +142,35 @@ class Link:
         with self._changed:
             if self._connection is None:
                 self._connection = self._connect()
-        label, part = request.label, request.part
-        if not slot_bytes.holds(request.slab, request.index, label.save_id):
+        descriptor, part = request.descriptor, request.part
+        if not slot_bytes.holds(request.slab, request.index, descriptor.save_id):
             raise _OvertakenError(_TAKEN)
-        reply, _ = self._connection.ask(m.Begin(part, label))
+        reply, _ = self._connection.ask(m.Begin(part, descriptor))
         if isinstance(reply, m.Taken) and reply.already:
             return
         _check(reply)
-        reach("send.begun")
+        hit("send.begun")
         for reply, _ in self._connection.pipeline(self._chunks(request)):
             _check(reply)
-        _check(self._connection.ask(m.End(part.lane, label.rank, label.save_id))[0])
-        reach("send.ended")
+        _check(
+            self._connection.ask(m.End(part.parity_group, descriptor.rank, descriptor.save_id))[0]
+        )
+        hit("send.ended")
 
     def _chunks(self, request: SendRequest) -> Iterator[tuple[m.Request, bytes]]:
-        label, part = request.label, request.part
-        begin, end = part.bounds(label.nbytes)
+        descriptor, part = request.descriptor, request.part
+        begin, end = part.bounds(descriptor.nbytes)
         for start, nbytes in slot_bytes.steps(begin, end):
             if self._closing:
                 raise _OvertakenError("the agent is leaving, or its peers changed")
-            data = slot_bytes.read(request.slab, request.index, label, start, nbytes)
+            data = slot_bytes.read(request.slab, request.index, descriptor, start, nbytes)
             if data is None:
                 raise _OvertakenError(_TAKEN)
-            reach("send.chunk")
-            yield m.Chunk(part.lane, label.rank, label.save_id, start - begin), data
+            hit("send.chunk")
+            yield (
+                m.Chunk(part.parity_group, descriptor.rank, descriptor.save_id, start - begin),
+                data,
+            )
 
 
 def _check(reply: m.Reply) -> None:

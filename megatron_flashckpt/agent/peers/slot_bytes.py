@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, Label
+from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, SlotDescriptor
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
 from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
@@ -32,8 +32,8 @@ def header_of(slab: Slab, index: int) -> SlotHeader:
         return EMPTY_HEADER
 
 
-def label_of(rank: int, slab: Slab, index: int) -> Label | None:
-    """Return the label of a complete slot; None if the slot was overwritten meanwhile."""
+def descriptor_of(rank: int, slab: Slab, index: int) -> SlotDescriptor | None:
+    """Return the descriptor of a complete slot; None if the slot was overwritten meanwhile."""
     header = header_of(slab, index)
     meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
     digests = []
@@ -46,7 +46,7 @@ def label_of(rank: int, slab: Slab, index: int) -> Label | None:
     meta = _copy(slab, index, header.save_id, meta_at, meta_at + header.meta_nbytes)
     if meta is None:
         return None
-    return Label(
+    return SlotDescriptor(
         rank=rank,
         iteration=header.iteration,
         save_id=header.save_id,
@@ -65,40 +65,44 @@ def holds(slab: Slab, index: int, save_id: str) -> bool:
     return header.state in COMPLETE and header.save_id == save_id
 
 
-def read(slab: Slab, index: int, label: Label, start: int, nbytes: int) -> bytes | None:
+def read(
+    slab: Slab, index: int, descriptor: SlotDescriptor, start: int, nbytes: int
+) -> bytes | None:
     """Return bytes of the range; None if the slot has been overwritten."""
     parts = []
-    for at, size in _spans(slab, index, label, start, nbytes):
-        part = _copy(slab, index, label.save_id, at, at + size)
+    for at, size in _spans(slab, index, descriptor, start, nbytes):
+        part = _copy(slab, index, descriptor.save_id, at, at + size)
         if part is None:
             return None
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def write(slab: Slab, index: int, label: Label, start: int, data: bytes | memoryview) -> None:
+def write(
+    slab: Slab, index: int, descriptor: SlotDescriptor, start: int, data: bytes | memoryview
+) -> None:
     """Write bytes of the range to their place in the slot."""
     done = 0
-    for at, size in _spans(slab, index, label, start, len(data)):
+    for at, size in _spans(slab, index, descriptor, start, len(data)):
         slab.memory[at : at + size] = data[done : done + size]
         done += size
 
 
-def description(slab: Slab, index: int, label: Label) -> bytes:
+def description(slab: Slab, index: int, descriptor: SlotDescriptor) -> bytes:
     """Return the bytes of a slot's encoded description."""
     meta_at = slab.geometry.meta_offset(index)
-    return bytes(slab.memory[meta_at : meta_at + label.meta_nbytes])
+    return bytes(slab.memory[meta_at : meta_at + descriptor.meta_nbytes])
 
 
-def damage(slab: Slab, index: int, label: Label) -> str | None:
+def damage(slab: Slab, index: int, descriptor: SlotDescriptor) -> str | None:
     """Return the damage of a rebuilt slot, or None."""
     data_at = slab.geometry.data_offset(index)
-    digest = xxhash.xxh3_64_hexdigest(description(slab, index, label))
-    if digest != label.meta_digest:
-        return f"description: digest {digest}, expected {label.meta_digest}"
-    for chunk, expected in enumerate(label.digests):
+    digest = xxhash.xxh3_64_hexdigest(description(slab, index, descriptor))
+    if digest != descriptor.meta_digest:
+        return f"description: digest {digest}, expected {descriptor.meta_digest}"
+    for chunk, expected in enumerate(descriptor.digests):
         start = data_at + chunk * DIGEST_NBYTES
-        end = min(start + DIGEST_NBYTES, data_at + label.data_nbytes)
+        end = min(start + DIGEST_NBYTES, data_at + descriptor.data_nbytes)
         digest = chunk_digest(slab.memory[start:end])
         if digest != expected:
             return f"chunk {chunk}: digest {digest}, expected {expected}"
@@ -106,10 +110,10 @@ def damage(slab: Slab, index: int, label: Label) -> str | None:
 
 
 def _spans(
-    slab: Slab, index: int, label: Label, start: int, nbytes: int
+    slab: Slab, index: int, descriptor: SlotDescriptor, start: int, nbytes: int
 ) -> Iterator[tuple[int, int]]:
     """Yield the places `(offset, nbytes)` of a range in the slab, at most two."""
-    geometry, cut = slab.geometry, label.meta_nbytes
+    geometry, cut = slab.geometry, descriptor.meta_nbytes
     end = start + nbytes
     if start < cut:
         yield geometry.meta_offset(index) + start, min(end, cut) - start

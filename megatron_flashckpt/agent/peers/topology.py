@@ -9,7 +9,7 @@ Evaluation of a Scalable Multi-level Checkpointing System", SC 2010), which rota
 the nodes as RAID 5 does.
 
 Ranks are matched by position: the k-th rank of a node with the k-th ranks of the others. The ranks
-whose parts a holder combines form a parity group, called *lane* in the code.
+whose parts a holder combines form a parity group.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import NamedTuple
 import msgspec
 
 #: A parity group: the ranks, ascending by node, whose parts one holder combines.
-Lane = tuple[int, ...]
+ParityGroup = tuple[int, ...]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contribution to a lane: part `index` of `count` of its checkpoint."""
+    """One rank's contribution to a parity group: part `index` of `count` of its checkpoint."""
 
-    lane: Lane
+    parity_group: ParityGroup
     index: int
     count: int
 
@@ -83,8 +83,8 @@ class Topology:
     def _group(self, node: int) -> range:
         return next(group for group in self._groups if node in group)
 
-    def lanes(self, holder: int) -> list[Lane]:
-        """Return the lanes that `holder` holds."""
+    def parity_groups(self, holder: int) -> list[ParityGroup]:
+        """Return the parity groups that `holder` holds."""
         contributors = self.contributors(holder)
         width = max((len(self._ranks[node]) for node in contributors), default=0)
         return [
@@ -97,7 +97,7 @@ class Topology:
         holders = self.holders(node)
         return {
             rank: [
-                Share(holder, Part(self.lanes(holder)[k], index, len(holders)))
+                Share(holder, Part(self.parity_groups(holder)[k], index, len(holders)))
                 for index, holder in enumerate(holders)
             ]
             for k, rank in enumerate(self._ranks[node])

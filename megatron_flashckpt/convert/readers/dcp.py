@@ -38,7 +38,7 @@ _OTHERS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Ignored:
+class _IgnoredClass:
     """Stand-in for Megatron's own subclasses, of which only the attributes are used."""
 
     mcore_data: dict[str, Any]
@@ -54,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
             "MCoreMetadata",
             "MCoreSavePlan",
         ):
-            return _Ignored
+            return _IgnoredClass
         attribute = getattr(_MODULES.get(module), name, None)
         if isinstance(attribute, type) and (
             dataclasses.is_dataclass(attribute) or issubclass(attribute, enum.Enum)

@@ -33,11 +33,11 @@ from megatron_flashckpt.convert.readers.legacy import (
     RankFiles,
     accepts,
     contents_of,
+    first_few,
     has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
-    some,
     with_weights_of_masters,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
@@ -117,7 +117,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     if extra := sorted(present - set(names)):
         raise CorruptCheckpointError(
             f"{directory}: the job had {len(names)} ranks, but the checkpoint also has "
-            f"{some(extra)}: {MIXED}; {ddp_buckets.REMEDY}"
+            f"{first_few(extra)}: {MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
     of_ranks = [_of_file(file) if file.is_file() else {} for file in files]
@@ -130,8 +130,8 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
         )
         raise CorruptCheckpointError(
             f"{directory}: {len(empty_files)} of {len(files)} ranks have no optimizer tensors "
-            f"({some(empty_files)}), so the optimizer state is not in this checkpoint ({reason}); "
-            f"{ddp_buckets.REMEDY}"
+            f"({first_few(empty_files)}), so the optimizer state is not in this checkpoint "
+            f"({reason}); {ddp_buckets.REMEDY}"
         )
     return of_ranks
 
@@ -162,7 +162,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
     orders = _orders(
         rank, {class_of(parameter, args) for _, of_chunk in chunks for parameter in of_chunk}
     )
-    layouts: list[tuple[list[ddp_buckets.Buffer], list[list[_Owned]]]] = []
+    layouts: list[tuple[list[ddp_buckets.Buffer], list[list[_OwnedRange]]]] = []
     differing_replicas: list[list[int]] = []
     for rules in ddp_buckets.RULES:
         layout = ddp_buckets.buffers(model, args, chunks, dtypes, rules)
@@ -175,7 +175,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
             held = _held(owned, replicas, order, args)
             if held is None:
                 continue
-            differing = [] if accept else _strange(held, rank)
+            differing = [] if accept else _contradicting_replicas(held, rank)
             if not differing:
                 return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
             differing_replicas.append(differing)
@@ -185,7 +185,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
         )
     # A layout in which the shards of some replicas match the weights is right.
     differing = min(differing_replicas, key=len)
-    files = some([f"rank_{numbers[replica]:05d}" for replica in differing])
+    files = first_few([f"rank_{numbers[replica]:05d}" for replica in differing])
     raise CorruptCheckpointError(
         f"{where}: the masters in {files} do not round to the weights in {rank.directory.name}: "
         f"{MIXED}; {ddp_buckets.remedy(args)}"
@@ -206,7 +206,7 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Owned:
+class _OwnedRange:
     """Range of one parameter that one replica owns."""
 
     at: ddp_buckets.Place
@@ -215,9 +215,11 @@ class _Owned:
     """End of the range `[start, end)` of the flattened parameter."""
 
 
-def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
+def _owned(
+    layout: list[ddp_buckets.Buffer], replicas: int, multiple: int
+) -> list[list[_OwnedRange]]:
     """Return the ranges that each replica owns, in the order of its buckets."""
-    result: list[list[_Owned]] = [[] for _ in range(replicas)]
+    result: list[list[_OwnedRange]] = [[] for _ in range(replicas)]
     for buffer in layout:
         for place in buffer.places:
             padded = -(-buffer.bucket_numels[place.bucket] // multiple) * multiple
@@ -226,7 +228,7 @@ def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> li
                 start = max(share * replica - place.start, 0)
                 end = min(share * (replica + 1) - place.start, place.parameter.numel)
                 if start < end:
-                    own_ranges.append(_Owned(place, start, end))
+                    own_ranges.append(_OwnedRange(place, start, end))
     return result
 
 
@@ -235,7 +237,7 @@ _Held = dict[ddp_buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
 
 
 def _held(
-    owned: list[list[_Owned]],
+    owned: list[list[_OwnedRange]],
     replicas: list[_Shards],
     order: tuple[GroupClass, ...],
     args: Any,
@@ -258,7 +260,7 @@ def _held(
     return result
 
 
-def _strange(held: _Held, rank: RankFiles) -> list[int]:
+def _contradicting_replicas(held: _Held, rank: RankFiles) -> list[int]:
     """Return the replicas with a shard that does not round to the weights of `rank`."""
     replicas = set()
     for place, shards in held.items():

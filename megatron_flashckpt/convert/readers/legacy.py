@@ -63,13 +63,13 @@ class RankFiles:
         }
 
 
-def some(problems: list[str], separator: str = ", ") -> str:
+def first_few(problems: list[str], separator: str = ", ") -> str:
     """Return the first few of `problems` and the number of further ones, for a message."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return separator.join(problems[:_SHOWN]) + more
 
 
-def way_out(directory: Path) -> str:
+def remedy_for(directory: Path) -> str:
     """Return the remedy for a checkpoint that cannot be converted."""
     if has_ranks(directory):
         return (
@@ -270,8 +270,8 @@ def _refuse_another_save(directory: Path, ranks: list[RankFiles]) -> None:
     ]
     if foreign_files:
         raise CorruptCheckpointError(
-            f"{directory}: holds files of another save: {some(foreign_files)}; convert another "
-            "iteration"
+            f"{directory}: holds files of another save: {first_few(foreign_files)}; "
+            "convert another iteration"
         )
 
 
@@ -295,7 +295,7 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
     if problems:
         raise UnsupportedError(
             f"{directory}: its model differs from the GPT that its args describe: "
-            f"{some(problems, '; ')}; {way_out(directory)}"
+            f"{first_few(problems, '; ')}; {remedy_for(directory)}"
         )
 
 
@@ -315,7 +315,7 @@ def _has_optimizer(rank: RankFiles) -> bool:
     return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
 
 
-def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.Found:
+def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.RankOptimizer:
     args = rank.state["args"]
     distributed = getattr(args, "use_distributed_optimizer", False)
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)

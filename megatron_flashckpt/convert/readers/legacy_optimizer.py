@@ -20,7 +20,7 @@ Weights = dict[tuple[int, str], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class RankOptimizer:
     """Optimizer state of one rank."""
 
     parts: list[Part]
@@ -38,7 +38,7 @@ def distributed(
     *,
     experts: bool,
     accept: bool = False,
-) -> Found:
+) -> RankOptimizer:
     """Return the state of the distributed optimizer.
 
     Args:
@@ -79,7 +79,7 @@ def distributed(
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
-    return Found(parts, hyper_parameters(saved))
+    return RankOptimizer(parts, hyper_parameters(saved))
 
 
 def _stored_numels(
@@ -136,7 +136,7 @@ def plain(
     place: str,
     *,
     experts: bool,
-) -> Found:
+) -> RankOptimizer:
     """Return the state of optimizers that do not shard parameters, with masters or without.
 
     Raises:
@@ -163,7 +163,7 @@ def plain(
                 for kind, value in state.items()
                 if isinstance(value, torch.Tensor) and value.shape == weight.shape
             ]
-    return Found(parts, hyper_parameters(saved))
+    return RankOptimizer(parts, hyper_parameters(saved))
 
 
 def _of_parameters(

@@ -20,7 +20,7 @@ _Chunks = list[tuple[int, list[LocalTensor]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class RankOptimizerFiles:
     """Optimizer contents of one rank's files."""
 
     state: Any
@@ -31,7 +31,7 @@ class Written:
 
 def of_rank(
     model: RankModel, contents: Contents, tensors: dict[str, ByKey], *, experts: bool
-) -> Written:
+) -> RankOptimizerFiles:
     """Return the state of a rank's optimizers.
 
     Raises:
@@ -45,9 +45,9 @@ def of_rank(
             _plain(chunks, entry, contents, tensors)
             for chunks, entry in zip(subs, saved, strict=True)
         ]
-        return Written(_listed(states), None)
+        return RankOptimizerFiles(_listed(states), None)
     if not ddp_buckets.is_early(contents.args):
-        saved = [_as_met(entry, chunks) for entry, chunks in zip(saved, subs, strict=True)]
+        saved = [_in_order_of_use(entry, chunks) for entry, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
     held = [
         # As in Megatron, only the files of the first replica's ranks have dense state.
@@ -56,7 +56,7 @@ def of_rank(
         else _buffers(model, contents.args, chunks, tensors)
         for number, chunks in enumerate(subs)
     ]
-    return Written(_listed([_without_tensors(entry) for entry in saved]), _listed(held))
+    return RankOptimizerFiles(_listed([_without_tensors(entry) for entry in saved]), _listed(held))
 
 
 def _listed(states: list[Any]) -> Any:
@@ -84,11 +84,11 @@ def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, A
     return result
 
 
-def _as_met(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
+def _in_order_of_use(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
     """Return `saved` with its groups in the order in which this rank's parameters use them.
 
     Until core 0.13 Megatron creates the groups of a rank in that order, and its distributed
-    optimizer loads them by number: on a stage without embedding the group without weight decay is
+    optimizer loads them by number. On a stage without embedding, the group without weight decay is
     first. Later releases load groups by their settings.
     """
     first = next((parameters[0] for _, parameters in chunks if parameters), None)

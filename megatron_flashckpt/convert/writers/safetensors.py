@@ -33,7 +33,7 @@ _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Named:
+class _NamedRegion:
     """Tensor of the result: a region of a global tensor without its stacking axes."""
 
     name: str
@@ -77,7 +77,7 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
     return directory
 
 
-def _unstacked(tensor: GlobalTensor) -> Iterator[_Named]:
+def _unstacked(tensor: GlobalTensor) -> Iterator[_NamedRegion]:
     """Yield the parts of `tensor` that have names of their own."""
     axes, pattern = 0, tensor.key
     if _LAYERS.search(pattern):
@@ -89,12 +89,12 @@ def _unstacked(tensor: GlobalTensor) -> Iterator[_Named]:
     for numbers in itertools.product(*(range(n) for n in tensor.shape[:axes])):
         inner = tensor.shape[axes:]
         region = (*numbers, *(0 for _ in inner)), (*(1 for _ in numbers), *inner)
-        yield _Named(pattern.format(*numbers), tensor, region, inner)
+        yield _NamedRegion(pattern.format(*numbers), tensor, region, inner)
 
 
-def _files(tensors: list[_Named], limit_nbytes: int) -> Iterator[list[_Named]]:
+def _files(tensors: list[_NamedRegion], limit_nbytes: int) -> Iterator[list[_NamedRegion]]:
     """Yield the tensors of each file; a tensor above the limit has a file of its own."""
-    file_tensors: list[_Named] = []
+    file_tensors: list[_NamedRegion] = []
     free = limit_nbytes
     for named in tensors:
         if file_tensors and named.nbytes > free:
@@ -106,7 +106,7 @@ def _files(tensors: list[_Named], limit_nbytes: int) -> Iterator[list[_Named]]:
         yield file_tensors
 
 
-def _write(path: Path, tensors: list[_Named]) -> None:
+def _write(path: Path, tensors: list[_NamedRegion]) -> None:
     # Wide elements first, so that every tensor is aligned, which torch needs for views.
     tensors = sorted(tensors, key=lambda named: -named.dtype.itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -127,7 +127,7 @@ def _write(path: Path, tensors: list[_Named]) -> None:
                 file.write(_raw(part))
 
 
-def _slabs(named: _Named) -> Iterator[torch.Tensor]:
+def _slabs(named: _NamedRegion) -> Iterator[torch.Tensor]:
     """Yield the region in row-major order, in parts that need each box of the source once.
 
     The parts follow the source's boxes along the first axis; row-major order allows no other split.

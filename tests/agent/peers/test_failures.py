@@ -174,13 +174,13 @@ def test_the_other_agents_accept_the_successor_of_a_killed_agent(
         made.await_held(10, len(sizes) - 1)
         made.kill_agent(1)
         # The slots that its own ranks had staged are sent again, too.
-        before = made.said_held(10)
+        before = made.reported_held(10)
         made.succeed(1)
         for rank in before:
-            # The agents of other nodes are asked again too, and report that they have their part.
+            # The agents of other nodes get a request again, and report that they have their part.
             more = before[rank] + (1 if rank == 1 else len(sizes) - 1)
             eventually(
-                "the saves are held again", lambda r=rank, n=more: made.said_held(10)[r] >= n
+                "the saves are held again", lambda r=rank, n=more: made.reported_held(10)[r] >= n
             )
         recover_lost(made, scheme, 3, 0, [save])
         assert_recovered(made, 0, [10])
@@ -202,7 +202,7 @@ def test_an_agent_whose_redundancy_was_turned_off_sends_and_holds_no_copies(tmp_
             # The port, the threads and the copies of the agent are gone.
             eventually("the port is closed", lambda n=node: not listens(made.peers[n].port))
         save_all(made, 20)
-        assert made.said_held(20) == {0: 0, 1: 0}
+        assert made.reported_held(20) == {0: 0, 1: 0}
         made.start("copy")
         save_all(made, 30)
         made.await_held(30, 1)

@@ -12,14 +12,14 @@ import pytest
 
 from megatron_flashckpt.agent.peers import holder
 from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
-from megatron_flashckpt.agent.peers.messages import Held, Label
-from megatron_flashckpt.agent.peers.topology import Lane, Part
+from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
+from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
 from megatron_flashckpt.memory.slot import SlabGeometry
 from tests.support.trainer import eventually
 
 
-def label(rank: int, iteration: int, nbytes: int) -> Label:
-    return Label(
+def new_descriptor(rank: int, iteration: int, nbytes: int) -> SlotDescriptor:
+    return SlotDescriptor(
         rank=rank,
         iteration=iteration,
         save_id=f"save{iteration}",
@@ -33,17 +33,22 @@ def label(rank: int, iteration: int, nbytes: int) -> Label:
 
 
 def give(
-    held: Holdings, lane: Lane, rank: int, iteration: int, data: bytes, upto: int | None = None
+    held: Holdings,
+    group: ParityGroup,
+    rank: int,
+    iteration: int,
+    data: bytes,
+    upto: int | None = None,
 ) -> bool:
     """Contribute the bytes of a rank's checkpoint in steps of 1,000."""
-    descriptor = label(rank, iteration, len(data))
-    if not held.begin(Part(lane, 0, 1), descriptor):
+    descriptor = new_descriptor(rank, iteration, len(data))
+    if not held.begin(Part(group, 0, 1), descriptor):
         return False
     for start in range(0, len(data) if upto is None else upto, 1000):
         chunk = memoryview(data)[start : start + 1000]
-        held.add(lane, rank, descriptor.save_id, start, chunk)
+        held.add(group, rank, descriptor.save_id, start, chunk)
     if upto is None:
-        held.end(lane, rank, descriptor.save_id)
+        held.end(group, rank, descriptor.save_id)
     return True
 
 
@@ -55,32 +60,32 @@ def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     held, data = Holdings(), os.urandom(4567)
     assert give(held, (3,), 3, 10, data)
     (entry,) = held.held_of(3)
-    assert entry == Held(Part((3,), 0, 1), label(3, 10, 4567), ())
+    assert entry == Held(Part((3,), 0, 1), new_descriptor(3, 10, 4567), ())
     assert held.read((3,), "save10", 100, 2000) == data[100:2100]
     assert held.held_of(4) == []
 
 
 def test_parity_restores_each_contribution_from_the_others() -> None:
-    held, lane = Holdings(), (0, 1, 2)
+    held, group = Holdings(), (0, 1, 2)
     data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
     for rank in (2, 0, 1):
         assert held.held_of(2) == [], "parity is complete only after the last contribution"
-        give(held, lane, rank, 10, data[rank])
+        give(held, group, rank, 10, data[rank])
     assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
-    for lost in lane:
-        total = bytearray(held.read(lane, "save10", 0, 8000))
-        for rank in lane:
+    for lost in group:
+        total = bytearray(held.read(group, "save10", 0, 8000))
+        for rank in group:
             if rank != lost:
                 holder.combine(total, 0, data[rank])
         assert total == data[lost].ljust(8000, b"\0")
 
 
 def test_parity_needs_the_memory_of_the_largest_contribution() -> None:
-    held, lane = Holdings(), (0, 1, 2)
+    held, group = Holdings(), (0, 1, 2)
     for iteration in range(5):
-        for rank in lane:
-            give(held, lane, rank, iteration, os.urandom(1000 * (rank + 1)))
-    (records,) = held._lanes.values()
+        for rank in group:
+            give(held, group, rank, iteration, os.urandom(1000 * (rank + 1)))
+    (records,) = held._records.values()
     assert [len(record.memory or b"") for record in records] == [3000, 3000]
 
 
@@ -99,12 +104,12 @@ def test_a_complete_save_is_evicted_only_when_every_place_holds_a_complete_save(
 
 
 def test_reused_parity_memory_starts_from_zero() -> None:
-    held, lane = Holdings(), (0, 1)
+    held, group = Holdings(), (0, 1)
     for iteration in (10, 20, 30):
         data = [os.urandom(2000), os.urandom(2000)]
-        for rank in lane:
-            give(held, lane, rank, iteration, data[rank])
-        total = bytearray(held.read(lane, f"save{iteration}", 0, 2000))
+        for rank in group:
+            give(held, group, rank, iteration, data[rank])
+        total = bytearray(held.read(group, f"save{iteration}", 0, 2000))
         holder.combine(total, 0, data[0])
         assert total == data[1]
 
@@ -127,16 +132,16 @@ def test_a_contribution_is_not_combined_twice() -> None:
 
 def test_an_interrupted_contribution_invalidates_the_parity() -> None:
     given_up: list[tuple[int, set[int]]] = []
-    held, lane = Holdings(lambda *arguments: given_up.append(arguments)), (0, 1)
-    give(held, lane, 1, 10, b"b" * 3000)
-    give(held, lane, 0, 10, b"a" * 3000, upto=1000)
+    held, group = Holdings(lambda *arguments: given_up.append(arguments)), (0, 1)
+    give(held, group, 1, 10, b"b" * 3000)
+    give(held, group, 0, 10, b"a" * 3000, upto=1000)
     assert given_up == []
-    give(held, lane, 0, 10, b"a" * 3000)
+    give(held, group, 0, 10, b"a" * 3000)
     assert given_up == [(10, {1})], "rank 1 must contribute again"
     assert iterations(held, 0) == []
-    give(held, lane, 1, 10, b"b" * 3000)
+    give(held, group, 1, 10, b"b" * 3000)
     assert iterations(held, 0) == [10]
-    assert held.read(lane, "save10", 0, 1) == bytes([ord("a") ^ ord("b")])
+    assert held.read(group, "save10", 0, 1) == bytes([ord("a") ^ ord("b")])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_a_request_that_does_not_fit_is_declined(
     act: Callable[[Holdings], object], reason: str
 ) -> None:
     held = Holdings()
-    held.begin(Part((0,), 0, 1), label(0, 10, 1000))
+    held.begin(Part((0,), 0, 1), new_descriptor(0, 10, 1000))
     with pytest.raises(HoldError, match=reason):
         act(held)
 
@@ -167,7 +172,7 @@ def test_a_node_without_free_memory_declines_with_the_reason(
     give(held, (0,), 0, 10, b"data")
     monkeypatch.setattr(holder, "available_nbytes", lambda: 2**20)
     with pytest.raises(HoldError, match=r"\d\.0 MiB of memory left and needs 3\.0 GiB"):
-        held.begin(Part((0,), 0, 1), label(0, 20, 3 * 2**30))
+        held.begin(Part((0,), 0, 1), new_descriptor(0, 20, 3 * 2**30))
     assert iterations(held, 0) == [10]
 
 
@@ -175,13 +180,13 @@ def test_resuming_drops_newer_saves_and_foreign_parity_groups() -> None:
     held = Holdings()
     for rank, iteration in ((0, 10), (0, 20), (1, 20), (2, 10)):
         give(held, (rank,), rank, iteration, b"data")
-    held.adopt("save10", 10, [(0,), (1,)])
+    held.resume_from("save10", 10, [(0,), (1,)])
     assert [iterations(held, rank) for rank in range(3)] == [[10], [], []]
-    held.adopt(None, 0, [(0,), (1,)])
+    held.resume_from(None, 0, [(0,), (1,)])
     assert iterations(held, 0) == []
 
 
-class NotedMemory(mmap.mmap):
+class RecordedMemory(mmap.mmap):
     """Memory that records which threads free it: the kernel needs 0.1 s for a GB."""
 
     freed_by: ClassVar[list[threading.Thread]] = []
@@ -198,22 +203,22 @@ class NotedMemory(mmap.mmap):
 @pytest.mark.parametrize(
     "drop",
     [
-        lambda held: held.adopt(None, 0, [(0,)]),
-        lambda held: held.adopt("save10", 10, []),
-        lambda held: [held.begin(Part((0,), 0, 1), label(0, n, 4)) for n in (20, 30)],
+        lambda held: held.resume_from(None, 0, [(0,)]),
+        lambda held: held.resume_from("save10", 10, []),
+        lambda held: [held.begin(Part((0,), 0, 1), new_descriptor(0, n, 4)) for n in (20, 30)],
         lambda held: [give(held, (0,), 0, n, b"x" * n) for n in (20, 30)],
     ],
-    ids=["of another past", "of another lane", "left unfinished", "too small"],
+    ids=["newer than the resumed save", "of another group", "left unfinished", "too small"],
 )
 def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for a `resume_from` request, and other nodes wait for `begin`."""
-    monkeypatch.setattr(holder.mmap, "mmap", NotedMemory)
-    NotedMemory.freed_by.clear()
+    monkeypatch.setattr(holder.mmap, "mmap", RecordedMemory)
+    RecordedMemory.freed_by.clear()
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
     drop(held)
-    eventually("the memory is freed", lambda: NotedMemory.freed_by)
-    assert len(NotedMemory.freed_by) == 1
-    assert NotedMemory.freed_by[0] is not threading.current_thread()
+    eventually("the memory is freed", lambda: RecordedMemory.freed_by)
+    assert len(RecordedMemory.freed_by) == 1
+    assert RecordedMemory.freed_by[0] is not threading.current_thread()

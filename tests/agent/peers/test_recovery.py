@@ -16,7 +16,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
-from tests.support.trainer import content, eventually, held_back, new_save_id
+from tests.support.trainer import blocked_open, content, eventually, new_save_id
 
 SCHEMES = [
     ("copy", 2, (2, 2), 1),
@@ -82,9 +82,9 @@ def test_copies_that_a_lost_node_held_are_sent_again_when_training_resumes(
             recover_lost(made, scheme, group, lost, [newer])
             for rank in made.ranks[lost]:
                 assert_recovered(made, rank, [20])
-            held_before = made.said_held(20)
+            held_before = made.reported_held(20)
             for trainer in made.trainers.values():
-                trainer.client.adopt(newer, 20)
+                trainer.client.resume_from(newer, 20)
             made.await_held(20, holders, beyond=held_before)
 
 
@@ -96,17 +96,17 @@ def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
         assert {made.stage(5)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
         save_id = new_save_id()
         shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
-        with held_back(shard) as let_go:
+        with blocked_open(shard) as unblock:
             made.stage(10, save_id)
             made.await_held(10, 1)
             made.lose(1)
-            let_go()
+            unblock()
         assert (made.root / file_names.TRACKER).read_text() == "5"
         made.start("copy")
         made.trainers[1].client.recover((save_id,))
         assert_recovered(made, 1, [10])
         for trainer in made.trainers.values():
-            trainer.client.adopt(save_id, 10)
+            trainer.client.resume_from(save_id, 10)
         eventually("the commit", lambda: (made.root / file_names.TRACKER).read_text() == "10")
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
@@ -153,7 +153,7 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
         made.start("copy")
         save_id = new_save_id()
         shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
-        with held_back(shard) as let_go:
+        with blocked_open(shard) as unblock:
             made.stage(10, save_id)
             made.await_held(10, 1)
             made.nodes.reverse()
@@ -165,9 +165,9 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
             for trainer in made.trainers.values():
-                trainer.client.adopt(save_id, 10)
+                trainer.client.resume_from(save_id, 10)
             assert not (made.root / file_names.TRACKER).exists()
-            let_go()
+            unblock()
         eventually("the commit", (made.root / file_names.TRACKER).exists)
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
@@ -194,7 +194,7 @@ def test_a_save_under_way_is_abandoned_when_rank_0_moves(
         claimed(made)
         save_id = new_save_id()
         shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
-        with held_back(shard) as let_go:
+        with blocked_open(shard) as unblock:
             made.stage(10, save_id)
             made.await_held(10, 1)
             made.nodes.reverse()
@@ -204,8 +204,8 @@ def test_a_save_under_way_is_abandoned_when_rank_0_moves(
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
             for trainer in made.trainers.values():
-                trainer.client.adopt(save_id, 10)
-            let_go()
+                trainer.client.resume_from(save_id, 10)
+            unblock()
         for node in range(2):
             eventually(
                 "the removal of the save that was given up",

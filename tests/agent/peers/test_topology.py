@@ -34,9 +34,9 @@ def test_other_nodes_hold_every_byte_and_any_one_node_may_be_lost(
                 assert (covered[0][0], covered[-1][1]) == (0, nbytes)
             for share in shares:
                 assert share.holder != node
-                assert share.part.lane in topology.lanes(share.holder)
+                assert share.part.parity_group in topology.parity_groups(share.holder)
                 # The other contributions live neither on the lost node nor on the holder.
-                others = {home[other] for other in share.part.lane if other != rank}
+                others = {home[other] for other in share.part.parity_group if other != rank}
                 assert not others & {node, share.holder}
 
 

@@ -29,7 +29,7 @@ SECRET = bytes(range(256)) * 64
 PATIENCE_S = 1.0
 
 
-class Served:
+class RecordingServer:
     """A server that sends `SECRET` to every admitted peer, and records its requests."""
 
     def __init__(self) -> None:
@@ -63,31 +63,31 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
+def served() -> Iterator[RecordingServer]:
+    made = RecordingServer()
     yield made
     made.server.close()
     made.context.term()
 
 
-def assert_answers_friends(served: Served) -> None:
+def assert_serves_admitted_peers(served: RecordingServer) -> None:
     with served.connection() as connection:
         reply, payload = connection.ask(m.Find(0))
         assert (reply, bytes(payload)) == (m.Taken(), SECRET)
 
 
 def test_a_peer_with_an_unknown_key_gets_no_answer(
-    served: Served, caplog: pytest.LogCaptureFixture
+    served: RecordingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served.connection(new_identity()) as connection, pytest.raises(PeerError, match="answer"):
         connection.ask(m.Find(7))
     assert served.asked == []
     assert "refused a connection from 127.0.0.1: its key is not of this job" in caplog.text
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
-def test_a_peer_without_encryption_gets_no_answer(served: Served, mechanism: str) -> None:
+def test_a_peer_without_encryption_gets_no_answer(served: RecordingServer, mechanism: str) -> None:
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
     sock.linger = 0
@@ -99,10 +99,10 @@ def test_a_peer_without_encryption_gets_no_answer(served: Served, mechanism: str
     assert served.asked == []
     sock.close()
     context.term()
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
-def test_a_server_with_the_wrong_key_gets_no_request(served: Served) -> None:
+def test_a_server_with_the_wrong_key_gets_no_request(served: RecordingServer) -> None:
     """The address is right and the key is not: a stolen address must not get checkpoints."""
     node = served.node(public=new_identity().public)
     with served.connection(node=node) as connection, pytest.raises(PeerError, match="answer"):
@@ -110,7 +110,7 @@ def test_a_server_with_the_wrong_key_gets_no_request(served: Served) -> None:
     assert served.received == []
 
 
-def test_a_node_removed_from_the_list_gets_no_further_answer(served: Served) -> None:
+def test_a_node_removed_from_the_list_gets_no_further_answer(served: RecordingServer) -> None:
     """This also holds for a connection that was open before."""
     with served.connection() as connection:
         connection.ask(m.Find(0))
@@ -120,14 +120,14 @@ def test_a_node_removed_from_the_list_gets_no_further_answer(served: Served) -> 
     assert served.asked == [m.Find(0)]
 
 
-def test_garbage_on_the_port_does_not_disturb_other_connections(served: Served) -> None:
+def test_garbage_on_the_port_does_not_disturb_other_connections(served: RecordingServer) -> None:
     for garbage in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(65536), b"\xff" + b"\0" * 100, b""):
         with socket.create_connection(("127.0.0.1", served.server.port)) as sock:
             sock.sendall(garbage)
-    assert_answers_friends(served)
+    assert_serves_admitted_peers(served)
 
 
-def test_a_malformed_request_is_declined_and_the_next_is_answered(served: Served) -> None:
+def test_a_malformed_request_is_declined_and_the_next_is_answered(served: RecordingServer) -> None:
     with served.connection() as connection:
         sock = connection._socket
         for frames in ([b"x"], [b"1", b"2", b"3", b"4"], [b"12345678", b"\xc1", b""]):
@@ -138,7 +138,7 @@ def test_a_malformed_request_is_declined_and_the_next_is_answered(served: Served
 
 
 def test_a_failing_handler_answers_with_its_error(
-    served: Served, caplog: pytest.LogCaptureFixture
+    served: RecordingServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.server._handler = lambda request, payload: 1 // 0
     with served.connection() as connection:
@@ -147,7 +147,7 @@ def test_a_failing_handler_answers_with_its_error(
     assert caplog.records[-1].levelno == logging.ERROR
 
 
-def test_many_requests_are_answered_in_order(served: Served) -> None:
+def test_many_requests_are_answered_in_order(served: RecordingServer) -> None:
     with served.connection() as connection:
         requests = [(m.Find(rank), rank.to_bytes(4, "little")) for rank in range(100)]
         assert len(list(connection.pipeline(requests))) == 100
@@ -194,7 +194,7 @@ class Tap:
         self._listener.close()
 
 
-def test_bytes_on_the_wire_are_encrypted(served: Served) -> None:
+def test_bytes_on_the_wire_are_encrypted(served: RecordingServer) -> None:
     tap = Tap(served.server.port)
     with served.connection(node=served.node(tap.port)) as connection:
         _, payload = connection.ask(m.Find(0), SECRET)
@@ -220,10 +220,10 @@ def test_the_tap_would_see_plain_text() -> None:
     context.term()
 
 
-def test_bytes_that_were_changed_in_transit_are_rejected(served: Served) -> None:
+def test_bytes_that_were_changed_in_transit_are_rejected(served: RecordingServer) -> None:
     """The connection ends, because the encryption also authenticates the data."""
 
-    class Flipping(Tap):
+    class FlippingTap(Tap):
         def _pump(self, source: socket.socket, target: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 while data := source.recv(65536):
@@ -233,14 +233,14 @@ def test_bytes_that_were_changed_in_transit_are_rejected(served: Served) -> None
                         changed[-1] ^= 1
                     target.sendall(changed)
 
-    tap = Flipping(served.server.port)
+    tap = FlippingTap(served.server.port)
     with served.connection(node=served.node(tap.port)) as connection, pytest.raises(PeerError):
         connection.ask(m.Find(0), SECRET)
     assert served.received == []
     tap.close()
 
 
-def test_a_caller_can_cancel_the_wait_for_an_answer(served: Served) -> None:
+def test_a_caller_can_cancel_the_wait_for_an_answer(served: RecordingServer) -> None:
     with served.connection(node=PeerNode("127.0.0.1", 1, served.identity.public, ())) as asking:
         asking._timeout_s = 60.0
         threading.Timer(0.2, asking.give_up).start()

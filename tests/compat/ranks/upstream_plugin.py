@@ -1,7 +1,7 @@
 """Pytest plugin of `scripts/compat --upstream-tests`: one rank of a run of Megatron's unit tests.
 
 Every rank loads it with `-p upstream_plugin`, before any test module. It selects the tests that
-call `save_checkpoint` or `load_checkpoint`. With UPSTREAM_DOOR=flashckpt it replaces these
+call `save_checkpoint` or `load_checkpoint`. With UPSTREAM_ENTRY_POINT=flashckpt it replaces these
 functions by ours; `stock` keeps them. It writes a JSON line per test to the directory
 UPSTREAM_RESULTS.
 
@@ -30,7 +30,7 @@ import pytest
 import torch.distributed as dist
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-OURS = os.environ["UPSTREAM_DOOR"] == "flashckpt"
+OURS = os.environ["UPSTREAM_ENTRY_POINT"] == "flashckpt"
 #: Timeout of every collective; ranks wait for each other up to four times as long after a test.
 TIMEOUT = datetime.timedelta(seconds=90)
 #: Failed parameter sets after which the others of a test are not tried, if none has passed.

@@ -1,9 +1,10 @@
 """Ranks of a run of Megatron's unit tests, forked from a process that has imported Megatron.
 
-`scripts/compat --upstream-tests` runs `upstream_ranks.py RANKS DOOR=DIRECTORY:PORT ... -- FILE ...`
-in the tree's root, with the tree's environment. DOOR is `stock` or `flashckpt`. The doors run one
-after the other; each runs the tests that have passed with the door before, and a door with results
-is skipped. Results and logs go to DIRECTORY. The ranks meet at the driver's store at PORT.
+`scripts/compat --upstream-tests` runs, in the tree's root and with the tree's environment,
+`upstream_ranks.py RANKS ENTRY=DIRECTORY:PORT ... -- FILE ...`. ENTRY is the entry point: `stock` or
+`flashckpt`. The entry points run one after the other. Each runs the tests that have passed with the
+one before; an entry point with results is skipped. Results and logs go to DIRECTORY. The ranks meet
+at the driver's store at PORT.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import torch
 LIMIT_S = 3600
 
 
-def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: list[str]) -> int:
+def run_rank(
+    rank: int, count: int, entry_point: str, where: Path, port: str, files: list[str]
+) -> int:
     """Run the tests as one rank, in a process of its own; return pytest's status."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(count),
         WORLD_SIZE=str(count),
-        UPSTREAM_DOOR=door,
+        UPSTREAM_ENTRY_POINT=entry_point,
         UPSTREAM_RESULTS=str(where),
         UPSTREAM_PORT=port,
     )
@@ -58,7 +61,7 @@ def end_helpers(rank: int) -> None:
                 child.kill()
 
 
-def run(count: int, door: str, where: Path, port: str, files: list[str]) -> None:
+def run(count: int, entry_point: str, where: Path, port: str, files: list[str]) -> None:
     """Run the tests on `count` ranks to their end."""
     (where / "tmp").mkdir(parents=True)
     ranks = []
@@ -66,7 +69,7 @@ def run(count: int, door: str, where: Path, port: str, files: list[str]) -> None
         if (pid := os.fork()) == 0:
             status = 3
             try:
-                status = run_rank(rank, count, door, where, port, files)
+                status = run_rank(rank, count, entry_point, where, port, files)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -101,11 +104,11 @@ if __name__ == "__main__":
     split = sys.argv.index("--")
     importlib.import_module("megatron.training.training")
     for argument in sys.argv[2:split]:
-        door, _, rest = argument.partition("=")
+        entry_point, _, rest = argument.partition("=")
         directory, _, port = rest.rpartition(":")
         only = Path(directory) / "passed.json"
         if not only.is_file():
             shutil.rmtree(directory, ignore_errors=True)
-            run(int(sys.argv[1]), door, Path(directory), port, sys.argv[split + 1 :])
+            run(int(sys.argv[1]), entry_point, Path(directory), port, sys.argv[split + 1 :])
             only.write_text(json.dumps(passed(Path(directory))))
         os.environ["UPSTREAM_ONLY"] = str(only)

@@ -33,11 +33,11 @@ def run(report: Report) -> None:
         while not (where / "stop").exists():
             started = time.monotonic()
             torch.cuda.mem_get_info()
-            asked = time.monotonic()
+            called_at = time.monotonic()
             block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
             allocated = time.monotonic()
             del block
             torch.cuda.empty_cache()
-            print("cudaMemGetInfo", started, asked - started, file=file)
-            print("cudaMalloc", asked, allocated - asked, file=file)
+            print("cudaMemGetInfo", started, called_at - started, file=file)
+            print("cudaMalloc", called_at, allocated - called_at, file=file)
             time.sleep(_PAUSE_S)

@@ -102,7 +102,7 @@ def keep_busy_for_ever() -> None:
         machine.keep_busy(BUSY_S)
 
 
-def meet_the_error() -> str:
+def await_the_error() -> str:
     """Synchronize as training does next; return the error."""
     try:
         torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def end_after_a_crash(report: Report, rank: Rank) -> None:
 
 def break_before_a_save(report: Report, rank: Rank) -> None:
     break_gpu()
-    error = meet_the_error()
+    error = await_the_error()
     report.must("the GPU is broken before a save", "CUDA error" in error, error[:300])
     report.figure("the end begins", time.monotonic(), "s")
     try:
@@ -143,7 +143,7 @@ def break_during_copies(report: Report, rank: Rank) -> None:
     report.note("the GPU breaks while a save is being copied", is_copying(rank))
     break_gpu()
     report.figure("the end begins", time.monotonic(), "s")
-    error = meet_the_error()
+    error = await_the_error()
     report.must("training meets the GPU's error itself", "CUDA error" in error, error[:300])
     end_after_a_crash(report, rank)
 
@@ -155,7 +155,7 @@ def break_at_exit(report: Report, rank: Rank) -> None:
     rank.save(2)
     rank.checkpointer.link.stager.wait()
     break_gpu()
-    meet_the_error()
+    await_the_error()
     report.figure("the end begins", time.monotonic(), "s")
     errors = rank.wait()
     report.must("a save that was staged becomes durable", errors == [], "; ".join(errors))
@@ -180,7 +180,7 @@ def save_slowly(rank: Rank, iteration: int) -> None:
     keep(rank, iteration)
     slab = rank.checkpointer.link._slab
     assert slab is not None
-    (slot,) = [it for it in slab.slots if it.header.iteration == iteration]
+    (slot,) = [entry for entry in slab.slots if entry.header.iteration == iteration]
 
     def has_begun() -> bool:
         begin = slot.data_offset
@@ -217,8 +217,10 @@ def resume(report: Report, rank: Rank) -> None:
     started = time.monotonic()
     slab, offers = rank.checkpointer.link.take_slab()
     report.figure("memory taken in", time.monotonic() - started, "s")
-    found = [offer.iteration for offer in offers]
-    report.must("the next start finds the older save, and no torn one", found == [1], f"{found}")
+    iterations = [offer.iteration for offer in offers]
+    report.must(
+        "the next start finds the older save, and no torn one", iterations == [1], f"{iterations}"
+    )
     assert slab is not None
     states = sorted(SlotState(slot.header.state).name for slot in slab.slots)
     report.must("the slot of the torn save is empty", "EMPTY" in states, ", ".join(states))

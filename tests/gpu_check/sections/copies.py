@@ -54,7 +54,7 @@ class Times:
     """Seconds since the call of `stage`."""
 
     returned: float
-    asked: float
+    enqueued: float
     """Seconds until all copies are enqueued."""
     done: float
 
@@ -105,13 +105,13 @@ class Bench:
         job = self._stager._current
         if job is not None:
             job.begun.wait()
-        asked = time.perf_counter() - started
+        enqueued = time.perf_counter() - started
         meanwhile()
         self._stager.wait()
         done = time.perf_counter() - started
         if errors != [None]:
             raise RuntimeError(f"not copied: {errors[0]}")
-        return Times(returned, asked, done)
+        return Times(returned, enqueued, done)
 
     def measure(self, report: Report, count: int, memory: str) -> None:
         """Stage with and without a waiting step; compare all bytes."""
@@ -125,7 +125,7 @@ class Bench:
         report.figure(f"{name}: stage() returns in", 1000 * usual.returned, "ms")
         report.figure(
             f"{name}: all asked for, when the step waits, in",
-            1000 * waiting.asked,
+            1000 * waiting.enqueued,
             "ms",
             f"done in {1000 * waiting.done:.1f} ms",
         )
@@ -140,8 +140,8 @@ class Bench:
             )
             report.must(
                 f"{name}: copies are asynchronous",
-                waiting.asked < waiting.done / 2,
-                f"asked for in {1000 * waiting.asked:.1f} of {1000 * waiting.done:.1f} ms",
+                waiting.enqueued < waiting.done / 2,
+                f"asked for in {1000 * waiting.enqueued:.1f} of {1000 * waiting.done:.1f} ms",
             )
 
     def _is_equal(self) -> bool:
@@ -177,10 +177,10 @@ class Bench:
             self._stager.stage(copies, lambda *_: None)
             rates[True].append(multiply())
             self._stager.wait()
-        alone, beside = (statistics.median(rates[copying]) for copying in (False, True))
+        alone, during_copies = (statistics.median(rates[copying]) for copying in (False, True))
         report.figure("bf16 matrix product, alone", alone, "TFLOP/s")
-        report.figure("bf16 matrix product, beside copies", beside, "TFLOP/s")
-        report.figure("matrix products beside copies, relative", beside / alone, "x")
+        report.figure("bf16 matrix product, beside copies", during_copies, "TFLOP/s")
+        report.figure("matrix products beside copies, relative", during_copies / alone, "x")
 
     def close(self) -> None:
         self._stager.close()

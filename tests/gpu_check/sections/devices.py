@@ -40,7 +40,7 @@ class Call:
     """True if the thread had set its device before the call."""
 
 
-class _Noting(type):
+class _ThreadRecording(type):
     """Metaclass of replacement classes, which record each thread that makes an object."""
 
     real: type
@@ -119,7 +119,11 @@ def noted() -> Iterator[list[Call]]:
             return real(*args, **kwargs)
 
         # torch uses the classes in `isinstance`, so a class is replaced by a class.
-        return _Noting(name, (), {"real": real, "call": call}) if isinstance(real, type) else call
+        return (
+            _ThreadRecording(name, (), {"real": real, "call": call})
+            if isinstance(real, type)
+            else call
+        )
 
     def setting(real: Callable[..., Any]) -> Callable[..., Any]:
         def set_device(device: Any) -> None:
@@ -142,4 +146,4 @@ def _names(calls: list[Call]) -> str:
 
 
 def _described(calls: list[Call]) -> str:
-    return ", ".join(sorted({f"{it.name} in {it.thread} on {it.device}" for it in calls}))
+    return ", ".join(sorted({f"{made.name} in {made.thread} on {made.device}" for made in calls}))

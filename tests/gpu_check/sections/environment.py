@@ -97,10 +97,10 @@ def _gpus() -> str:
         return "simulated"
     command = ["nvidia-smi", f"--query-gpu={_OF_GPU}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi: {error}"
-    return (found.stdout or found.stderr).strip().replace("\n", "; ")
+    return (result.stdout or result.stderr).strip().replace("\n", "; ")
 
 
 def _contents(path: str) -> str:

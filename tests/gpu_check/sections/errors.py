@@ -72,10 +72,10 @@ def _report(report: Report, scenario: str, child: Child, control: Child | None) 
 
 
 def _report_slots(report: Report, scenario: str, where: Path) -> None:
-    found = held_in(where)
+    held = held_in(where)
     if scenario == "broken at exit":
-        report.must(f"GPU {scenario}: the staged save is whole", found.is_whole(2), str(found))
+        report.must(f"GPU {scenario}: the staged save is whole", held.is_whole(2), str(held))
         return
-    report.must(f"GPU {scenario}: the older save is whole", found.is_whole(1), str(found))
-    torn = [iteration for iteration in found.values if not found.is_whole(iteration)]
-    report.must(f"GPU {scenario}: no torn save is offered", not torn, str(found))
+    report.must(f"GPU {scenario}: the older save is whole", held.is_whole(1), str(held))
+    torn = [iteration for iteration in held.values if not held.is_whole(iteration)]
+    report.must(f"GPU {scenario}: no torn save is offered", not torn, str(held))

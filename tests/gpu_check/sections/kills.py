@@ -66,7 +66,7 @@ def _start(where: Path, scenario: str) -> Child:
 
 
 def _report_slots(report: Report, scenario: str, where: Path, iteration: int) -> None:
-    found = held_in(where)
-    report.must(f"{scenario}: save {iteration} is whole", found.is_whole(iteration), str(found))
-    torn = [number for number in found.values if not found.is_whole(number)]
-    report.must(f"{scenario}: no torn save is offered", not torn, str(found))
+    held = held_in(where)
+    report.must(f"{scenario}: save {iteration} is whole", held.is_whole(iteration), str(held))
+    torn = [number for number in held.values if not held.is_whole(number)]
+    report.must(f"{scenario}: no torn save is offered", not torn, str(held))

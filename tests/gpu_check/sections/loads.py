@@ -15,7 +15,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import Source
 from megatron_flashckpt.load.chunk_reader import read_all
-from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
@@ -63,7 +63,7 @@ def run(report: Report) -> None:
         _report_rates(report, held, slab)
 
 
-def _held(where: Node, rank: Rank) -> tuple[HeldSlot, Slab]:
+def _held(where: Node, rank: Rank) -> tuple[OfferedSlot, Slab]:
     """Return the slot as a restarted rank gets it from the agent."""
     # An ending process unlocks its memory. This process continues and may map at the same address,
     # so it must unlock the slab itself.
@@ -72,7 +72,7 @@ def _held(where: Node, rank: Rank) -> tuple[HeldSlot, Slab]:
     again = where.rank(rank.tensors)
     slab, offers = again.checkpointer.link.take_slab()
     assert slab is not None, "the agent holds no slab"
-    return HeldSlot(slab, offers[0], 0), slab
+    return OfferedSlot(slab, offers[0], 0), slab
 
 
 def _stored(where: Node) -> StoredCheckpoint:
@@ -80,9 +80,9 @@ def _stored(where: Node) -> StoredCheckpoint:
     return StoredCheckpoint(storage, 1, read_manifest(storage, 1))
 
 
-def _loader(rank: Rank, name: str, source: HeldSlot | StoredCheckpoint) -> Callable[[], int]:
+def _loader(rank: Rank, name: str, source: OfferedSlot | StoredCheckpoint) -> Callable[[], int]:
     """Return a function that fills the tensors of `rank` and returns the number of bytes read."""
-    if isinstance(source, HeldSlot):
+    if isinstance(source, OfferedSlot):
         sources = [Source(0, source.meta.template, source.meta.placement)]
     else:
         sources = source.sources()
@@ -138,7 +138,7 @@ def _profiled(load: Callable[[], int]) -> dict[str, int]:
     return {call: counts.get(call, 0) for call in _CALLS}
 
 
-def _report_rates(report: Report, held: HeldSlot, slab: Slab) -> None:
+def _report_rates(report: Report, held: OfferedSlot, slab: Slab) -> None:
     """Copy the same bytes in several ways without digests and plans, for comparison."""
     target = torch.empty(held.data.numel(), dtype=torch.uint8, device="cuda")
 
@@ -164,7 +164,7 @@ def _report_rates(report: Report, held: HeldSlot, slab: Slab) -> None:
     stager.close()
 
 
-def _bounce(held: HeldSlot, target: torch.Tensor, *, pinned: bool) -> None:
+def _bounce(held: OfferedSlot, target: torch.Tensor, *, pinned: bool) -> None:
     """Read the slot as a file with one thread, into four buffers in turn."""
     buffers = [torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
     events = [torch.cuda.Event(blocking=True) for _ in buffers]
@@ -178,7 +178,7 @@ def _bounce(held: HeldSlot, target: torch.Tensor, *, pinned: bool) -> None:
         event.record()
 
 
-def _straight(held: HeldSlot, target: torch.Tensor) -> None:
+def _straight(held: OfferedSlot, target: torch.Tensor) -> None:
     """Copy from the mapping of the slot, in the same parts as page-locking."""
     begin = 0
     first = CHUNK_NBYTES - held._offset % CHUNK_NBYTES

@@ -91,7 +91,7 @@ def blocks(begin: int, rounds: int, length: int) -> list[Block]:
 
 def run(report: Report) -> None:
     """Run the three jobs on the GPU, or without a GPU on a CPU rank with a tiny model."""
-    if (lack := _lack()) is not None:
+    if (lack := _too_small()) is not None:
         report.skip("all", lack)
         return
     where = Path(tempfile.mkdtemp(prefix="flashckpt-check-"))
@@ -102,7 +102,7 @@ def run(report: Report) -> None:
         shutil.rmtree(where, ignore_errors=True)
 
 
-def _lack() -> str | None:
+def _too_small() -> str | None:
     """Return which memory or disk is too small for the model on the GPU; None if all suffice."""
     if not torch.cuda.is_available():
         return None
@@ -152,27 +152,27 @@ def _resume(report: Report, first: Run, again: Run, source: str, kept: int, last
     """Run `again`; compare its losses and tensors with those of `first`."""
     with again.started():
         again.wait_killed(report)
-    found = re.search(r"flashckpt: iteration (\d+) was restored from (\w+): (.*)", again.log())
-    text = found[0] if found else again.log_end()
+    match = re.search(r"flashckpt: iteration (\d+) was restored from (\w+): (.*)", again.log())
+    text = match[0] if match else again.log_end()
     expected = (str(kept), source)
     report.must(
         f"a restart resumes from {source}, from the newest whole save",
-        found is not None and (found[1], found[2]) == expected,
+        match is not None and (match[1], match[2]) == expected,
         text,
     )
     report.note(f"load from {source}", text)
     for iteration in (kept, last):
-        ours, theirs = first.digests(iteration), again.digests(iteration)
-        unequal = [name for name in ours if theirs.get(name) != ours[name]]
+        ours, restarted = first.digests(iteration), again.digests(iteration)
+        unequal = [name for name in ours if restarted.get(name) != ours[name]]
         report.must(
             f"restart from {source}: all tensors after iteration {iteration} are equal",
-            bool(ours) and ours.keys() == theirs.keys() and not unequal,
+            bool(ours) and ours.keys() == restarted.keys() and not unequal,
             f"{len(ours)} tensors; unequal: {', '.join(unequal[:5]) or 'none'}",
         )
-    ours, theirs = first.losses(kept + 1, last), again.losses(kept + 1, last)
+    ours, restarted = first.losses(kept + 1, last), again.losses(kept + 1, last)
     report.must(
         f"restart from {source}: all losses are equal",
-        bool(ours) and ours == theirs,
+        bool(ours) and ours == restarted,
         f"{len(ours)} micro-batches",
     )
     used = [run.gpu_nbytes(last) for run in (first, again)]
@@ -326,8 +326,8 @@ class Run:
 
     def gpu_nbytes(self, iteration: int) -> int:
         """Return the bytes of GPU memory in use when `iteration` began."""
-        found = [e["gpu_nbytes"] for e in self.events("begin") if e["iteration"] == iteration]
-        return int(found[0]) if found else 0
+        match = [e["gpu_nbytes"] for e in self.events("begin") if e["iteration"] == iteration]
+        return int(match[0]) if match else 0
 
 
 def _free_port() -> int:

@@ -94,9 +94,9 @@ def _copy_time(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float
     torch.cuda.synchronize()
     started = time.perf_counter()
     target.copy_(source, non_blocking=True)
-    asked = time.perf_counter() - started
+    enqueued = time.perf_counter() - started
     torch.cuda.synchronize()
-    return asked, time.perf_counter() - started
+    return enqueued, time.perf_counter() - started
 
 
 def _report_latched_errors(report: Report) -> None:
@@ -107,19 +107,19 @@ def _report_latched_errors(report: Report) -> None:
     address, runtime = memory.data_ptr(), torch.cuda.cudart()
     number = torch.zeros(1, device="cuda")
     runtime.cudaHostRegister(address, memory.numel(), 0)
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
 
     def fail() -> None:
         torch.cuda.set_device(number.device.index)
         status = int(runtime.cudaHostRegister(address, memory.numel(), 0))
-        found["status of the second registration"] = str(status)
-        found["the next kernel of the same thread"] = _kernel(number)
+        values["status of the second registration"] = str(status)
+        values["the next kernel of the same thread"] = _kernel(number)
 
     failing = threading.Thread(target=fail)
     failing.start()
     failing.join()
-    found["a kernel of another thread"] = _kernel(number)
-    for what, text in found.items():
+    values["a kernel of another thread"] = _kernel(number)
+    for what, text in values.items():
         report.note(f"memory is locked twice: {what}", text)
     # Our page-locking fails here, too, because the memory is already locked.
     stager = Stager()

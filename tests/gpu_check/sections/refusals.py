@@ -35,7 +35,10 @@ class Wrapper(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].raw)
-        plain = [it.raw.to(it.dtype) if isinstance(it, cls) else it for it in args]
+        plain = [
+            argument.raw.to(argument.dtype) if isinstance(argument, cls) else argument
+            for argument in args
+        ]
         return func(*plain, **(kwargs or {}))
 
 

@@ -73,7 +73,7 @@ def run(report: Report) -> None:
         ]
         stager.close()
         slab.close()
-    _tell(report, [saving for saving, _ in rounds], [empty for _, empty in rounds])
+    _report_result(report, [saving for saving, _ in rounds], [empty for _, empty in rounds])
 
 
 def _tensors(part: int) -> list[torch.Tensor]:
@@ -111,15 +111,15 @@ def _round(timers: Any, stager: Stager, slab: Slab, tensors: list[torch.Tensor])
     return Round(blocked, in_timers, item, step, copied[0] - times[0])
 
 
-def _tell(report: Report, saving: list[Round], empty: list[Round]) -> None:
+def _report_result(report: Report, saving: list[Round], empty: list[Round]) -> None:
     for name in ("blocked_s", "timers_s", "item_s", "step_s", "copied_s"):
         values, without = (
-            [1000 * getattr(it, name) for it in rounds] for rounds in (saving, empty)
+            [1000 * getattr(measured, name) for measured in rounds] for rounds in (saving, empty)
         )
-        beside = f"largest {max(values):.2f}; without a save {statistics.median(without):.2f}"
-        report.figure(_WHAT[name], statistics.median(values), "ms", beside)
+        detail = f"largest {max(values):.2f}; without a save {statistics.median(without):.2f}"
+        report.figure(_WHAT[name], statistics.median(values), "ms", detail)
     # The fastest round counts, because other load on this machine may delay any round.
-    share = min(it.timers_s / it.copied_s for it in saving)
+    share = min(measured.timers_s / measured.copied_s for measured in saving)
     what = f"timers behind a save wait for less than {_LARGEST_SHARE:.0%} of its copies"
     report.must(what, share < _LARGEST_SHARE, f"{share:.1%}")
 

@@ -34,7 +34,7 @@ MEGATRON = False
 _LEAST_S = 5.0
 
 
-class Training:
+class EagerTraining:
     """Model whose optimizer steps eagerly."""
 
     def __init__(self, make_optimizer: Callable[[list[torch.Tensor]], Any]) -> None:
@@ -97,7 +97,7 @@ class Training:
         self.optimizer.step()
 
 
-class Captured(Training):
+class GraphTraining(EagerTraining):
     """Model whose step is a graph; the wait for copies is outside the graph, as in Megatron."""
 
     def __init__(self, make_optimizer: Callable[[list[torch.Tensor]], Any]) -> None:
@@ -120,7 +120,7 @@ class Captured(Training):
         self._graph.replay()
 
 
-class Saves:
+class RandomSaves:
     """Saves into two slots at random times, with a check of the slots."""
 
     def __init__(self, nbytes: int) -> None:
@@ -135,7 +135,7 @@ class Saves:
         self._random = random.Random(1)
         self._number = 0
 
-    def save(self, training: Training, meanwhile: Callable[[], None] | None = None) -> str:
+    def save(self, training: EagerTraining, meanwhile: Callable[[], None] | None = None) -> str:
         """Train, save and continue; return the difference in the slot, or an empty text.
 
         Args:
@@ -157,13 +157,13 @@ class Saves:
             return f"not copied: {errors[0]}"
         return self._difference(training, slot, [float(value.item()) for value in expected])
 
-    def _iteration(self, training: Training) -> None:
+    def _iteration(self, training: EagerTraining) -> None:
         machine.keep_busy(self._random.uniform(0.0, machine.pick(0.06, 0.002)))
         training.forward()
         machine.keep_busy(self._random.uniform(0.0, machine.pick(0.02, 0.001)))
         training.step()
 
-    def _difference(self, training: Training, slot: Slot, expected: list[float]) -> str:
+    def _difference(self, training: EagerTraining, slot: Slot, expected: list[float]) -> str:
         wrong = []
         for number, (copy, value) in enumerate(
             zip(training.copies(slot.data_offset), expected, strict=True)
@@ -183,7 +183,7 @@ def run(report: Report) -> None:
     """Train with every optimizer, save at random times, and check all slots."""
     part = machine.pick(stager_module.PART_NBYTES, 1 << 16)
     with mock.patch.object(stager_module, "PART_NBYTES", part):
-        saves: Saves | None = None
+        saves: RandomSaves | None = None
         for name, make in _optimizers():
             if machine.seconds_left() < _LEAST_S:
                 report.skip(name, "no time left")
@@ -211,21 +211,21 @@ def _eager(
     report: Report,
     name: str,
     make: Callable[[list[torch.Tensor]], Any],
-    saves: Saves | None,
-) -> Saves:
-    training = Training(make)
-    saves = saves or Saves(training.nbytes())
+    saves: RandomSaves | None,
+) -> RandomSaves:
+    training = EagerTraining(make)
+    saves = saves or RandomSaves(training.nbytes())
     hook = StepHook(saves.stager.before_change)
     hook.install(None, [training.optimizer])
     wrong = [saves.save(training) for _ in range(machine.pick(8, 3))]
-    _tell(report, f"slots hold one step: {name}", training, wrong)
+    _report_result(report, f"slots hold one step: {name}", training, wrong)
     return saves
 
 
-def _in_graphs(report: Report, saves: Saves | None) -> Saves:
+def _in_graphs(report: Report, saves: RandomSaves | None) -> RandomSaves:
     for moment in ("before the first save", "during a save"):
-        training = Captured(machine.pick(_capturable, InPlace))
-        saves = saves or Saves(training.nbytes())
+        training = GraphTraining(machine.pick(_capturable, InPlaceOptimizer))
+        saves = saves or RandomSaves(training.nbytes())
         hook = StepHook(saves.stager.before_change)
         hook.install(None, [training.optimizer])
         wrong = []
@@ -235,11 +235,11 @@ def _in_graphs(report: Report, saves: Saves | None) -> Saves:
             training.forward()
             wrong.append(saves.save(training, training.capture))
         wrong += [saves.save(training) for _ in range(machine.pick(4, 2))]
-        _tell(report, f"slots hold one step: a step captured {moment}", training, wrong)
+        _report_result(report, f"slots hold one step: a step captured {moment}", training, wrong)
     return saves
 
 
-def _tell(report: Report, what: str, training: Training, wrong: list[str]) -> None:
+def _report_result(report: Report, what: str, training: EagerTraining, wrong: list[str]) -> None:
     if not training.is_uniform():
         report.skip(what, "this optimizer's kernels give equal elements different values")
         return
@@ -247,7 +247,7 @@ def _tell(report: Report, what: str, training: Training, wrong: list[str]) -> No
     report.must(what, not broken, broken[0] if broken else f"{len(wrong)} saves")
 
 
-class InPlace(torch.optim.Optimizer):
+class InPlaceOptimizer(torch.optim.Optimizer):
     """Optimizer that changes states like Adam's in place, for the simulated node's graphs."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ def lose_store_after_training() -> None:
     """Make the store fail as if torchrun, which serves it, had been killed."""
     import torch.distributed as dist
 
-    class Gone:
+    class UnreachableStore:
         def __getattr__(self, name: str) -> Any:
             raise dist.DistNetworkError("connection closed")
 
@@ -74,7 +74,7 @@ def lose_store_after_training() -> None:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = train(*args, **kwargs)
-        dist.distributed_c10d._get_default_store = Gone
+        dist.distributed_c10d._get_default_store = UnreachableStore
         return result
 
     training.train = wrapper
@@ -101,11 +101,11 @@ def traced_save(save: Any) -> Any:
 
     def wrapper(iteration: int, *args: Any, **kwargs: Any) -> None:
         wait = next(waits, "-")
-        asked = contextlib.nullcontext() if wait == "-" else megatron_flashckpt.waiting(wait)
+        context = contextlib.nullcontext() if wait == "-" else megatron_flashckpt.waiting(wait)
         copies_may_go_on.clear()
         if wait == "durable":
             copies_may_go_on.set()
-        with asked:
+        with context:
             save(iteration, *args, **kwargs)
         job = session.checkpointer(get_args().save).link.stager._current
         copied = job is None or job.copied.is_set()

@@ -2,7 +2,7 @@
 
 Run by the tests, one process per rank. `CASES` is a JSON file with a list of cells
 
-    {"name": ..., "door": "stock" | "ours", "arguments": [...], ...}
+    {"name": ..., "entry_point": "stock" | "ours", "arguments": [...], ...}
 
 and optionally
 
@@ -80,9 +80,9 @@ def trace(**event: Any) -> None:
         print(json.dumps(event), file=file)
 
 
-def use(door: str) -> None:
+def use(entry_point: str) -> None:
     """Make Megatron call our functions, or its own."""
-    if door == "ours":
+    if entry_point == "ours":
         launch.install()
         return
     for (module, name), function in stock._ORIGINALS.items():
@@ -209,12 +209,12 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
     for source, destination, iteration in cell.get("copy", ()):
         if RANK == 0:
             truncated_copy(Path(source), Path(destination), iteration)
-    use(cell["door"])
+    use(cell["entry_point"])
     recorder = Recorder(cell)
     sys.argv = [*COMMAND_LINE, *cell["arguments"]]
     now = time.time() - cell.get("started_ago", 0)
     load_checkpoint = training.load_checkpoint
-    if cell["door"] == "stock":
+    if cell["entry_point"] == "stock":
         # Megatron 0.17.1 upcycles by a parameter name that its own function does not have.
         training.load_checkpoint = functools.partial(load_by_either_name, load_checkpoint)
     training._STARTUP_TIMESTAMPS["program_start"] = None
@@ -256,7 +256,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
                 logger.removeHandler(handler)
     trace(
         event=cell["name"],
-        door=cell["door"],
+        entry_point=cell["entry_point"],
         ended=ended,
         losses=recorder.losses,
         iteration=getattr(checkpointing, "_LOADED_ITERATION", None),

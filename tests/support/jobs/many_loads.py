@@ -58,8 +58,8 @@ def refuse_memory(*args: Any, **kwargs: Any) -> Slab:
 ring = AgentClient.staged
 
 
-def break_doorbell(*args: Any) -> None:
-    raise ValueError("an error that nobody foresaw")
+def break_staged_message(*args: Any) -> None:
+    raise ValueError("an unexpected error")
 
 
 copy_late = Stager._copy_late
@@ -132,7 +132,7 @@ def main() -> None:
         settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
-        AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
+        AgentClient.staged = break_staged_message if case.get("no_doorbell_on") == RANK else ring
         os.preadv = read_with(case.get("trouble"))
         Stager._copy_late = copy_slowly if "then_load" in case else copy_late
         if "then_load" in case or case.get("spoiled"):  # weights unlike those of any other case

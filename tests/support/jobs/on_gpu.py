@@ -50,7 +50,7 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
         index = torch.cuda.current_device()
         stage(self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish)
 
-    def hurried(self: Stager, *args: Any) -> bool:
+    def wait_at_full_speed(self: Stager, *args: Any) -> bool:
         if self._current is not None:
             node.d2h_bytes_per_s = FAST
         return wait(self, *args)
@@ -62,7 +62,11 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
             node.d2h_bytes_per_s = FAST
         before_change(self)
 
-    Stager.stage, Stager.before_change, Stager.wait = staged_on_device, traced_change, hurried
+    Stager.stage, Stager.before_change, Stager.wait = (
+        staged_on_device,
+        traced_change,
+        wait_at_full_speed,
+    )
 
 
 def _on_device(copy: Copy, index: int) -> Copy:

@@ -39,7 +39,7 @@ RANK = int(os.environ["RANK"])
 transfer = replica_sharing.transfer
 
 
-class Offload:
+class OffloadCopies:
     """Training's copies to the host, each of which keeps the GPU's engine busy for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
@@ -59,7 +59,7 @@ class SlowStorage(PosixStorage):
     """A disk that takes `delay_s` for every chunk; training offloads during that time."""
 
     delay_s = 0.0
-    offload: Offload | None = None
+    offload: OffloadCopies | None = None
 
     def read_into(self, *args: Any) -> int:
         time.sleep(self.delay_s)
@@ -86,7 +86,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     """Return the filled tensors, and the traced facts of the load."""
     storage = SlowStorage(os.environ["ROOT"])
     storage.delay_s = case.get("slow_read_s", 0.0)
-    sending = Offload(case.get("gpu_send_s", 0.0))
+    sending = OffloadCopies(case.get("gpu_send_s", 0.0))
 
     first_send_s = [case.get("first_send_s", 0.0)]
 
@@ -105,7 +105,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     ]
     if "wanted" in case:
         pieces = [pieces[n] for n in case["wanted"][RANK]]
-    storage.offload = Offload(case.get("gpu_read_s", 0.0))
+    storage.offload = OffloadCopies(case.get("gpu_read_s", 0.0))
     tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8, device=device) for piece in pieces]
     targets = Targets(pieces, tensors)
     chunks = chunk_reads(read_plan(pieces, stored.sources(), "it"), pieces)
@@ -115,7 +115,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     slow = mock.patch.object(replica_sharing, "transfer", slow_transfer)
     many = mock.patch.object(replica_sharing, "MANY_REPLICAS", case.get("many", 64))
     with slow, many, ChunkReader(stored, 1, targets.gpu) as reader:
-        sharing = replica_sharing.Sharing(None, case["mode"], memory)
+        sharing = replica_sharing.ReplicaGroup(None, case["mode"], memory)
         try:
             report = replica_sharing.read_with_replicas(reader, chunks, targets, sharing)
             event.update(report.__dict__)

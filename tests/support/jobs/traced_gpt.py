@@ -424,7 +424,7 @@ def report_counters() -> None:
             on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
-def tell_groups_apart(by: list[str]) -> None:
+def mark_groups(by: list[str]) -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     for module in (optimizer, distrib_optimizer):
@@ -433,7 +433,7 @@ def tell_groups_apart(by: list[str]) -> None:
 
 if __name__ == "__main__":
     if "GROUP_MARKS" in os.environ:
-        tell_groups_apart(os.environ["GROUP_MARKS"].split())
+        mark_groups(os.environ["GROUP_MARKS"].split())
     if "SCALARS" in os.environ:
         be_the_writers()
     if "GPU" in os.environ:

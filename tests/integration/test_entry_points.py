@@ -46,19 +46,23 @@ def arguments(save: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("doors")
+    return tmp_path_factory.mktemp("entry_points")
 
 
 @pytest.fixture(scope="module")
 def stock(where: Path) -> Result:
     legacy = ("--ckpt-format", "torch")
-    return succeeded(run_job(where, "stock", arguments(where / "stock", *legacy), door="stock"))
+    return succeeded(
+        run_job(where, "stock", arguments(where / "stock", *legacy), entry_point="stock")
+    )
 
 
 @pytest.fixture(scope="module")
 def swapped(where: Path) -> Result:
     control = {"CONTROL": "1"}
-    return succeeded(run_job(where, "swap", arguments(where / "swap"), door="swap", env=control))
+    return succeeded(
+        run_job(where, "swap", arguments(where / "swap"), entry_point="swap", env=control)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +81,12 @@ def test_both_entry_points_train_exactly_as_stock(
 def test_the_log_names_the_entry_point_before_the_first_step(
     where: Path, swapped: Result, launched: Result
 ) -> None:
-    for result, door in (
+    for result, entry_point in (
         (launched, "through the launcher"),
         (swapped, f"by the imports of {patched_megatron(where)}/megatron/training/training.py"),
     ):
         start, _, rest = result.log.partition("flashckpt: self-check of ")
-        assert f"{door}; megatron-core 0." in start
+        assert f"{entry_point}; megatron-core 0." in start
         assert " iteration        1/" in rest
         assert " iteration        1/" not in start
 
@@ -176,16 +180,16 @@ def test_python_dash_m_runs_a_script_without_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "door",
+    "entry_point",
     [
         [sys.executable, "-m", "megatron_flashckpt.launch"],
         [str(Path(sys.executable).parent / "flashckpt-launch")],
     ],
     ids=["module", "console script"],
 )
-def test_the_launcher_refuses_a_missing_script(door: list[str]) -> None:
+def test_the_launcher_refuses_a_missing_script(entry_point: list[str]) -> None:
     done = subprocess.run(
-        [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
+        [*entry_point, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
     assert done.returncode == 1
     assert (
