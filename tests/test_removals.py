@@ -26,7 +26,7 @@ REMOVING |= {"write_bytes", "write_text", "copyfile", "copy2", "copytree"}
 #: Receivers of such methods that are not files: frozen records, Megatron's functions, slabs, lists,
 #: queues, and the store of templates.
 IN_MEMORY = {"msgspec.structs", "dataclasses", "stock", "Slab", "records", "rank.retired"}
-IN_MEMORY |= {"rank.awaited", "answer", "self._found", "self._templates", "self._jobs"}
+IN_MEMORY |= {"rank.awaited", "answer", "self._to_remove", "self._templates", "self._jobs"}
 IN_MEMORY |= {"self._failed_copies", "self._agent_failures", "self._buffers", "sink", "link"}
 IN_MEMORY |= {"self._silent", "self._work"}
 

@@ -67,7 +67,7 @@ class Source:
 def _with_retries(open_format: Callable[[Path, int, Options], Contents]) -> Any:
     """Return `Source.open` for a reader that uses no storage: reads are retried as a whole."""
 
-    def open_retry(
+    def open_with_retries(
         storage: RetryingStorage, directory: Path, iteration: int, options: Options
     ) -> Contents:
         contents = _retry(storage, directory, lambda: open_format(directory, iteration, options))

@@ -20,7 +20,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
 from tests.support.persisting import persisted
-from tests.support.trainer import eventually, held_back, new_save_id
+from tests.support.trainer import blocked_open, eventually, new_save_id
 
 SAVE = "a" * 12
 
@@ -113,7 +113,7 @@ def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
     assert save_all(trainers, 5) == [None, None]
     save_id = new_save_id()
     directory = root / file_names.iteration_dir(6)
-    with held_back(directory / file_names.shard_name(slow, save_id)):
+    with blocked_open(directory / file_names.shard_name(slow, save_id)):
         for trainer in trainers:
             trainer.stage(6, save_id)
         record = directory / file_names.record_name(1 - slow, save_id)
@@ -123,7 +123,7 @@ def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
         later = [other_node.trainer(root, 0, 2), node.trainer(root, 1, 2)]
         later[1].client.hold(later[0].claim("take_over"))
         for trainer in later:
-            trainer.client.adopt(None, 5)
+            trainer.client.resume_from(None, 5)
         eventually("the removal of the record", lambda: not record.exists())
     eventually("the removal of both shards", lambda: not list(directory.glob("*.safetensors")))
     eventually("both slots are read", lambda: save_all(later, 7) == [None, None])

@@ -64,7 +64,7 @@ def half_a_save(save_id: str) -> tuple[str, ...]:
 def resume(sweeper: Sweeper, resumed: int | None = None) -> None:
     """Let a job resume while no save is pending, and remove what the second look finds again."""
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
-        sweeper.look_soon(lambda iteration: False, resumed)
+        sweeper.find_orphans_soon(lambda iteration: False, resumed)
     sweeper.sweep()
 
 
@@ -135,11 +135,11 @@ def test_a_newer_checkpoint_whose_manifest_comes_late_survives_a_resume(
     before = listing(root)
     storage = HiddenManifests(root)
     sweeper = Sweeper(storage)
-    sweeper.look_soon(lambda iteration: False)
+    sweeper.find_orphans_soon(lambda iteration: False)
     sweeper.sweep()
     assert listing(root) == before, "the second look is not due"
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
-        sweeper.look_soon(lambda iteration: False)
+        sweeper.find_orphans_soon(lambda iteration: False)
     storage.is_hiding = False
     sweeper.sweep()
     assert listing(root) == before - {str(dead.relative_to(root)), dead.parent.name}
@@ -151,7 +151,7 @@ def test_files_of_a_save_that_begins_between_both_looks_stay(root: Path) -> None
     (dead,) = plant(root, 6, file_names.shard_name(0, "a" * 12))
     sweeper = Sweeper(PosixStorage(root))
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
-        sweeper.look_soon(lambda iteration: False)
+        sweeper.find_orphans_soon(lambda iteration: False)
     (new,) = plant(root, 6, file_names.shard_name(0, "b" * 12))
     (other,) = plant(root, 7, file_names.shard_name(0, "b" * 12))
     sweeper.sweep()
@@ -166,7 +166,7 @@ def test_a_later_start_ends_the_search_of_the_former(root: Path) -> None:
     runs = ["first"]
     sweeper = Sweeper(PosixStorage(root))
     with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
-        sweeper.look_soon(lambda iteration: False, None, lambda: runs[-1] == "first")
+        sweeper.find_orphans_soon(lambda iteration: False, None, lambda: runs[-1] == "first")
     runs.append("second")
     sweeper.sweep()
     assert dead.exists()

@@ -94,7 +94,7 @@ def test_a_node_reports_a_failure_as_soon_as_its_storage_is_back(
 def test_no_failure_is_reported_after_the_job_has_started_again(root: Path) -> None:
     """Nobody would remove a note in the directory of a later save of the iteration."""
     save = persisted(PosixStorage(root), "a" * 12, 0, 2)
-    save.untold, save.fence = (0, "Host is down"), Fence()
+    save.unsent_note, save.fence = (0, "Host is down"), Fence()
     save.fence.hold(RunKey(2, "bbbbbbbb"), has_rank_0=True)
     failed_save.keep_telling(save, time.monotonic() + 60.0)
     for thread in threading.enumerate():

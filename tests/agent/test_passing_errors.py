@@ -97,7 +97,7 @@ def test_an_empty_directory_that_could_not_be_removed_goes_after_later_commits(
     sweeper = Sweeper(PosixStorage(root))  # of the same agent, or of the next one
     for committed in (10, 20):
         assert (root / DIRECTORY).exists()
-        sweeper.look(lambda iteration: False, committed)
+        sweeper.find_orphans(lambda iteration: False, committed)
         sweeper.sweep()
     assert not (root / DIRECTORY).exists()
     assert newer.parent.exists(), "another node may be about to fill it"
