@@ -147,7 +147,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     probe_wait_s: Seconds | None = 60.0
     """Seconds that rank 0 waits for the storage probe. Before the first step every node writes,
     renames and reads a small file in the save directory. Rank 0 waits until it sees the files of
-    all nodes. `None`: no probe."""
+    all nodes. `None`: no probe. After a crash a load waits as long for a tracker that storage may
+    show late, and then believes it."""
 
     other_writer: Literal["refuse", "take_over"] = "refuse"
     """Action if another running job saves to this directory: `refuse` to start, or `take_over`,

@@ -7,6 +7,7 @@ all ranks with one class (`collectives`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
@@ -191,7 +192,7 @@ class Candidates:
         self.named = named
         self.is_other_history = _is_other_history(named, memory)
         """True if the checkpoint in storage belongs to another history than those in memory."""
-        unusable = self.is_other_history or _is_set_back(named, memory)
+        unusable = self.is_other_history or is_set_back(named, memory)
         self._memory = [] if unusable else list(memory)
         self._rank = rank
         self._fall_back = fall_back
@@ -360,10 +361,14 @@ def _is_other_history(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) ->
     return bool(lineage) or memory[0].offer.iteration == named.iteration
 
 
-def _is_set_back(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) -> bool:
+def newest_committed(memory: Sequence[MemoryCheckpoint]) -> int:
+    """Return the newest committed iteration that agents know of; -1 if they know of none."""
+    return max((checkpoint.committed for checkpoint in memory), default=-1)
+
+
+def is_set_back(named: NamedCheckpoint, memory: Sequence[MemoryCheckpoint]) -> bool:
     """Return whether storage names an older checkpoint than the newest committed one.
 
     In that case a user has removed the newest one or set the tracker back, which is respected.
     """
-    newest = max((checkpoint.committed for checkpoint in memory), default=-1)
-    return newest > (-1 if named.iteration is None else named.iteration)
+    return newest_committed(memory) > (-1 if named.iteration is None else named.iteration)

@@ -17,6 +17,7 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
 from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in, with_save
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
+from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint, held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
@@ -127,8 +128,11 @@ def _candidates(
     def find_named() -> NamedCheckpoint:
         if storage is None:
             return NamedCheckpoint(None)
-        named = named_in(storage, int(step) if step else None)
-        return with_save(named, storage) if memory else named
+        if not memory:
+            return named_in(storage, int(step) if step else None)
+        wait_s = session.config.probe_wait_s or 0.0
+        named = await_tracker(lambda: named_in(storage, None), storage, memory, wait_s)
+        return with_save(named, storage)
 
     named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
     # A job that names an iteration, or finetunes a model, accepts no other checkpoint.

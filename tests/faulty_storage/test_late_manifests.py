@@ -35,7 +35,7 @@ sweeper = cleanup.Sweeper(PosixStorage(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("resume"):
         words = line.split()
-        sweeper.look_soon(lambda iteration: False, int(words[1]) if words[1:] else None)
+        sweeper.find_orphans_soon(lambda iteration: False, int(words[1]) if words[1:] else None)
     else:
         time.monotonic = lambda: sys.maxsize
     sweeper.sweep()

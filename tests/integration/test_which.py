@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
 import shutil
@@ -88,3 +89,25 @@ def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
     assert "iteration 2 was restored from storage" in result.log
     assert min(result.losses()) == 3
+
+
+def test_a_tracker_that_is_shown_late_does_not_hide_memory(crashed: Path) -> None:
+    """A network file system may show the first tracker to another node up to a minute late."""
+    tracker = crashed / "save" / TRACKER
+    hidden = tracker.rename(crashed / "hidden")
+    log = crashed / "log-again-0"
+
+    def show() -> None:
+        eventually(
+            "a load that awaits the tracker",
+            lambda: log.exists() and "names no iteration, although iteration 4" in log.read_text(),
+            60.0,
+        )
+        hidden.rename(tracker)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        showing = pool.submit(show)
+        result = succeeded(train(crashed, "again"))
+        showing.result()
+    assert "iteration 4 was restored from memory" in result.log
+    assert min(result.losses()) == 5
