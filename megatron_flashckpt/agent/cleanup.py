@@ -328,12 +328,12 @@ class Sweeper:
             if files:
                 orphans.incomplete[directory] = files
             return
-        orphans.examined.append(iteration)
         # The file names tell whether anything must be removed; the manifest need not be read.
         saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
             orphans.files.extend(files_of_other_saves(self._storage, directory, facts.save_id))
+        orphans.examined.append(iteration)  # after an error the next look comes back to it
 
     def sweep(self) -> None:
         """Take the second look if that is due, and remove the files that were found."""

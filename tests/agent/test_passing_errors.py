@@ -103,6 +103,34 @@ def test_an_empty_directory_that_could_not_be_removed_goes_after_later_commits(
     assert newer.parent.exists(), "another node may be about to fill it"
 
 
+class UnreadableOnce(PosixStorage):
+    """Real storage whose first read of a manifest fails."""
+
+    is_refused = True
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if name.endswith(file_names.MANIFEST) and self.is_refused:
+            self.is_refused = False
+            raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return super().read(name, offset, nbytes)
+
+
+def test_a_directory_that_could_not_be_examined_is_examined_after_the_next_commit(
+    root: Path,
+) -> None:
+    commit(persisted(PosixStorage(root), SAVE))
+    (record,) = plant(root, 5, file_names.record_name(0, "b" * 12))
+    storage = UnreadableOnce(root)
+    sweeper = Sweeper(storage)
+    sweeper.find_orphans(lambda iteration: False, 10)
+    for committed in (20, 30):
+        assert record.exists()
+        sweeper.find_orphans(lambda iteration: False, committed)
+        sweeper.sweep()
+    assert not record.exists()
+    assert not storage.is_refused
+
+
 def test_an_unfinished_removal_is_not_treated_as_a_lost_manifest(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
