@@ -192,9 +192,9 @@ def test_the_launcher_refuses_a_missing_script(entry_point: list[str]) -> None:
         [*entry_point, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "flashckpt-launch: no_such_script.py: no such script; give the path of a .py file\n"
+    assert done.stderr == (
+        "flashckpt-launch: no_such_script.py: no such script; give the path of a .py file, or -m "
+        "and the name of a module\n"
     )
 
 
