@@ -46,7 +46,9 @@ def await_tracker(
     newest = newest_committed(memory)
     place = f"{storage.place}/{TRACKER}"
     state = "names no iteration" if named.iteration is None else f"names {named.iteration}"
-    if not _was_written_after(storage, newest):
+    was_written_after = _was_written_after(storage, newest)
+    named = find()  # the tracker may have come into view before its time was looked at
+    if is_set_back(named, memory) and not was_written_after:
         logger.warning(
             "%s %s, although iteration %d was committed; waiting at most %.0f s, because the file "
             "system may show it late",

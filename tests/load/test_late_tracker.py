@@ -14,7 +14,7 @@ import pytest
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.load import late_tracker
-from megatron_flashckpt.load.candidates import NamedCheckpoint
+from megatron_flashckpt.load.candidates import NamedCheckpoint, named_in
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -90,8 +90,25 @@ def test_a_tracker_that_was_set_back_is_followed_at_once(
     os.utime(Path(storage.place) / TRACKER)
     find = Finder(4)
     assert await_tracker(find, storage, memory(), PATIENCE_S).iteration == 4
-    assert find.calls == 1
+    assert find.calls == 2
+    assert "waiting" not in caplog.text
     assert "names 4, although iteration 6 was committed: it was set back or removed" in caplog.text
+
+
+def test_a_tracker_that_comes_into_view_after_the_first_look_is_not_set_back(
+    storage: PosixStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Path(storage.place) / TRACKER
+    shown = named_in(storage, None)
+
+    def find() -> NamedCheckpoint:
+        nonlocal shown
+        before, shown = shown, NamedCheckpoint(6)
+        tracker.write_text("6")
+        return before
+
+    assert await_tracker(find, storage, memory(), PATIENCE_S).iteration == 6
+    assert caplog.text == ""
 
 
 def test_after_the_wait_the_tracker_is_believed(
