@@ -254,10 +254,15 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
 
 
 def _copies_experts(chunk: Any) -> bool:
-    """Return whether several tensor ranks may hold the same part of an expert."""
+    """Return whether several tensor ranks may hold the same part of an expert.
+
+    With expert parallelism Megatron marks experts (`is_expert`) and reduces their gradients apart.
+    """
     config: Any = getattr(chunk, "config", None)
     ways = getattr(config, "expert_tensor_parallel_size", None)
-    return ways is not None and bool(ways < config.tensor_model_parallel_size)
+    if ways is None or getattr(config, "expert_model_parallel_size", 1) > 1:
+        return False
+    return bool(ways < config.tensor_model_parallel_size)
 
 
 def _reduced_as_dense(geometry: Geometry) -> Geometry:

@@ -203,3 +203,19 @@ def test_experts_that_tensor_ranks_copy_resume_bit_for_bit(tmp_path: Path) -> No
     b = job(tmp_path, "b", resumed, *experts, model="MTP")
     assert b.losses() == {iteration: a.losses()[iteration] for iteration in (5, 6)}
     assert differing(tensors(whole, 6), tensors(resumed, 6)) == []
+
+
+def test_experts_with_more_parallelism_than_dense_replicas_resume(tmp_path: Path) -> None:
+    """Four ranks with TP2, expert TP1 and EP4 hold two dense replicas, and one of the experts."""
+    whole, resumed = tmp_path / "A", tmp_path / "B"
+    experts = [
+        *(*TP2, "--sequence-parallel", "--use-distributed-optimizer", "--disable-bias-linear"),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--expert-tensor-parallel-size", "1"),
+        *("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "4"),
+    ]
+    a = job(tmp_path, "a", whole, *experts, model="MTP", ranks=4)
+    assert FOUND not in a.log
+    truncated_copy(whole, resumed, 4)
+    b = job(tmp_path, "b", resumed, *experts, model="MTP", ranks=4)
+    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (5, 6)}
+    assert differing(tensors(whole, 6), tensors(resumed, 6)) == []
