@@ -29,7 +29,7 @@ from tests.support.megatron_jobs import (
     tensors,
     truncated_copy,
 )
-from tests.support.trainer import agents_under
+from tests.support.trainer import agents_under, eventually
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 MODEL += ["--train-iters", "6", "--save-interval", "2"]
@@ -326,6 +326,8 @@ def test_a_slot_that_changed_in_memory_is_not_restored(tmp_path: Path) -> None:
         return run_job(tmp_path, name, arguments, ranks=1, env={**patient, **env})
 
     assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
+    tracker = tmp_path / "A" / "latest_checkpointed_iteration.txt"
+    eventually("the commit of iteration 4", lambda: tracker.exists() and tracker.read_text() == "4")
     truncated_copy(tmp_path / "A", tmp_path / "C", 4)
     change_in_memory(tmp_path / "run", 4)
     restarted = succeeded(train("again", tmp_path / "A"))
