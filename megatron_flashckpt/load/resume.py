@@ -5,6 +5,7 @@ Start reading at `load`, whose six steps are the rest of this package.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -130,8 +131,8 @@ def _candidates(
             return NamedCheckpoint(None)
         if not memory:
             return named_in(storage, int(step) if step else None)
-        wait_s = session.config.probe_wait_s or 0.0
-        named = await_tracker(lambda: named_in(storage, None), storage, memory, wait_s)
+        find = functools.partial(named_in, storage, None)
+        named = await_tracker(find, storage, memory, _tracker_wait_s(margs))
         return with_save(named, storage)
 
     named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
@@ -139,6 +140,13 @@ def _candidates(
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
     return candidates, argument_source.disagreement(sources)
+
+
+def _tracker_wait_s(margs: Any) -> float:
+    """Return how long rank 0 waits for the tracker: half of what the other ranks wait at most."""
+    wait_s = session.config.probe_wait_s or 0.0
+    minutes = getattr(margs, "distributed_timeout_minutes", None)
+    return wait_s if minutes is None else min(wait_s, 30.0 * minutes)
 
 
 def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:

@@ -254,7 +254,8 @@ class PendingSaves:
     def _conclude(self, save_id: str, otherwise: str) -> None:
         """Conclude an open save by its manifest or history; without both, by error `otherwise`.
 
-        If storage reports an error that may pass, the save stays open; `settle` asks again.
+        If storage reports an error that may pass, the save stays open, and `process_failures`
+        asks again.
         """
         iteration, former = self._open[save_id], self._unanswered.get(save_id)
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
-from megatron_flashckpt.load import late_tracker
+from megatron_flashckpt.load import late_tracker, resume
 from megatron_flashckpt.load.candidates import NamedCheckpoint, named_in
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
@@ -119,6 +120,12 @@ def test_after_the_wait_the_tracker_is_believed(
     assert await_tracker(find, storage, memory(), 0.05).iteration is None
     assert find.calls > 1
     assert "names no iteration, although iteration 6 was committed: it was set" in caplog.text
+
+
+@pytest.mark.parametrize(("minutes", "wait_s"), [(None, 60.0), (10, 60.0), (1, 30.0)])
+def test_the_wait_ends_before_the_other_ranks_time_out(minutes: int | None, wait_s: float) -> None:
+    margs = argparse.Namespace(distributed_timeout_minutes=minutes)
+    assert resume._tracker_wait_s(margs) == wait_s
 
 
 def test_a_tracker_that_agrees_with_memory_is_read_once(
