@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from rich.console import Console
 
 from benchmarks.train import chart, figures, report, study, systems
 from benchmarks.train.job import JobError, Megatron
-from benchmarks.train.measure import Measured, Restart, Schedule, Session
+from benchmarks.train.measure import Measured, Restart, Session
 from benchmarks.train.progress import Progress
+from benchmarks.train.sizes import QUICK, Schedule
 from benchmarks.train.systems import System
 
 REPO = Path(__file__).resolve().parents[1]
 SCHEDULE = Schedule(interval=5, saves=4)
-FIRST_S, LATER_S, STEP_S = 10.0, 0.5, 2.0
+FIRST_S, LATER_S, STEP_S, BLOCKED_S = 10.0, 0.5, 2.0, 0.3
 
 
 def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float = 1.0) -> Measured:
@@ -32,7 +34,11 @@ def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float
         at += STEP_S + slower
         ended_at[iteration] = at
     losses = {iteration: [f"0:{iteration}", f"1:{iteration}"] for iteration in ended_at}
-    return Measured(ended_at, exit_s, losses, saved=[*(saved or []), SCHEDULE.iterations])
+    made = saved or []
+    blocked_s = [FIRST_S if iteration == SCHEDULE.interval else BLOCKED_S for iteration in made]
+    return Measured(
+        ended_at, exit_s, losses, saved=[*made, SCHEDULE.iterations], blocked_s=blocked_s
+    )
 
 
 def test_a_schedule_ends_with_a_save_off_its_interval() -> None:
@@ -51,6 +57,14 @@ def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None
         FIRST_S + 3 * LATER_S + 9.0
     ), "a slower start counts as lost"
     assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
+
+
+def test_blocked_time_is_the_median_of_later_saves() -> None:
+    def blocked(saved: list[int]) -> float | None:
+        return figures.figures_of(SCHEDULE, run_of(saved), run_of())["blocked_s"]
+
+    assert blocked([5, 10, 15, 20]) == BLOCKED_S
+    assert blocked([5]) is None, "the first save counts"
 
 
 def test_skipped_saves_do_not_make_the_others_cheaper() -> None:
@@ -234,10 +248,10 @@ def test_the_table_of_a_document_is_made_from_the_json_file(
     printed = io.StringIO()
     options.command(Console(file=printed, soft_wrap=True), options)
     lines = printed.getvalue().splitlines()
-    assert lines[0].startswith("|  | lost per save | first save's step |")
+    assert lines[0].startswith("|  | blocked per save | lost per save | first save's step |")
     (ours,) = [line for line in lines if line.startswith("| ours |")]
-    assert ours.split(" | ")[1:3] == ["0.50", "12.00"]
-    assert "| no saves | - | 2.00 |" in printed.getvalue()
+    assert ours.split(" | ")[1:4] == ["0.30", "0.50", "12.00"]
+    assert "| no saves | - | - | 2.00 |" in printed.getvalue()
     assert "a CPU, 2 cores" in printed.getvalue()
     assert "DLRover was left out: no clone." in printed.getvalue()
     assert file.stat().st_mtime_ns == before
@@ -250,7 +264,7 @@ def test_dlrover_is_left_out_with_the_missing_requirement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM", raising=False)
-    options = argparse.Namespace(quick=True, dlrover=None, replicated_optimizer=False)
+    options = argparse.Namespace(size=QUICK, dlrover=None, replicated_optimizer=False)
     chosen = study._chosen(["dlrover", "flashckpt"])
     assert [system.name for system in chosen] == ["none", "flashckpt", "none-old", "dlrover"]
     megatrons, left_out = study._megatrons(chosen, tmp_path, options)
@@ -260,13 +274,34 @@ def test_dlrover_is_left_out_with_the_missing_requirement(
     with pytest.raises(
         systems.UnavailableError, match=r"^'git archive .* failed: fatal: not a git"
     ):
-        systems.old_trees(tmp_path, tmp_path, quick=True)
+        systems.old_trees(tmp_path, tmp_path, QUICK)
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "docs/understanding/benchmarks.md", "benchmarks/README.md"]
+#: Files of published runs in `benchmarks/results`, without their suffix.
+PUBLISHED = ("train", "train-100mb-s")
+#: Table in a document that `python -m benchmarks train --markdown FILE` printed.
+GENERATED = re.compile(
+    r"<!-- python -m benchmarks train --markdown(?: (\S+))? -->\n(.*?)\n<!-- end -->", re.DOTALL
 )
+
+
+def without_generated_tables(text: str) -> str:
+    return GENERATED.sub("", text)
+
+
+def test_generated_tables_are_those_of_the_published_files() -> None:
+    text = (REPO / "benchmarks" / "README.md").read_text()
+    tables = {
+        file or "benchmarks/results/train.json": table for file, table in GENERATED.findall(text)
+    }
+    assert set(tables) == {f"benchmarks/results/{name}.json" for name in PUBLISHED}
+    for file, table in tables.items():
+        assert table == report.markdown(report.read_figures(REPO / file)), file
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/understanding/benchmarks.md"])
 def test_a_document_shows_the_published_medians(document: str) -> None:
+    """Compares tables of `results/train.json` in the document, whatever columns they show."""
     published = report.read_figures(REPO / "benchmarks" / "results" / "train.json")
     medians = {
         system["label"]: {
@@ -277,7 +312,7 @@ def test_a_document_shows_the_published_medians(document: str) -> None:
     }
     header: list[str] = []
     compared = 0
-    for line in (REPO / document).read_text().splitlines():
+    for line in without_generated_tables((REPO / document).read_text()).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if "first save's step" in cells:
             header = cells

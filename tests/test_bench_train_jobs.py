@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks.train import figures, measure, report, study
 from benchmarks.train.job import JobError, Megatron, running
-from benchmarks.train.measure import Schedule, Session
+from benchmarks.train.measure import Session
+from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from tests.support.trainer import eventually

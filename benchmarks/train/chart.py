@@ -15,9 +15,11 @@ from benchmarks.study import Result
 from benchmarks.train.report import machine_line, rounds_of, usual_steps
 
 _OURS, _OTHERS, _LIMIT = "#1b7f5c", "#9aa5b1", "#c0392b"
-_PANELS = (
+_LOST, _BLOCKED, _FIRST, _LOAD = (
     ("lost_per_save_s", "training lost per save (seconds)"),
+    ("blocked_s", "blocked per save (seconds)"),
     ("first_save_step_s", "step with the first save (seconds)"),
+    ("storage_load_s", "load from storage (seconds)"),
 )
 
 
@@ -29,19 +31,25 @@ def draw_figures(results: Sequence[Result], path: Path) -> None:
 
 
 def _draw(figures: dict[str, Any], path: Path) -> None:
+    # With slow storage a run has few saves, and steps scatter more than they lose.
+    panels = (_BLOCKED, _FIRST, _LOAD) if figures.get("storage_mb_s") else (_LOST, _FIRST)
     systems = {
         name: system
         for name, system in figures["systems"].items()
-        if system["saves"] and _PANELS[0][0] in system["figures"]
+        if system["saves"] and all(key in system["figures"] for key, _ in panels)
     }
     if not systems:
         return
     labels = [system["label"].replace(", ", ",\n", 1) for system in systems.values()]
     colours = [_OURS if name == "flashckpt" else _OTHERS for name in systems]
     figure, axes = pyplot.subplots(
-        1, 2, sharey=True, figsize=(11, 1.8 + 0.62 * len(systems)), layout="constrained"
+        1,
+        len(panels),
+        sharey=True,
+        figsize=(11, 1.8 + 0.62 * len(systems)),
+        layout="constrained",
     )
-    for axis, (key, title) in zip(axes, _PANELS, strict=True):
+    for axis, (key, title) in zip(axes, panels, strict=True):
         values = [system["figures"][key] for system in systems.values()]
         medians = [value["median"] for value in values]
         spread = [
@@ -69,13 +77,14 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
     axes[0].invert_yaxis()
     if steps := usual_steps(figures):
         usual = next(iter(steps.values()))
-        axes[1].axvline(usual, color=_LIMIT, linewidth=1, linestyle="--")
-        axes[1].set_title(f"dashed: a step without a save, {usual:.2f} s", fontsize=9, loc="right")
+        axis = axes[panels.index(_FIRST)]
+        axis.axvline(usual, color=_LIMIT, linewidth=1, linestyle="--")
+        axis.set_title(f"dashed: a step without a save, {usual:.2f} s", fontsize=9, loc="right")
     size = max((system["figures"]["gb"]["median"] for system in systems.values()), default=0)
     schedule = figures["schedule"]
     figure.suptitle(
         f"What checkpoints cost real Megatron training: {figures['ranks']} ranks, "
-        f"{size:.2f} GB every {schedule['interval']} steps",
+        f"{size:.2f} GB every {schedule['interval']} steps{_storage(figures)}",
         fontsize=12,
     )
     figure.supxlabel(
@@ -84,3 +93,9 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _storage(figures: dict[str, Any]) -> str:
+    """Return the limit of the storage bandwidth, or nothing."""
+    limit = figures.get("storage_mb_s")
+    return f", storage of {limit:g} MB/s" if limit else ""

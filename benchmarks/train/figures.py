@@ -8,10 +8,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.train.measure import RESUMED_STEPS, Losses, Measured, Schedule
+from benchmarks.train.measure import RESUMED_STEPS, Losses, Measured
+from benchmarks.train.sizes import Schedule
 
 #: Labels of the reported figures of a round, by their names in the JSON file.
 LABELS = {
+    "blocked_s": "blocked per save",
     "lost_per_save_s": "lost per save",
     "first_save_step_s": "first save's step",
     "lost_in_all_s": "lost in all",
@@ -89,6 +91,7 @@ def figures_of(schedule: Schedule, run: Measured, baseline: Measured) -> dict[st
         "lost_in_all_s": lost_in_all(run, baseline),
         "exit_s": run.exit_s,
         "gb": run.nbytes / 1e9,
+        "blocked_s": statistics.median(run.blocked_s[1:]) if run.blocked_s[1:] else None,
     }
     for source, restart in run.restarts.items():
         figures[f"{source}_load_s"] = restart.load_s

@@ -24,7 +24,9 @@ RANKS = 2
 #: runtime directory.
 _JOB_KEY, _AGENTS_KEY = "BENCHMARK_TRAIN_JOB", "FLASHCKPT_RUNTIME_DIR"
 _ITERATION = re.compile(r" iteration +(\d+)/")
-_LOAD_TIME = re.compile(r"load-checkpoint \.+: \(([\d.]+), ([\d.]+)\)")
+_LOAD_TIME, _SAVE_TIME = (
+    re.compile(rf"{name}-checkpoint \.+: \(([\d.]+), ([\d.]+)\)") for name in ("load", "save")
+)
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", re.M)
 _POLL_S = 0.005
 #: Seconds that an agent may take to exit after its job has ended.
@@ -131,6 +133,11 @@ class Job:
         if not matches:
             raise self.error("printed no time of a load")
         return float(matches[-1][1]) / 1000
+
+    @property
+    def blocked_s(self) -> list[float]:
+        """Seconds of Megatron's own timer around each `save_checkpoint`, on the slowest rank."""
+        return [float(match[1]) / 1000 for match in _SAVE_TIME.findall(self.log)]
 
     def wait_for(self, condition: Callable[[], bool], what: str, deadline: float) -> None:
         """Wait until `condition()` holds.

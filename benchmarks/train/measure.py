@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.resources import drop_from_cache
 from benchmarks.train.job import Job, JobError, Megatron, running
+from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from tests.compat.tree import Run as Printed
@@ -21,34 +22,13 @@ from tests.compat.tree import Run as Printed
 TRACKER, _DLROVER_TRACKER = "latest_checkpointed_iteration.txt", "dlrover_latest.txt"
 #: New steps after a restart, whose losses are compared.
 RESUMED_STEPS = 2
+#: Start of this package's lines in a log.
+_OWN_LINE = "flashckpt: "
 #: Seconds that the last save may take to be committed after its job has ended.
 _COMMIT_S = 60.0
 
 #: Losses of all ranks by iteration, exactly or as printed, in a fixed order.
 Losses = dict[int, list[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Saves of a run: every `interval` iterations, `saves` times, and at the end."""
-
-    interval: int
-    saves: int
-
-    @property
-    def iterations(self) -> int:
-        """Number of iterations of the run. One more save follows the last iteration."""
-        return self.interval * (self.saves + 1) - 1
-
-    @property
-    def saved_at(self) -> list[int]:
-        """Iterations with a save, without the save at the end."""
-        return [self.interval * number for number in range(1, self.saves + 1)]
-
-    @property
-    def resumed_from(self) -> int:
-        """Iteration of the checkpoint that new ranks load; at least one save follows it."""
-        return self.interval * (self.saves - 1)
 
 
 @dataclasses.dataclass
@@ -78,6 +58,8 @@ class Measured:
     """Iterations of the system's checkpoints."""
     nbytes: int = 0
     """Size of one checkpoint."""
+    blocked_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of Megatron's own timer around `save_checkpoint`, without the save at the end."""
     restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
     """Restarts by source: `storage`, `memory`."""
 
@@ -171,6 +153,7 @@ class _Measurement:
                     _fsync(file)
                 result.owed_s = time.perf_counter() - committed_at
                 result.exit_s = time.perf_counter() - job.ended_at[last]
+                result.blocked_s = job.blocked_s
                 result.saved = sorted(
                     int(directory.name[5:]) for directory in self._checkpoints.glob("iter_*")
                 )
@@ -203,7 +186,10 @@ class _Measurement:
                 self._await_steps(other, newest, self._deadline(), at_least=RESUMED_STEPS)
                 other.kill()
                 if f"iteration {newest} was restored from memory" not in other.log:
-                    raise other.error("did not restore from memory")
+                    own = [line.strip() for line in other.log.splitlines() if _OWN_LINE in line]
+                    raise JobError(
+                        "\n  ".join(["did not restore from memory; its log:", *own]), other.log
+                    )
                 result.restarts["memory"] = Restart(
                     newest,
                     other.load_s,

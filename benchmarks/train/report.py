@@ -27,12 +27,18 @@ def read_figures(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def measured_labels(figures: dict[str, Any]) -> dict[str, str]:
+    """Return those of `LABELS` of which at least one system has a figure."""
+    measured = {name for system in figures["systems"].values() for name in system["figures"]}
+    return {name: label for name, label in LABELS.items() if name in measured}
+
+
 def cells(figures: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows: label, the figures of `LABELS`, number of rounds."""
+    """Return the table's rows: label, the figures of `measured_labels`, number of rounds."""
     rows = []
     for system in figures["systems"].values():
         row = [system["label"]]
-        for name in LABELS:
+        for name in measured_labels(figures):
             value = system["figures"].get(name)
             hidden = value is None or (not system["saves"] and name not in _OF_BASELINES)
             row.append("-" if hidden else str(Spread(**value)))
@@ -73,7 +79,7 @@ def rounds_of(figures: dict[str, Any]) -> str:
 
 def markdown(figures: dict[str, Any]) -> str:
     """Return the table for a document, with a line about the run below it."""
-    header = ["", *LABELS.values(), "rounds"]
+    header = ["", *measured_labels(figures).values(), "rounds"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in cells(figures)]
     schedule = figures["schedule"]

@@ -21,28 +21,36 @@ from typing import Any
 
 from benchmarks.compare.driver import machine
 from benchmarks.study import Result, Study, Table
-from benchmarks.train.figures import LABELS, figures_of, objections, spreads, usual_step_s
+from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
 from benchmarks.train.job import RANKS, JobError, Megatron
-from benchmarks.train.measure import Measured, Schedule, Session
+from benchmarks.train.measure import Measured, Session
 from benchmarks.train.progress import Progress
-from benchmarks.train.report import cells, markdown, read_figures, rounds_of, usual_steps
+from benchmarks.train.report import (
+    cells,
+    markdown,
+    measured_labels,
+    read_figures,
+    rounds_of,
+    usual_steps,
+)
+from benchmarks.train.sizes import LARGE, QUICK, SIZES, USUAL, Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installed, old_trees
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-_USUAL, _QUICK = Schedule(interval=5, saves=4), Schedule(interval=3, saves=2)
-#: Seconds of one system in one round on two quiet cores, for the estimate only (by `--quick`).
-_SYSTEM_S = {False: 36.0, True: 13.0}
-#: Size of all checkpoints of one run (by `--quick`).
-_DISK_NBYTES = {False: 3e9, True: 3e8}
 #: System load above which other processes distort the figures.
 _QUIET_LOAD = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model, as a test that all systems run"
+    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick and --large")
+    sizes = parser.add_mutually_exclusive_group()
+    size = {"dest": "size", "action": "store_const", "default": USUAL}
+    sizes.add_argument(
+        "--quick", const=QUICK, help="a small model, as a test that all systems run", **size
+    )
+    sizes.add_argument(
+        "--large", const=LARGE, help="a model with 1.5 GB of state for each rank", **size
     )
     names = [system.name for system in SYSTEMS]
     parser.add_argument(
@@ -63,7 +71,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train without --use-distributed-optimizer",
     )
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="time limit of each job")
+    parser.add_argument(
+        "--timeout-s", type=float, help="time limit of each job (default: 240, or 900 with --large)"
+    )
     parser.add_argument(
         "--markdown",
         type=Path,
@@ -79,9 +89,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     if options.markdown:
         yield markdown(read_figures(options.markdown))
         return
-    rounds = options.rounds or (1 if options.quick else 3)
-    schedule = _QUICK if options.quick else _USUAL
-    if shutil.disk_usage(root).free < (needed := _DISK_NBYTES[options.quick]):
+    size = SIZES[options.size]
+    rounds, schedule = options.rounds or size.rounds, size.schedule
+    if shutil.disk_usage(root).free < (needed := size.disk_nbytes):
         raise SystemExit(
             f"{root}: needs {needed / 1e9:g} GB of free space; name another directory with --dir"
         )
@@ -95,15 +105,17 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     yield (
         f"rounds: {rounds}, each {len(systems)} runs of {schedule.iterations} steps with "
         f"{schedule.saves + 1} saves: about "
-        f"{rounds * len(systems) * _SYSTEM_S[options.quick] / 60:.1f} minutes on two quiet cores"
+        f"{rounds * len(systems) * size.system_s / 60:.1f} minutes on two quiet cores"
     )
     if load > _QUIET_LOAD:
         yield f"other processes keep this machine busy (load {load:.1f}): figures will be too high"
     began_at = time.time()
     series = _Series(systems, megatrons, schedule)
     with Progress(rounds * len(systems)) as progress:
-        session = Session(schedule, root, options.timeout_s, progress.detail, limit)
-        if not options.quick:
+        session = Session(
+            schedule, root, options.timeout_s or size.timeout_s, progress.detail, limit
+        )
+        if options.size != QUICK:
             for name in sorted({system.megatron for system in systems if not system.saves}):
                 session.warm_up(megatrons[name])
         for number in range(rounds):
@@ -114,7 +126,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         "seconds": round(time.time() - began_at),
         "machine": machine(root),
         "load_before": load,
-        "quick": options.quick,
+        "size": options.size,
         "storage_mb_s": options.storage_mb_s,
         "distributed_optimizer": not options.replicated_optimizer,
         "ranks": RANKS,
@@ -126,8 +138,8 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     }
     yield table_of(figures)
     yield figures
-    changed = (options.quick, options.systems, options.storage_mb_s, options.replicated_optimizer)
-    if not any(changed):
+    changed = (options.systems, options.storage_mb_s, options.replicated_optimizer)
+    if options.size == USUAL and not any(changed):
         # Only a whole run replaces the published figures.
         options.json = options.json or RESULTS / "train.json"
         options.png = options.png or RESULTS / "train.png"
@@ -144,13 +156,13 @@ def _megatrons(
     systems: list[System], root: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Megatron], dict[str, str]]:
     """Return the Megatrons by name, and the reasons for left-out systems by label."""
-    model = {"quick": options.quick, "distributed": not options.replicated_optimizer}
-    megatrons = {"installed": installed(**model)}
+    distributed = not options.replicated_optimizer
+    megatrons = {"installed": installed(options.size, distributed=distributed)}
     left_out = {}
     if any(system.megatron != "installed" for system in systems):
         where = options.dlrover or root
         try:
-            megatrons |= old_trees(root, where, **model)
+            megatrons |= old_trees(root, where, options.size, distributed=distributed)
         except UnavailableError as error:
             left_out["DLRover"] = str(error)
     return megatrons, left_out
@@ -241,7 +253,7 @@ def table_of(figures: dict[str, Any]) -> Table:
     steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
     return Table(
         f"{figures['ranks']} ranks; seconds, {rounds_of(figures)}; a step: {', '.join(steps)}",
-        {"": "", **dict.fromkeys(LABELS.values(), ""), "rounds": ""},
+        {"": "", **dict.fromkeys(measured_labels(figures).values(), ""), "rounds": ""},
         [tuple(row) for row in cells(figures)],
     )
 

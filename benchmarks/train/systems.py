@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.train.job import Megatron, kept_environment
+from benchmarks.train.sizes import SIZES
 from patches.patch import TAGS
 from tests.compat import real_dlrover
 from tests.compat.tree import Tree
@@ -18,22 +19,13 @@ REPO = Path(__file__).resolve().parents[2]
 OLD = "cb995d5"
 
 _COMMON = (
-    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
     "--weight-decay 0.01 --clip-grad 1.0 --bf16 --vocab-size 8000 "
     "--tokenizer-type NullTokenizer --mock-data --split 99,1,0 --num-workers 0 "
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
     "--no-bias-dropout-fusion --log-interval 1 --eval-interval 100000 --eval-iters 0 "
     "--distributed-timeout-minutes 3"
-).split()
-#: Model of 29.3 million parameters: 0.41 GB of weights, masters and moments.
-_USUAL_MODEL = (
-    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 64 "
-    "--max-position-embeddings 64 --global-batch-size 8"
-).split()
-_QUICK_MODEL = (
-    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --global-batch-size 4"
 ).split()
 #: Arguments that cb995d5 does not have.
 _NEWER = ("--no-rope-fusion", "--attention-backend", "unfused")
@@ -98,17 +90,17 @@ SYSTEMS: tuple[System, ...] = (
 )
 
 
-def _flags(*, quick: bool, distributed: bool) -> tuple[str, ...]:
-    model = _QUICK_MODEL if quick else _USUAL_MODEL
-    return (*_COMMON, *model, *(("--use-distributed-optimizer",) if distributed else ()))
+def _flags(size: str, *, distributed: bool) -> tuple[str, ...]:
+    optimizer = ("--use-distributed-optimizer",) if distributed else ()
+    return (*_COMMON, *SIZES[size].model, *optimizer)
 
 
-def installed(*, quick: bool, distributed: bool = True) -> Megatron:
+def installed(size: str, *, distributed: bool = True) -> Megatron:
     """Return the Megatron of this environment, on CPU ranks."""
     path = [str(REPO / "tests/cpu_megatron"), str(REPO)]
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
-        flags=(*_flags(quick=quick, distributed=distributed), *_NEWER),
+        flags=(*_flags(size, distributed=distributed), *_NEWER),
         env={
             **kept_environment(),
             "PYTHONPATH": os.pathsep.join(path),
@@ -121,7 +113,7 @@ def installed(*, quick: bool, distributed: bool = True) -> Megatron:
 
 
 def old_trees(
-    root: Path, site_parent: Path, *, quick: bool, distributed: bool = True
+    root: Path, site_parent: Path, size: str, *, distributed: bool = True
 ) -> dict[str, Megatron]:
     """Return Megatron cb995d5 unchanged (`old`) and with DLRover's save and load (`dlrover`).
 
@@ -150,7 +142,7 @@ def old_trees(
     except OSError as error:
         raise UnavailableError(str(error)) from error
     trees = {"old": tree, "dlrover": real_dlrover.swapped(tree, root / "dlrover")}
-    flags = _flags(quick=quick, distributed=distributed)
+    flags = _flags(size, distributed=distributed)
     return {name: _of_tree(copy, root, site, flags) for name, copy in trees.items()}
 
 

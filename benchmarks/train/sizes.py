@@ -1,0 +1,65 @@
+"""Sizes of the model in `python -m benchmarks train`, with the schedule of its saves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Saves of a run: every `interval` iterations, `saves` times, and at the end."""
+
+    interval: int
+    saves: int
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations of the run. One more save follows the last iteration."""
+        return self.interval * (self.saves + 1) - 1
+
+    @property
+    def saved_at(self) -> list[int]:
+        """Iterations with a save, without the save at the end."""
+        return [self.interval * number for number in range(1, self.saves + 1)]
+
+    @property
+    def resumed_from(self) -> int:
+        """Iteration of the checkpoint that new ranks load; at least one save follows it."""
+        return self.interval * (self.saves - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Model, and the schedule, limits and estimates of its runs."""
+
+    model: tuple[str, ...]
+    """Megatron's arguments."""
+    schedule: Schedule
+    rounds: int
+    """Rounds by default."""
+    timeout_s: float
+    """Time limit of each job by default."""
+    system_s: float
+    """Estimate: seconds of one system in one round, on two quiet cores."""
+    disk_nbytes: float
+    """Size of all checkpoints of one run."""
+
+
+def _model(layers: int, hidden: int, heads: int, sequence: int, batch: int) -> tuple[str, ...]:
+    arguments = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--seq-length {sequence} --max-position-embeddings {sequence} "
+        f"--global-batch-size {batch} --micro-batch-size {min(2, batch // 2)}"
+    )
+    return tuple(arguments.split())
+
+
+USUAL, QUICK, LARGE = "usual", "quick", "large"
+SIZES = {
+    # 29.3 million parameters: 0.41 GB of weights, masters and moments.
+    USUAL: Size(_model(8, 512, 8, 64, 8), Schedule(5, 4), 3, 240.0, 36.0, 3e9),
+    QUICK: Size(_model(2, 128, 4, 32, 4), Schedule(3, 2), 1, 240.0, 13.0, 3e8),
+    # 210 million parameters: 2.9 GB, 1.5 GB for each of two ranks, as in DLRover's published runs.
+    # At 100 MB/s a save takes 30 s; the interval is longer, so that no system has to skip one.
+    LARGE: Size(_model(16, 1024, 16, 32, 2), Schedule(10, 2), 1, 900.0, 240.0, 12e9),
+}
