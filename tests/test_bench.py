@@ -27,6 +27,14 @@ MEASURED = (
 )
 
 
+def test_the_document_shows_the_published_cost_of_redundancy() -> None:
+    (published,) = json.loads((REPO / "benchmarks/results/redundancy.json").read_text())
+    lines = (REPO / "benchmarks/README.md").read_text().splitlines()
+    rows = list(study.Table(**published).cells())
+    assert {row[0] for row in rows} == {"2", "3", "4", "8"}
+    assert not {f"| {' | '.join(row)} |" for row in rows} - {*lines}
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """Run `--quick` with a state of 2 MiB on one rank; return its output and its JSON figures."""
