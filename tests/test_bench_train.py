@@ -299,6 +299,17 @@ def test_generated_tables_are_those_of_the_published_files() -> None:
         assert table == report.markdown(report.read_figures(REPO / file)), file
 
 
+def test_the_document_of_slow_storage_shows_the_published_figures() -> None:
+    published = report.read_figures(REPO / "benchmarks/results/train-100mb-s.json")
+    shown = ("blocked_s", "first_save_step_s", "storage_load_s", "memory_load_s")
+    lines = (REPO / "docs/understanding/benchmarks.md").read_text().splitlines()
+    for name in ("flashckpt", "torch", "dlrover"):
+        system = published["systems"][name]
+        values = [system["figures"].get(key) for key in shown]
+        cells = [f"{value['median']:.2f}" if value else "-" for value in values]
+        assert f"| {' | '.join([system['label'], *cells])} |" in lines
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/understanding/benchmarks.md"])
 def test_a_document_shows_the_published_medians(document: str) -> None:
     """Compares tables of `results/train.json` in the document, whatever columns they show."""
