@@ -218,7 +218,9 @@ class Checkpointer:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
         self.saves.process_failures()
-        self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
+        # Also if the optimizer is not saved: its steps change the weights.
+        stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
+        self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.id is None:
             self.run.begin(run_id.from_store(self.root))
         save_id = self.run.new_save_id()
