@@ -17,6 +17,7 @@ import torch
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
 from tests.agent.conftest import Node
@@ -373,6 +374,27 @@ def test_two_runs_of_one_process_store_their_own_bytes(
         job.assert_stored(root, iteration)
         job.checkpointer.close()
     assert len(gpus.runtime.registered_by) == 2
+
+
+def test_memory_of_a_closed_run_is_freed_for_the_next_one(
+    make: Any, root: Path, gpus: GpuNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first slab stays page-locked, so that an ordinary exit does not wait for unlocking."""
+    first = make(5)
+    assert first.save(1) is None
+    nbytes = first.checkpointer.link._slab.geometry.nbytes
+    first.checkpointer.close()
+    assert times_mapped("0") == 1
+
+    def left() -> int:
+        return int(nbytes * (1.5 - times_mapped("0")))
+
+    monkeypatch.setattr(slab_module, "available_nbytes", left)
+    again = make(5)
+    assert again.save(2) is None
+    again.assert_stored(root, 2)
+    again.checkpointer.link.wait_for_device_work()
+    assert times_mapped("0") == len(gpus.runtime.locked) == 1
 
 
 def test_a_copy_that_fails_after_the_timeout_does_not_stop_later_saves(
