@@ -362,6 +362,22 @@ def test_the_next_save_retries_a_stream_that_cuda_refused(
     job.assert_stored(root, 2)
 
 
+def test_memory_without_a_stream_is_freed_before_the_next_save_takes_memory(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    gpus.refusals["Stream"] = refuse
+    assert "cuda:5 cannot create a stream" in (job.save(1) or "")
+    assert times_mapped("0") == 0
+    gpus.refusals.clear()
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
 def test_two_runs_of_one_process_store_their_own_bytes(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
