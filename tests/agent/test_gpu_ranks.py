@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory import slab as slab_module
@@ -449,6 +450,27 @@ def test_a_gpu_without_memory_for_a_temporary_copy_fails_only_the_save(
         assert "rank 0: not staged: CUDA out of memory" in (job.save(1) or "")
     assert job.save(2) is None
     job.assert_stored(root, 2)
+
+
+def test_releases_of_torch_without_a_class_for_errors_of_cuda_report_them(
+    make: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(5)
+
+    def fail_with(error: Exception) -> None:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(job.checkpointer.model_state, "owned", fail)
+
+    monkeypatch.delattr(torch, "AcceleratorError")
+    monkeypatch.delattr(torch, "OutOfMemoryError")
+    fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert "rank 0: not staged: CUDA error: an illegal memory access" in (job.save(1) or "")
+    for error in (UnsupportedError("a flag"), RuntimeError("shapes differ")):
+        fail_with(error)
+        with pytest.raises(type(error), match=str(error)):
+            job.checkpointer.save(job.request(2))
 
 
 def test_a_crashed_rank_with_a_hung_gpu_ends_and_keeps_the_older_save(
