@@ -365,12 +365,7 @@ class Checkpointer:
         while self.saves:
             left = deadline - time.monotonic()
             if left <= 0:
-                reason = (
-                    f"not committed within {timeout_s:.0f} s; the agent keeps trying; raise "
-                    "'drain_timeout_s' to wait longer"
-                )
-                failed = (self.rank,) if self._copies_hang else ()
-                return outcomes + self.saves.give_up(reason, timeout_s, failed)
+                return outcomes + self.saves.give_up(timeout_s)
             outcomes += self.saves.poll(min(left, WAIT_SLICE_S))
         return outcomes
 

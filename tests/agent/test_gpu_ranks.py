@@ -504,7 +504,11 @@ def test_a_rank_with_a_hung_gpu_ends_after_its_drain_timeout(make: Any, gpus: Gp
     gpus.devices[5].running.clear()
     job.checkpointer.save(job.request(2))
     (late,) = job.checkpointer.wait(timeout_s=0.05)
-    assert "not committed within 0 s" in late.error
+    assert late.error == (
+        "not committed within 0 s: rank 0 has not copied its part to host memory; look at its GPU "
+        "and its agent, or raise 'drain_timeout_s' to wait longer"
+    )
+    assert late.failed_ranks == (0,)
     closing = threading.Thread(target=job.checkpointer.close, daemon=True)
     closing.start()
     closing.join(PATIENCE_S)
