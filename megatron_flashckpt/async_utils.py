@@ -21,7 +21,8 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     """Report committed and failed saves. All ranks call it once per iteration and at the end.
 
     `blocking=True` waits for all saves. `terminate=True` ends the job and also frees the agent's
-    memory. The function also finalizes Megatron's own asynchronous saves.
+    memory, except if Megatron will save once more: its loop ends before its last save. The function
+    also finalizes Megatron's own asynchronous saves.
 
     Raises:
         SaveFailedError: a save failed and `on_failure` is `raise`.
@@ -34,7 +35,7 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
         session.checkpointer(margs.save).start_run()
     last = bool(named.get("terminate", False))
     session.finalize(blocking=bool(named["blocking"]), last=last)
-    if last:
+    if last and not session.expects_save():
         session.close(leave=True)
     stock(*args, **kwargs)
 

@@ -162,9 +162,9 @@ def announce_drain(args: Any) -> None:
 def saves_after_training(args: Any, iteration: int) -> bool:
     """Return whether Megatron's `pretrain` saves `iteration` after its loop has ended."""
     interval = getattr(args, "save_interval", None)
-    return iteration == getattr(args, "train_iters", None) and bool(
-        interval and iteration % interval
-    )
+    is_last = iteration == getattr(args, "train_iters", None)
+    is_trained = not getattr(args, "skip_train", False)
+    return is_last and is_trained and bool(interval and iteration % interval)
 
 
 def announce_committed(args: Any, save: AnnouncedSave) -> None:

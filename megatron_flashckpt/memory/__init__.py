@@ -1,5 +1,5 @@
-"""Host memory: slabs, slots, and the copies into them.
+"""Host memory: slabs, slots, page-locking, and the limits of a node.
 
-`slot` and `slab` do not import torch, because the agent uses them too; `stager` and `step_hook`
-belong to the trainer.
+`slot` and `slab` do not import torch, because the agent uses them too. `cuda`, `numa`, `pinning`
+and `runs` serve the training process.
 """

@@ -38,6 +38,16 @@ def current_device() -> int | None:
     return device if torch.empty(0, device=f"cuda:{device}").is_cuda else None
 
 
+def is_error(error: RuntimeError) -> bool:
+    """Return whether CUDA has raised `error`.
+
+    Older releases of torch have no `AcceleratorError`; they raise a RuntimeError with this text.
+    """
+    out_of_memory = torch.cuda.OutOfMemoryError
+    classes = (out_of_memory, getattr(torch, "AcceleratorError", out_of_memory))
+    return isinstance(error, classes) or str(error).startswith("CUDA error")
+
+
 def enter_thread(device: int | None) -> None:
     """Prepare the calling thread for CUDA calls on `device`; does nothing for None.
 

@@ -29,9 +29,18 @@ CHUNK_NBYTES = 2**30
 _TURN_S = 0.02
 #: Seconds that `close` waits for the thread, which may be inside the driver.
 _CLOSE_S = 1.0
-#: Memory that was closed without being unlocked. It stays mapped: if other memory were mapped at
-#: its address, CUDA would still copy to the old pages.
-_still_locked: list[memoryview] = []
+#: Slabs that were closed without being unlocked. Their memory stays mapped: if other memory were
+#: mapped at its address, CUDA would still copy to the old pages.
+_still_locked: list[PinnedSlab] = []
+
+
+def unlock_closed() -> None:
+    """Unlock the slabs that this process has closed, so that the kernel can free their memory.
+
+    Called before the process takes memory for another slab. Takes as long as locking.
+    """
+    while _still_locked:
+        _still_locked.pop().unpin_closed()
 
 
 class PinnedSlab:
@@ -80,13 +89,25 @@ class PinnedSlab:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop locking. Locked chunks stay locked until the process ends.
+        """Stop locking. Locked chunks stay locked until `unlock_closed`, or the process ends.
 
         Unlocking would take as long as locking, and the kernel unlocks the memory of a process that
         ends.
         """
         self._ended.set()
         self._thread.join(_CLOSE_S)
+
+    def unpin_closed(self) -> None:
+        """Unlock all chunks after `close`; return when they are unlocked."""
+
+        def unlock() -> None:
+            with contextlib.suppress(RuntimeError):  # as in `_unpin`
+                cuda.enter_thread(self._device)
+            self._unlock()
+
+        thread = threading.Thread(target=unlock, name="flashckpt-pin", daemon=True)
+        thread.start()
+        thread.join()
 
     def _run(self) -> None:
         try:
@@ -96,10 +117,13 @@ class PinnedSlab:
             self._warn(str(error))
         self._settled.set()
         self._ended.wait()
-        if self._unpins:
-            self._unpin()
-        elif self.nbytes:
-            _still_locked.append(self._memory)
+        if self.nbytes and not self._unpins:
+            _still_locked.append(self)
+        else:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._unpin()
         self._memory = memoryview(b"")
 
     def _pin(self) -> None:
@@ -118,6 +142,8 @@ class PinnedSlab:
     def _unpin(self) -> None:
         address = _address(self._memory)
         pinned, self.nbytes = self.nbytes, 0
+        if not pinned:
+            return
         with contextlib.suppress(RuntimeError):  # a broken context has no registrations
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for begin in range(0, pinned, CHUNK_NBYTES):

@@ -218,7 +218,9 @@ class Checkpointer:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
         self.saves.process_failures()
-        self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
+        # Also if the optimizer is not saved: its steps change the weights.
+        stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
+        self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.id is None:
             self.run.begin(run_id.from_store(self.root))
         save_id = self.run.new_save_id()
@@ -363,12 +365,7 @@ class Checkpointer:
         while self.saves:
             left = deadline - time.monotonic()
             if left <= 0:
-                reason = (
-                    f"not committed within {timeout_s:.0f} s; the agent keeps trying; raise "
-                    "'drain_timeout_s' to wait longer"
-                )
-                failed = (self.rank,) if self._copies_hang else ()
-                return outcomes + self.saves.give_up(reason, timeout_s, failed)
+                return outcomes + self.saves.give_up(timeout_s)
             outcomes += self.saves.poll(min(left, WAIT_SLICE_S))
         return outcomes
 

@@ -8,6 +8,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.numa import node_of_gpu
+from megatron_flashckpt.memory.pinning import unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
 from megatron_flashckpt.save.agent_connection import held_memory
@@ -40,6 +41,7 @@ def new_slab(
     Raises:
         StorageError: the node lacks the memory; says how much the agent holds, and for which ranks.
     """
+    unlock_closed()
     try:
         return Slab.create(
             config.slots,

@@ -201,13 +201,26 @@ class PendingSaves:
         """Have the next `poll` return these outcomes again."""
         self._unreported = outcomes + self._unreported
 
-    def give_up(self, reason: str, waited_s: float, failed_ranks: tuple[int, ...]) -> list[Outcome]:
+    def give_up(self, waited_s: float) -> list[Outcome]:
         """Return a failure for every open save, and forget these saves."""
         open_saves, self._open = self._open, {}
         return [
-            Outcome(iteration, save, reason, waited_s, failed_ranks=failed_ranks)
-            for save, iteration in open_saves.items()
+            self._not_in_time(iteration, save_id, waited_s)
+            for save_id, iteration in open_saves.items()
         ]
+
+    def _not_in_time(self, iteration: int, save_id: str, waited_s: float) -> Outcome:
+        if save_id in self._handed_over:
+            reason = (
+                f"not committed within {waited_s:.0f} s; the agent keeps trying; raise "
+                "'drain_timeout_s' to wait longer"
+            )
+            return Outcome(iteration, save_id, reason, waited_s)
+        reason = (
+            f"not committed within {waited_s:.0f} s: rank {self._rank} has not copied its part to "
+            "host memory; look at its GPU and its agent, or raise 'drain_timeout_s' to wait longer"
+        )
+        return Outcome(iteration, save_id, reason, waited_s, failed_ranks=(self._rank,))
 
     def process_failures(self) -> None:
         """Process failures of the copy thread, answers of storage, and a change of agents."""

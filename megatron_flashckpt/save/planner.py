@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
@@ -13,6 +11,7 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.request import SaveRequest
@@ -54,7 +53,9 @@ class Planner:
                 with gc_paused():
                     comparison = self._copy_check.begin(request.chunks, request.optimizer, pieces)
                 return pieces, comparison
-        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
+            if not cuda.is_error(error):
+                raise
             raise SaveFailedError(f"rank {self._rank}: not staged: {error}") from error
 
     def layout(self, pieces: list[LocalPiece]) -> Layout:

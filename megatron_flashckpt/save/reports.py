@@ -33,6 +33,8 @@ class SaveReports:
         self._durable: int | None = None
         self.has_committed = False
         """True once a save of this process is durable."""
+        self.last_requested: int | None = None
+        """Iteration of the last save to storage; None if there was none."""
         #: Iteration of the last save to storage; None if that save is durable, or there was none.
         self._open: int | None = None
         #: The reason why that save failed; None while its outcome is unknown.
@@ -44,7 +46,8 @@ class SaveReports:
 
     def requested(self, iteration: int) -> None:
         """Note that training requested a save to storage."""
-        self._open, self._reason = iteration, None
+        self.last_requested = self._open = iteration
+        self._reason = None
 
     def committed(self, outcome: Outcome) -> None:
         """Report a durable checkpoint."""

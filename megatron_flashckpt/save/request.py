@@ -19,6 +19,8 @@ class SaveRequest:
     """Megatron's optimizer; None to save weights only."""
     args: Any
     """Megatron's arguments."""
+    stepped_by: Any = None
+    """Megatron's optimizer if only weights are saved: its steps wait for the copies, too."""
     scheduler: Any = None
     """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
     floating_point_operations: Any = 0

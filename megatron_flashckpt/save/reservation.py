@@ -10,6 +10,7 @@ from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
+from megatron_flashckpt.memory.pinning import unlock_closed
 from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.new_slab import slab_nbytes
@@ -46,6 +47,7 @@ def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "")
     config = checkpointer.config
     with contextlib.suppress(FlashCkptError):  # the first save reports the same error
         checkpointer.link.reclaim()
+    unlock_closed()
     agent = str(agent_directory(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * config.held_share)

@@ -84,7 +84,7 @@ class Session:
         self._ready: set[str] = set()
         #: Keys that the ranks had gathered about the model, by closed save directory.
         self._agreed: dict[str, _Agreed] = {}
-        #: By save directory. Kept because Megatron may reopen a checkpointer after training.
+        #: By save directory. Kept because a script may reopen a checkpointer after training.
         self._reports: dict[str, SaveReports] = {}
         self._runs: dict[str, Run] = {}
         self._nodes: Sequence[Hashable] | None = None
@@ -100,7 +100,7 @@ class Session:
             )
             checkpointer = Checkpointer(given, self.config)
             if root in self._agreed:
-                # Megatron closes the checkpointer before its last save.
+                # A script may close the checkpointer before its last save.
                 state = checkpointer.model_state
                 agreed = self._agreed.pop(root)
                 state.quantized_keys, state.copied_keys, state.differing_keys = agreed
@@ -247,6 +247,18 @@ class Session:
             announcements.announce_committed(checkpointing().get_args(), save)
         opened.reports.committed(outcome)
         return True
+
+    def expects_save(self) -> bool:
+        """Return whether Megatron saves once more, after its training loop has ended.
+
+        A checkpointer that was closed would need other memory for this save, while the agent and
+        CUDA still hold that of the earlier ones.
+        """
+        margs = checkpointing().get_args()
+        last: int | None = getattr(margs, "train_iters", None)
+        if last is None or not announcements.saves_after_training(margs, last):
+            return False
+        return any(opened.reports.last_requested != last for opened in self._open.values())
 
     def close(self, *, leave: bool) -> None:
         """Close all checkpointers; with `leave`, free the host memory (no restart is expected)."""

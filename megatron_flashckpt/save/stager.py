@@ -94,14 +94,14 @@ class Stager:
             SaveFailedError: CUDA cannot create a stream on that device; the former slab is dropped.
         """
         self.drop_slab()
-        self._slab = slab
-        # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
-        # itself does not.
-        self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
         if device != self._device or (self._stream is None and device is not None):
             self._stream = self._device = None
             self._stream = self._make_stream(device)
             self._device = device
+        self._slab = slab
+        # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
+        # itself does not.
+        self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
 
     def _make_stream(self, device: int | None) -> torch.cuda.Stream | None:
         if device is None:

@@ -129,6 +129,33 @@ def test_the_agent_writes_no_byte_before_all_tensors_are_copied(
     assert before_staged == [False]
 
 
+class _Optimizer:
+    """Megatron's optimizer of a job that saves its weights only."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self._weights = weights
+
+    def step(self) -> None:
+        for weight in self._weights:
+            weight.add_(1.0)
+
+
+def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteration(
+    make: Any, config: Config, root: Path
+) -> None:
+    """The end of training writes the last memory-only save, unless the weights have changed."""
+    job = make(config)
+    optimizer = _Optimizer(job.tensors)
+    job.checkpointer.save(job.request(1, stepped_by=optimizer, memory_only=True))
+    optimizer.step()
+    assert job.checkpointer.write_last() is None
+    job.checkpointer.save(job.request(2, stepped_by=optimizer, memory_only=True))
+    assert job.checkpointer.write_last() is not None
+    assert [outcome.error for outcome in job.checkpointer.wait(60.0)] == [None] * 3
+    job.assert_stored(root, 2)
+    assert not (root / file_names.iteration_dir(1)).exists()
+
+
 def test_a_memory_only_save_writes_no_file(make: Any, config: Config, root: Path) -> None:
     job = make(config)
     assert job.save(1, memory_only=True) is None

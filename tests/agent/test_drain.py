@@ -38,6 +38,7 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
     ) as unblock:
         job.save(request(1))
+        job.link.stager.wait()
         (outcome,) = job.wait()
         assert (outcome.iteration, job.pending) == (1, False)
         assert "not committed within 0 s; the agent keeps trying; raise 'drain_timeout_s'" in (

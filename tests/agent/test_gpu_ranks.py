@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
 from tests.agent.conftest import Node
@@ -361,6 +363,22 @@ def test_the_next_save_retries_a_stream_that_cuda_refused(
     job.assert_stored(root, 2)
 
 
+def test_memory_without_a_stream_is_freed_before_the_next_save_takes_memory(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    gpus.refusals["Stream"] = refuse
+    assert "cuda:5 cannot create a stream" in (job.save(1) or "")
+    assert times_mapped("0") == 0
+    gpus.refusals.clear()
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
 def test_two_runs_of_one_process_store_their_own_bytes(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
@@ -373,6 +391,27 @@ def test_two_runs_of_one_process_store_their_own_bytes(
         job.assert_stored(root, iteration)
         job.checkpointer.close()
     assert len(gpus.runtime.registered_by) == 2
+
+
+def test_memory_of_a_closed_run_is_freed_for_the_next_one(
+    make: Any, root: Path, gpus: GpuNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first slab stays page-locked, so that an ordinary exit does not wait for unlocking."""
+    first = make(5)
+    assert first.save(1) is None
+    nbytes = first.checkpointer.link._slab.geometry.nbytes
+    first.checkpointer.close()
+    assert times_mapped("0") == 1
+
+    def left() -> int:
+        return int(nbytes * (1.5 - times_mapped("0")))
+
+    monkeypatch.setattr(slab_module, "available_nbytes", left)
+    again = make(5)
+    assert again.save(2) is None
+    again.assert_stored(root, 2)
+    again.checkpointer.link.wait_for_device_work()
+    assert times_mapped("0") == len(gpus.runtime.locked) == 1
 
 
 def test_a_copy_that_fails_after_the_timeout_does_not_stop_later_saves(
@@ -413,6 +452,27 @@ def test_a_gpu_without_memory_for_a_temporary_copy_fails_only_the_save(
     job.assert_stored(root, 2)
 
 
+def test_releases_of_torch_without_a_class_for_errors_of_cuda_report_them(
+    make: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(5)
+
+    def fail_with(error: Exception) -> None:
+        def fail(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(job.checkpointer.model_state, "owned", fail)
+
+    monkeypatch.delattr(torch, "AcceleratorError")
+    monkeypatch.delattr(torch, "OutOfMemoryError")
+    fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert "rank 0: not staged: CUDA error: an illegal memory access" in (job.save(1) or "")
+    for error in (UnsupportedError("a flag"), RuntimeError("shapes differ")):
+        fail_with(error)
+        with pytest.raises(type(error), match=str(error)):
+            job.checkpointer.save(job.request(2))
+
+
 def test_a_crashed_rank_with_a_hung_gpu_ends_and_keeps_the_older_save(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
@@ -444,7 +504,11 @@ def test_a_rank_with_a_hung_gpu_ends_after_its_drain_timeout(make: Any, gpus: Gp
     gpus.devices[5].running.clear()
     job.checkpointer.save(job.request(2))
     (late,) = job.checkpointer.wait(timeout_s=0.05)
-    assert "not committed within 0 s" in late.error
+    assert late.error == (
+        "not committed within 0 s: rank 0 has not copied its part to host memory; look at its GPU "
+        "and its agent, or raise 'drain_timeout_s' to wait longer"
+    )
+    assert late.failed_ranks == (0,)
     closing = threading.Thread(target=job.checkpointer.close, daemon=True)
     closing.start()
     closing.join(PATIENCE_S)

@@ -77,7 +77,7 @@ def test_a_failed_last_save_changes_only_a_successful_exit_status(
 
 
 def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
-    """Megatron makes the last save after its loop has finalized asynchronous saves."""
+    """A script may close its checkpointers before its last save."""
     env = {"FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false", "SWAP": "1", "STORE_GONE": "1"}
     result = job(tmp_path, train_iters=3, save_interval=2, in_the_way=(3,), **env)
     assert result.returncode == 0

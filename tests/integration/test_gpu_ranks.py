@@ -3,7 +3,8 @@
 Three jobs of two ranks save after iterations 2, 4 and 6. The first is an ordinary CPU job. In the
 second, copies run on the side stream of each rank's device while the next iteration computes. One
 rank is killed in iteration 6, and both ranks restart from the memory of iteration 4. The third job
-starts from a copy of the second job's directory as it was at iteration 4.
+starts from a copy of the second job's directory as it was at iteration 4. A fourth job saves the
+weights without the optimizer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.megatron_jobs import (
     Result,
+    assemble,
     differing,
     run_job,
     succeeded,
@@ -29,7 +33,7 @@ SAVED = (2, 4, 6)
 
 
 class Jobs:
-    """The three jobs, each run once."""
+    """The four jobs, each run once."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -37,12 +41,13 @@ class Jobs:
         self.restarted = self._run("restarted", GPU="1", KILL="1:6", max_restarts=1)
         truncated_copy(tmp_path / "restarted", tmp_path / "resumed", 4)
         self.resumed = self._run("resumed", GPU="1")
+        self.weights = self._run("weights", "--no-save-optim", "--exit-interval", "4", GPU="1")
 
-    def _run(self, name: str, max_restarts: int = 0, **env: str) -> Result:
+    def _run(self, name: str, *more: str, max_restarts: int = 0, **env: str) -> Result:
         save = str(self.tmp_path / name)
         arguments = [
             *(*MODEL, "--train-iters", "6", "--save-interval", "2"),
-            *("--save", save, "--load", save),
+            *("--save", save, "--load", save, *more),
         ]
         return succeeded(
             run_job(self.tmp_path, name, arguments, ranks=2, max_restarts=max_restarts, env=env)
@@ -91,6 +96,23 @@ def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
         if event["under_way"]
     }
     assert under_way == {(rank, 0, iteration) for rank in (0, 1) for iteration in (3, 5)}
+
+
+def test_steps_wait_for_weights_that_are_saved_without_the_optimizer(jobs: Jobs) -> None:
+    under_way = {
+        event["rank"]
+        for event in jobs.weights.named("change")
+        if event["iteration"] == 3 and event["under_way"]
+    }
+    assert under_way == {0, 1}
+    expected = {
+        name: tensor
+        for name, tensor in assemble(jobs.tmp_path / "cpu", 2).items()
+        if name[0] == WEIGHT
+    }
+    saved = assemble(jobs.tmp_path / "weights", 2)
+    assert saved.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(saved[name], expected[name])] == []
 
 
 def test_our_threads_call_cuda_on_the_device_of_their_local_rank(jobs: Jobs) -> None:

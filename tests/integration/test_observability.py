@@ -57,6 +57,11 @@ def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, w
     assert {name for step, name in scalars if step == 3} == {"checkpoint/memory/blocked_ms"}
 
 
+def test_the_save_after_training_uses_the_memory_of_earlier_saves(job: Result) -> None:
+    """The node may lack the memory for a second slab while the agent still holds the first one."""
+    assert sorted(event["rank"] for event in job.named("slab")) == [0, 1]
+
+
 def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> None:
     events = [event for event in job.named("wandb") if event["name"].startswith("checkpoint/")]
     names = {event["name"] for event in events}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_flashckpt.memory import pinning
-from megatron_flashckpt.memory.pinning import PinnedSlab
+from megatron_flashckpt.memory.pinning import PinnedSlab, unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.runtime import NOT_REGISTERED
@@ -189,6 +189,36 @@ def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     (line,) = [line for line in maps if "/memfd:flashckpt-stays " in line]
     assert int(line.split("-")[0], 16) == address
+
+
+def test_closed_memory_is_unlocked_and_unmapped_for_another_slab(node: Node) -> None:
+    slabs = [Slab.create(1, 100, 4 * CHUNK, "closed", huge_pages=False) for _ in range(2)]
+    for slab in slabs:
+        pinned = PinnedSlab(slab, 5, None)
+        pinned.wait()
+        pinned.close()
+        slab.close()
+    del slab, slabs, pinned
+    assert times_mapped("closed") == 2
+    unlock_closed()
+    assert node.runtime.locked == {}
+    assert times_mapped("closed") == 0
+    calls = {(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"}
+    assert calls == {(THREAD, 5)}
+    assert node.here.latched is None
+    unlock_closed()
+
+
+def test_unlocking_closed_memory_ends_even_if_the_device_has_failed(node: Node) -> None:
+    slab = Slab.create(1, 100, 4 * CHUNK, "failed", huge_pages=False)
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    pinned.close()
+    slab.close()
+    node.devices[5].fail("an illegal memory access was encountered")
+    del slab, pinned
+    unlock_closed()
+    assert times_mapped("failed") == 0
 
 
 def test_closing_does_not_wait_for_a_hanging_driver(

@@ -153,7 +153,7 @@ def test_memory_that_training_frees_during_a_copy_is_not_overwritten(
     node.d2h_bytes_per_s = PART / COPY_S
     with node.devices[RANK].held():
         stager.stage(copies(slab, [weight]), Finish())
-        eventually("the copy is asked for", stager._current.begun.is_set)
+        eventually("the copy is enqueued", stager._current.begun.is_set)
         del weight.block
         other = torch.empty(PART_NUMEL, device="cuda")
         other.fill_(9.0)

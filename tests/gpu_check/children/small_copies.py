@@ -29,7 +29,7 @@ SIMULATED = True
 
 #: Number of copied saves for each window.
 _SAVES = 10
-_ASK_FOR_ALL = 10**9
+_ALL_PARTS = 10**9
 
 
 def run(report: Report) -> None:
@@ -44,15 +44,15 @@ def run(report: Report) -> None:
     with mock.patch.object(stager_module, "PART_NBYTES", part):
         alone = bench.alone()
         usual = bench.beside_saves(window)
-        unlimited = bench.beside_saves(_ASK_FOR_ALL)
+        unlimited = bench.beside_saves(_ALL_PARTS)
     for name in bench.calls:
         what = f"MAX_CONNECTIONS {connections}: {name}"
         report_waits(report, f"{what}, no save", alone[name])
-        report_waits(report, f"{what}, {window} parts asked for", usual[name])
-        report_waits(report, f"{what}, all asked for", unlimited[name])
+        report_waits(report, f"{what}, {window} parts enqueued", usual[name])
+        report_waits(report, f"{what}, all enqueued", unlimited[name])
         if usual[name] and unlimited[name]:
             factor = max(unlimited[name]) / max(usual[name])
-            report.figure(f"{what}: longest wait, all asked for over {window} parts", factor, "x")
+            report.figure(f"{what}: longest wait, all enqueued over {window} parts", factor, "x")
     bench.close()
 
 

@@ -124,7 +124,7 @@ class Bench:
         report.figure(f"{name}: rate when the step waits", self.nbytes / waiting.done / 1e9, "GB/s")
         report.figure(f"{name}: stage() returns in", 1000 * usual.returned, "ms")
         report.figure(
-            f"{name}: all asked for, when the step waits, in",
+            f"{name}: all enqueued, when the step waits, after",
             1000 * waiting.enqueued,
             "ms",
             f"done in {1000 * waiting.done:.1f} ms",
@@ -141,7 +141,7 @@ class Bench:
             report.must(
                 f"{name}: copies are asynchronous",
                 waiting.enqueued < waiting.done / 2,
-                f"asked for in {1000 * waiting.enqueued:.1f} of {1000 * waiting.done:.1f} ms",
+                f"enqueued in {1000 * waiting.enqueued:.1f} of {1000 * waiting.done:.1f} ms",
             )
 
     def _is_equal(self) -> bool:
@@ -179,8 +179,8 @@ class Bench:
             self._stager.wait()
         alone, during_copies = (statistics.median(rates[copying]) for copying in (False, True))
         report.figure("bf16 matrix product, alone", alone, "TFLOP/s")
-        report.figure("bf16 matrix product, beside copies", during_copies, "TFLOP/s")
-        report.figure("matrix products beside copies, relative", during_copies / alone, "x")
+        report.figure("bf16 matrix product, during copies", during_copies, "TFLOP/s")
+        report.figure("matrix products during copies, relative", during_copies / alone, "x")
 
     def close(self) -> None:
         self._stager.close()

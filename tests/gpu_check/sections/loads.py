@@ -114,7 +114,7 @@ def _load(
         return
     more = torch.cuda.max_memory_allocated() - before
     report.must(
-        f"load from {name} takes less than 256 MiB of GPU memory beside the tensors",
+        f"load from {name} takes less than 256 MiB of GPU memory in addition to the tensors",
         more < _MOST_NBYTES,
         f"{more / 2**20:.1f} MiB",
     )

@@ -80,7 +80,7 @@ def _report_borders(report: Report) -> None:
         whole = bool((memory[chunk - chunk // 4 : chunk + chunk // 4] == 1).all())
         report.note(
             "a copy across two registrations",
-            f"works, bytes {'are' if whole else 'are NOT'} equal: asked for in "
+            f"works, bytes {'are' if whole else 'are NOT'} equal: enqueued in "
             f"{1000 * across[0]:.2f} of {1000 * across[1]:.2f} ms; inside of one: "
             f"{1000 * inside[0]:.2f} of {1000 * inside[1]:.2f} ms",
         )

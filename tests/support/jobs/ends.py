@@ -8,7 +8,8 @@ Run by tests/integration, never imported. Environment:
     END         actions of the script after `pretrain`: `fork` (a child that calls `sys.exit`, and
                 for which the script waits); then, or alone, `exit N`, `raise N` (SystemExit) or
                 `fail` (an exception)
-    STORE_GONE  after the training loop, the job's rendezvous store no longer answers
+    STORE_GONE  after the training loop, the script closes its checkpointers, and the job's
+                rendezvous store no longer answers
     WAITS       one wait per save, or `-`: the call is made inside `megatron_flashckpt.waiting`
 
 Traced: per save, whether it was copied and committed when the call returned; per iteration, the
@@ -63,8 +64,13 @@ def swap() -> None:
 
 
 def lose_store_after_training() -> None:
-    """Make the store fail as if torchrun, which serves it, had been killed."""
+    """Make the store fail as if torchrun, which serves it, had been killed.
+
+    The last save needs a new checkpointer, which cannot use the store.
+    """
     import torch.distributed as dist
+
+    from megatron_flashckpt.save.session import session
 
     class UnreachableStore:
         def __getattr__(self, name: str) -> Any:
@@ -74,6 +80,7 @@ def lose_store_after_training() -> None:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = train(*args, **kwargs)
+        session.close(leave=True)
         dist.distributed_c10d._get_default_store = UnreachableStore
         return result
 
