@@ -103,16 +103,17 @@ class Holdings:
 
     def _new(self, group: ParityGroup, descriptor: SlotDescriptor) -> _Record:
         records, memory = self._records[group], None
-        if len(records) >= descriptor.geometry.slots:
-            oldest = min(records, key=lambda record: record.iteration)
-            if oldest.iteration > descriptor.iteration:
-                raise HoldError(
-                    f"newer saves than that of iteration {descriptor.iteration} are held"
-                )
-            records.remove(oldest)
-            memory = oldest.memory
-            if memory is not None and len(group) > 1:
-                _clear(memory)
+        # More than one if this run has fewer slots than the run that sent the held saves.
+        surplus = max(0, len(records) - descriptor.geometry.slots + 1)
+        oldest = sorted(records, key=lambda record: record.iteration)[:surplus]
+        if oldest and oldest[-1].iteration > descriptor.iteration:
+            raise HoldError(f"newer saves than that of iteration {descriptor.iteration} are held")
+        for record in oldest:
+            records.remove(record)
+            free(memory)
+            memory = record.memory
+        if memory is not None and len(group) > 1:
+            _clear(memory)
         record = _Record(descriptor.save_id, descriptor.iteration, memory)
         records.append(record)
         return record

@@ -18,12 +18,12 @@ from megatron_flashckpt.memory.slot import SlabGeometry
 from tests.support.trainer import eventually
 
 
-def new_descriptor(rank: int, iteration: int, nbytes: int) -> SlotDescriptor:
+def new_descriptor(rank: int, iteration: int, nbytes: int, slots: int = 2) -> SlotDescriptor:
     return SlotDescriptor(
         rank=rank,
         iteration=iteration,
         save_id=f"save{iteration}",
-        geometry=SlabGeometry(2, 4096, 4096),
+        geometry=SlabGeometry(slots, 4096, 4096),
         meta_nbytes=0,
         data_nbytes=nbytes,
         meta_digest="",
@@ -39,9 +39,10 @@ def give(
     iteration: int,
     data: bytes,
     upto: int | None = None,
+    slots: int = 2,
 ) -> bool:
     """Contribute the bytes of a rank's checkpoint in steps of 1,000."""
-    descriptor = new_descriptor(rank, iteration, len(data))
+    descriptor = new_descriptor(rank, iteration, len(data), slots)
     if not held.begin(Part(group, 0, 1), descriptor):
         return False
     for start in range(0, len(data) if upto is None else upto, 1000):
@@ -121,6 +122,21 @@ def test_a_save_older_than_every_held_save_is_declined() -> None:
     with pytest.raises(HoldError, match="newer saves than that of iteration 10"):
         give(held, (0,), 0, 10, b"old")
     assert iterations(held, 0) == [20, 30]
+
+
+def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
+    """Before, the saves of the former run were held until the agent's end."""
+    held = Holdings()
+    for iteration in (10, 20, 30):
+        give(held, (0,), 0, iteration, b"a" * 3000, slots=3)
+    assert iterations(held, 0) == [10, 20, 30]
+    with pytest.raises(HoldError, match="newer saves than that of iteration 25"):
+        give(held, (0,), 0, 25, b"b" * 3000, slots=1)
+    give(held, (0,), 0, 40, b"b" * 3000, slots=2)
+    assert iterations(held, 0) == [30, 40]
+    give(held, (0,), 0, 50, b"c" * 3000, slots=1)
+    assert iterations(held, 0) == [50]
+    assert held.read((0,), "save50", 0, 3000) == b"c" * 3000
 
 
 def test_a_contribution_is_not_combined_twice() -> None:
