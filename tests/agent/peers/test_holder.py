@@ -146,6 +146,20 @@ def test_a_contribution_is_not_combined_twice() -> None:
     assert held.read((0,), "save10", 0, 4) == b"data"
 
 
+def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
+    """A run on fewer nodes divides each checkpoint into fewer parts."""
+    held, data = Holdings(), os.urandom(3000)
+    descriptor = new_descriptor(0, 10, len(data))
+    assert held.begin(Part((0,), 0, 2), descriptor)
+    held.add((0,), 0, "save10", 0, memoryview(data)[:1500])
+    held.end((0,), 0, "save10")
+    assert not held.begin(Part((0,), 0, 2), descriptor)
+    assert give(held, (0,), 0, 10, data)
+    (entry,) = held.held_of(0)
+    assert entry.part == Part((0,), 0, 1)
+    assert held.read((0,), "save10", 0, 3000) == data
+
+
 def test_an_interrupted_contribution_invalidates_the_parity() -> None:
     given_up: list[tuple[int, set[int]]] = []
     held, group = Holdings(lambda *arguments: given_up.append(arguments)), (0, 1)
