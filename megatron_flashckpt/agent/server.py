@@ -89,6 +89,7 @@ class Agent:
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()
+        self._node.held.close()
         self._reception.close()
 
     def end_soon(self) -> None:
