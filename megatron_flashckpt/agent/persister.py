@@ -222,19 +222,23 @@ class Saves:
             return
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
+                info.looking_up = True
                 self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 
     def _look_up_digests(
         self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
     ) -> None:
+        digests = None
         try:
             digests = stored_digests(self._node.storage, header, number)
         except (FlashCkptError, OSError) as error:  # retention may have removed the checkpoint
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
-            return
-        with self._node.changed:
-            if info in slots.infos:  # the slot has no later save
-                info.digests = digests
+        finally:
+            with self._node.changed:
+                info.looking_up = False
+                if digests is not None and info in slots.infos:  # the slot has no later save
+                    info.digests = digests
+                self._node.changed.notify_all()
 
     def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
         header = slot.header
