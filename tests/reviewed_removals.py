@@ -282,8 +282,8 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.tidying",
         (
-            "tidy",
-            "_obsolete_files(save, pending).remove(storage)",
+            "remove_obsolete",
+            "_obsolete_files(save, pending).remove(save.storage)",
             "of `_is_of_an_attempt` or another save's id, which is not under way; see `OrphanedFiles.remove`",
             "agent/test_tidying.py::test_a_save_under_way_of_the_same_iteration_is_spared",
         ),
