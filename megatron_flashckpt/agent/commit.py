@@ -149,7 +149,7 @@ def _is_over(save: PendingSave) -> bool:
     """
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
-        if not save.missed_run and len(save.metas) < next(iter(save.metas.values())).world_size:
+        if not save.missed_run and len(save.metas) < save.world_size:
             rank = 0 if save.is_decided_here else min(save.metas)
             leave_note(save.storage, save.iteration, save.save_id, rank, _ABANDONED)
     if save.is_decided_here or time.monotonic() - save.abandoned_at > _ABANDONED_S:
