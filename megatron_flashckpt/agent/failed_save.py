@@ -43,7 +43,7 @@ def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
 def lasts_elsewhere(reason: str) -> bool:
     """Return whether a note states an error of storage that only a person can end.
 
-    What a rank could not stage says nothing of storage: such a note begins with the rank.
+    The note of a rank that could not stage its part begins with the rank, and names no such error.
     """
     match = _ERROR_OF_STORAGE.match(reason)
     return match is not None and will_last(int(match[1]))
