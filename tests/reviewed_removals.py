@@ -149,6 +149,12 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.commit",
         (
+            "_make_durable",
+            "save.storage.put(common, save.storage.read(common))",
+            ID,
+            "agent/test_power.py::test_a_manifest_is_durable_before_another_attempt_moves_the_tracker",
+        ),
+        (
             "_publish",
             "storage.put(file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
             "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
@@ -282,8 +288,8 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.tidying",
         (
-            "tidy",
-            "_obsolete_files(save, pending).remove(storage)",
+            "remove_obsolete",
+            "_obsolete_files(save, pending).remove(save.storage)",
             "of `_is_of_an_attempt` or another save's id, which is not under way; see `OrphanedFiles.remove`",
             "agent/test_tidying.py::test_a_save_under_way_of_the_same_iteration_is_spared",
         ),

@@ -109,6 +109,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 if not is_committed(save, present):
                     return _expired(save, timeout_s)
                 with save.manifests.changing:
+                    _make_durable(save)
                     _publish(save, head)
             return True, None
         if 0 in save.metas:
@@ -148,7 +149,7 @@ def _is_over(save: PendingSave) -> bool:
     """
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
-        if not save.missed_run and len(save.metas) < next(iter(save.metas.values())).world_size:
+        if not save.missed_run and len(save.metas) < save.world_size:
             rank = 0 if save.is_decided_here else min(save.metas)
             leave_note(save.storage, save.iteration, save.save_id, rank, _ABANDONED)
     if save.is_decided_here or time.monotonic() - save.abandoned_at > _ABANDONED_S:
@@ -254,6 +255,15 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
         save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
         hit("commit.manifest")
         _publish(save, encoded)
+
+
+def _make_durable(save: PendingSave) -> None:
+    """Make the name of a manifest durable whose directory may not have been fsynced.
+
+    To put any file of the directory again does that.
+    """
+    common = f"{save.directory}/{file_names.common_name(save.save_id)}"
+    save.storage.put(common, save.storage.read(common))
 
 
 def _publish(save: PendingSave, encoded: bytes) -> None:

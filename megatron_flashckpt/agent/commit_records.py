@@ -138,7 +138,7 @@ def removal_error(save: PendingSave, persisted: Sequence[int], present: set[str]
         persisted: ranks of this node whose records existed before `present` was read.
         present: all names in the directory of the save.
     """
-    world_size = next(iter(save.metas.values())).world_size
+    world_size = save.world_size
     gone = set(persisted) - file_names.ranks_with_record(present, save.save_id, world_size)
     if not gone:
         save.gone_since = None

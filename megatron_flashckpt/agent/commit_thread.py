@@ -9,13 +9,19 @@ import threading
 import time
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import forget, keep_telling, note_failure_again
 from megatron_flashckpt.agent.pending_save import PendingSave, gave_up, wait_reason
 from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
-from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
+from megatron_flashckpt.agent.tidying import (
+    CommittedSave,
+    Tidier,
+    remove_obsolete,
+    retire_expired,
+)
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.failpoints import hit
@@ -42,6 +48,10 @@ class Committer:
         self._manifests = KnownManifests()
         self._sweeper = Sweeper(node.storage, self._manifests)
         self._tidier = Tidier()
+        #: The last run that has loaded, and the iteration that it resumed from; -1: no checkpoint.
+        self._resumed: tuple[RunKey | None, int] = (None, -1)
+        #: Committed saves after which no checkpoint was removed so far; see `_retire`.
+        self._unretired: list[CommittedSave] = []
         self._closing = False
         #: Saves that failed while storage did not answer; their files still exist.
         self._given_up: list[PendingSave] = []
@@ -71,6 +81,9 @@ class Committer:
             resumed: iteration of the checkpoint that the job resumes from; None: no checkpoint.
         """
         run = self._node.fence.newest
+        with self._node.changed:
+            self._resumed = (run, -1 if resumed is None else resumed)
+        self._tidier.add(self._retire)
         wait_s = self._sweeper.find_orphans_soon(
             self.is_pending, resumed, lambda: self._node.fence.newest == run
         )
@@ -192,12 +205,30 @@ class Committer:
     def _tidy(self, save: CommittedSave) -> None:
         """Remove obsolete files after a commit; no trainer waits for this."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
-            tidy(save, self._pending_ids)
+            remove_obsolete(save, self._pending_ids)
+            self._retire(save)
         self._sweeper.find_orphans(
             self.is_pending, save.iteration, save.previous, lambda: save.is_of_newest_run
         )
         self._sweeper.sweep()
         self._node.traces.write(save.save_id)
+
+    def _retire(self, committed: CommittedSave | None = None) -> None:
+        """Remove checkpoints that no rule keeps after a commit.
+
+        If a job has started since the save was staged, it may be loading an older checkpoint. So
+        the removal waits until that job has resumed from this save or a later one, or has committed
+        a save of its own.
+        """
+        with self._node.changed:
+            newest, (run, iteration) = self._node.fence.newest, self._resumed
+            waiting = [*self._unretired, *([] if committed is None else [committed])]
+            due = waiting
+            if committed is None or committed.run != newest:
+                due = [save for save in waiting if run == newest and save.iteration <= iteration]
+            self._unretired = [save for save in waiting if save not in due]
+        for save in due:
+            retire_expired(save)
 
     def _pending_ids(self) -> set[str]:
         with self._node.changed:

@@ -6,11 +6,12 @@ them. After that, staged slots are still written to storage and committed; then 
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
 
 from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.freeing import in_background
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
@@ -101,7 +102,7 @@ class DepartedRanks:
                 ", ".join(lines),
             )
             self._closing += 1
-            threading.Thread(target=self._close, args=(freed,), daemon=True).start()
+            in_background(functools.partial(self._close, freed))
 
     def _is_needed(self, number: int, rank: Trainer) -> bool:
         """Return whether a slab of the rank is being read, or holds a save without a result."""

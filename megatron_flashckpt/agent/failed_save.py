@@ -43,7 +43,7 @@ def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
 def lasts_elsewhere(reason: str) -> bool:
     """Return whether a note states an error of storage that only a person can end.
 
-    What a rank could not stage says nothing of storage: such a note begins with the rank.
+    The note of a rank that could not stage its part begins with the rank, and names no such error.
     """
     match = _ERROR_OF_STORAGE.match(reason)
     return match is not None and will_last(int(match[1]))
@@ -69,7 +69,7 @@ def keep_telling(save: PendingSave, until: float) -> None:
     Args:
         until: time of the last attempt; `time.monotonic`.
     """
-    if save.unsent_note is None or len(save.metas) == next(iter(save.metas.values())).world_size:
+    if save.unsent_note is None or len(save.metas) == save.world_size:
         return
     rank, reason = save.unsent_note
     name = f"{save.directory}/{file_names.failure_name(rank, save.save_id)}"
@@ -138,7 +138,7 @@ def forget(save: PendingSave) -> None:
         logger.warning("cannot remove files of a failed save: %s", error)
         return
     own_names = [file_names.common_name(save.save_id)] if 0 in save.metas else []
-    world_size = next(iter(save.metas.values())).world_size
+    world_size = save.world_size
     present |= save.record_names
     records = file_names.records_of(present, save.save_id, world_size)
     own_names += [
@@ -174,7 +174,7 @@ def may_remove(save: PendingSave) -> bool:
     # or a former agent had published the record. The set is a copy, because threads that write
     # shards add failures meanwhile.
     ranks = set(save.metas if save.is_abandoned else save.failed)
-    world_size = next(iter(save.metas.values())).world_size
+    world_size = save.world_size
     known = set(save.record_names)
     present = save.storage.present(save.directory, {note, *known})
     if note in present:

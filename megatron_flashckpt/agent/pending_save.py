@@ -124,6 +124,12 @@ class PendingSave:
     def directory(self) -> str:
         return file_names.iteration_dir(self.iteration)
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        # A list in one step: the threads of other trainers add their parts meanwhile.
+        return list(self.metas.values())[0].world_size  # noqa: RUF015
+
     def is_from_before(self, run: RunKey | None) -> bool:
         """Return whether a run without this agent lies between the save's run and `run`."""
         return self.run is not None and run is not None and run.epoch > self.run.epoch + 1

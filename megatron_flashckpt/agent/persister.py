@@ -222,19 +222,23 @@ class Saves:
             return
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
+                info.looking_up = True
                 self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 
     def _look_up_digests(
         self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
     ) -> None:
+        digests = None
         try:
             digests = stored_digests(self._node.storage, header, number)
         except (FlashCkptError, OSError) as error:  # retention may have removed the checkpoint
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
-            return
-        with self._node.changed:
-            if info in slots.infos:  # the slot has no later save
-                info.digests = digests
+        finally:
+            with self._node.changed:
+                info.looking_up = False
+                if digests is not None and info in slots.infos:  # the slot has no later save
+                    info.digests = digests
+                self._node.changed.notify_all()
 
     def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
         header = slot.header
@@ -288,11 +292,19 @@ class Saves:
         seconds = time.monotonic() - started
         with self._node.changed:
             info.persisting = False
+            save.persisted.add(number)
+            if error is not None:
+                save.error = save.error or error
+                save.failed.add(number)
             if shard is not None:
                 info.digests = shard.digests or info.digests
                 if shard.record is not None:
                     save.hold_record(shard.record)
-            self._report(number, save, header, error, seconds)
+                logger.info(
+                    "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
+                    *(number, save.iteration, header.data_nbytes, seconds),
+                    header.data_nbytes / 1e9 / max(seconds, 1e-9),
+                )
             self._node.drop_retired(self._node.ranks[number])
             given_up = self._committer.pending.get(save.save_id) is not save
             self._node.changed.notify_all()
@@ -318,8 +330,14 @@ class Saves:
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
-    ) -> DurableShard:
-        """Return a shard once it is durable, without a record if a former agent has written it."""
+    ) -> DurableShard | None:
+        """Return a shard once it is durable, without a record if a former agent has written it.
+
+        Returns None if the save ended before this thread was free to write the shard.
+        """
+        if self._is_over(save) and save.past is None:
+            logger.info("rank %d: iteration %d is not written any more", number, save.iteration)
+            return None
 
         def with_retries(step: Callable[[], _T]) -> _T:
             return self._with_retries(number, save, step)
@@ -344,24 +362,6 @@ class Saves:
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
             return with_retries(written)
-
-    def _report(
-        self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
-    ) -> None:
-        """Record how the write of a shard ended. The caller holds the lock."""
-        save.persisted.add(number)
-        if error is not None:
-            save.error = save.error or error
-            save.failed.add(number)
-            return
-        logger.info(
-            "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
-            number,
-            save.iteration,
-            header.data_nbytes,
-            seconds,
-            header.data_nbytes / 1e9 / max(seconds, 1e-9),
-        )
 
     def persist_rest(self) -> bool:
         """Begin to write memory-only slots that would be lost; return whether there are any.

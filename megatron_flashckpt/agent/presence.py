@@ -51,7 +51,7 @@ def present_files(save: PendingSave) -> set[str]:
             _list_later(save, now, _LIST_RECORDS_S)
         return save.listed
     if save.list_at == 0.0:
-        world_size = next(iter(save.metas.values())).world_size
+        world_size = save.world_size
         save.list_at = now + random.uniform(0.5, 1) * min(_FIRST_S, _FIRST_S_PER_RANK * world_size)
     save.listed_all = now >= save.list_at or save.gone_since is not None
     if save.listed_all:

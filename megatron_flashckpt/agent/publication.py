@@ -61,7 +61,7 @@ def is_due(save: PendingSave, connected: Collection[int]) -> bool:
     now = time.monotonic()
     if now < save.publish_again_at:
         return False
-    world_size = next(iter(save.metas.values())).world_size
+    world_size = save.world_size
     awaited = {*save.metas, *(rank for rank in connected if rank < world_size)}
     return awaited <= save.persisted or now >= save.publish_by
 

@@ -80,7 +80,7 @@ class RequestHandler:
                     read_only = rank.slots.former_pid() > 0
                     self._saves.digest_unread(rank)
                     offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
-                    is_digesting = rank.slots.is_digesting
+                    is_digesting = rank.slots.awaits_digests
                     reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
                     return reply, rank.slots.slab.fd
                 case p.Hold():

@@ -77,6 +77,7 @@ class HeldDirectory:
         self._root = root
         self._identity = ""
         self._asked = threading.Event()
+        self._closing = False
         self._gone = 0
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
@@ -89,16 +90,23 @@ class HeldDirectory:
         self._asked.set()
         return self._gone >= _LOOKS
 
+    def close(self) -> None:
+        """Let the thread close the directory, without waiting for storage."""
+        self._closing = True
+        self._asked.set()
+
     def _hold(self) -> None:
         with contextlib.suppress(OSError):  # no directory, so no identity
-            # Stays open until the process ends.
             fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._identity = _shown(os.fstat(fd))
-            while True:
-                self._asked.wait()
-                self._gone = self._gone + 1 if self._is_elsewhere() else 0
-                time.sleep(_LOOK_S)
-                self._asked.clear()
+            try:
+                self._identity = _shown(os.fstat(fd))
+                while not self._closing:
+                    self._asked.wait()
+                    self._gone = self._gone + 1 if self._is_elsewhere() else 0
+                    time.sleep(_LOOK_S)
+                    self._asked.clear()
+            finally:
+                os.close(fd)
 
     def _is_elsewhere(self) -> bool:
         try:

@@ -89,17 +89,21 @@ class Agent:
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()
+        self._node.held.close()
         self._reception.close()
 
     def end_soon(self) -> None:
         """Make `serve` return when all staged saves are durable and no trainer is left.
 
-        It returns after `sigterm_timeout_s` at the latest, and at once after a second call. Takes
-        no lock, because a signal handler calls this.
+        It returns after `sigterm_timeout_s` at the latest, and at once after a second call. A
+        signal handler calls this, and a second signal may interrupt the handler. So the second call
+        takes no lock.
         """
-        wait_s = 0.0 if self._deadline is not None else self._node.options.sigterm_timeout_s
+        is_first = self._deadline is None
+        wait_s = self._node.options.sigterm_timeout_s if is_first else 0.0
         self._deadline = time.monotonic() + wait_s
-        self._node.flow.rate_limit.lift()
+        if is_first:
+            self._node.flow.rate_limit.lift()
 
     def _may_leave(self) -> bool:
         with self._node.changed:

@@ -32,6 +32,8 @@ class SlotInfo:
     digests: tuple[str, ...] | None = None
     digesting: bool = False
     """The slot is being read only for its digests, and must not be overwritten."""
+    looking_up: bool = False
+    """The digests are being read from storage; the memory may have changed since it was written."""
     recovered: bool = False
     """The slot came from other nodes."""
     elsewhere: bool = False
@@ -90,12 +92,19 @@ class RankSlots:
         """Return whether any slot is being digested because its trainer is gone."""
         return any(info.digesting for info in self.infos)
 
+    @property
+    def awaits_digests(self) -> bool:
+        """Return whether any slot will have digests soon that it lacks now."""
+        return any(info.digesting or info.looking_up for info in self.infos)
+
     def undigested(self) -> list[tuple[Slot, SlotInfo]]:
-        """Return the complete slots without digests that are not being digested."""
+        """Return the complete slots without digests that are not being digested or looked up."""
         return [
             (slot, info)
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
-            if slot.header.state in COMPLETE and info.digests is None and not info.digesting
+            if slot.header.state in COMPLETE
+            and info.digests is None
+            and not (info.digesting or info.looking_up)
         ]
 
     def busy_for(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -143,9 +144,16 @@ class Node:
             slots = {number: rank.slots for number, rank in self.ranks.items()}
         return {number: owned for number, owned in slots.items() if owned is not None}
 
-    def install(self, number: int, slots: RankSlots) -> None:
-        """Give a rank slots that came from other nodes."""
+    def install(self, number: int, slots: RankSlots, is_wanted: Callable[[], bool]) -> bool:
+        """Give a rank slots that came from other nodes, or free them; return whether it has them.
+
+        Args:
+            is_wanted: returns whether the rank's trainer waits for them.
+        """
         with self.changed:
+            if not is_wanted():
+                free(slots.slab)
+                return False
             # Recovered slots do not tell what is in storage. Those of the ranks that this node had
             # in the former run do, but they are offered to no rank.
             former = [
@@ -153,6 +161,7 @@ class Node:
             ]
             self.committed = max(self.committed, *former, -1)
             self.replace_slots(self.ranks[number], slots)
+            return True
 
     def retire_slots(self, rank: Trainer) -> None:
         """Detach a rank's slots; `drop_retired` frees them. The caller holds the lock."""

@@ -146,12 +146,17 @@ def _await_end(
 
 
 class _ClaimWatcher:
-    """Reads a claim repeatedly, to see whether it is renewed, by the clock of this host."""
+    """Reads a claim repeatedly, to see whether it is renewed, by the clock of this host.
+
+    While storage does not answer this host, it may not answer the writer either. So the time of one
+    read counts as silence of the writer for one interval of renewals at most.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._last: Claim | None = None
-        self._since = 0.0
+        self._read_at = 0.0
+        self._silent_s = 0.0
         self.renews = False
         self.has_waited = False
 
@@ -162,16 +167,19 @@ class _ClaimWatcher:
         except CorruptCheckpointError as error:
             logger.warning("%s; this start replaces it", error)
             return None
-        if claim != self._last:
+        now = time.monotonic()
+        if claim is None or claim != self._last:
             is_same = claim is not None and self._last is not None and claim.key == self._last.key
             self.renews = is_same
-            self._last, self._since = claim, time.monotonic()
+            self._last, self._silent_s = claim, 0.0
+        else:
+            self._silent_s += min(now - self._read_at, claim.interval_s)
+        self._read_at = now
         return claim
 
     def is_dead(self, claim: Claim) -> bool:
         """Return whether the claim is no longer renewed."""
-        silent_s = time.monotonic() - self._since
-        return claim.is_of_dead_process or silent_s > claim.patience_s
+        return claim.is_of_dead_process or self._silent_s > claim.patience_s
 
 
 def _refusal(storage: Storage, claim: Claim) -> OtherWriterError:

@@ -7,11 +7,12 @@ next one finds the rest: records as orphaned files, checkpoints by their moved m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.cleanup import OrphanedFiles, files_of_other_saves
@@ -80,11 +81,22 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
     Args:
         pending: returns the pending saves, whose files stay.
     """
-    storage = save.storage
-    try:
+    remove_obsolete(save, pending)
+    retire_expired(save)
+
+
+def remove_obsolete(save: CommittedSave, pending: Callable[[], set[str]]) -> None:
+    """Remove the records of a committed save, and its other attempts; see `tidy`."""
+    with _errors_logged(save):
         with phase("tidy up"):
-            _obsolete_files(save, pending).remove(storage)
+            _obsolete_files(save, pending).remove(save.storage)
         hit("commit.tidy")
+
+
+def retire_expired(save: CommittedSave) -> None:
+    """Remove the checkpoints that no rule keeps after the commit of `save`."""
+    storage = save.storage
+    with _errors_logged(save):
         with phase("retention"):
             with save.manifests.changing:
                 hide(
@@ -97,8 +109,14 @@ def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
                 )
             finish(storage)
         hit("commit.done")
+
+
+@contextlib.contextmanager
+def _errors_logged(save: CommittedSave) -> Iterator[None]:
+    """Log errors, because a failed removal must not make a committed save look failed."""
+    try:
+        yield
     except (FlashCkptError, OSError) as error:
-        # The checkpoint is committed; a failed removal must not make it look failed.
         logger.warning(
             "committed iteration %d, but obsolete files are not removed: %s", save.iteration, error
         )

@@ -19,7 +19,7 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-#: Bytes to read of the file, at most: our own files are shorter.
+#: Bytes to read of the file, at most; only long histories have more.
 _MAX_NBYTES = 2**24
 
 
@@ -78,7 +78,10 @@ def past_save(storage: Storage, save_id: str) -> PastSave | None:
 
 
 def _lines(storage: Storage) -> list[bytes]:
+    """Return the last lines of the file, `_MAX_NBYTES` at most."""
     try:
-        return storage.read(HISTORY, 0, _MAX_NBYTES).splitlines()
+        start = max(0, storage.size(HISTORY) - _MAX_NBYTES)
+        lines = storage.read(HISTORY, start, _MAX_NBYTES).splitlines()
     except FileNotFoundError:
         return []
+    return lines[1:] if start else lines  # the first one may be cut

@@ -252,6 +252,13 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
     directory = file_names.iteration_dir(iteration)
     remaining = []
+    if save_id in {facts.save_id for facts in committed(storage, [directory])}:
+        logger.warning(
+            "%s/%s: stays, because its manifest was put back after retention had moved it away",
+            *(storage.place, directory),
+        )
+        storage.delete(file_names.removal_name(iteration, save_id))
+        return
 
     def delete(path: str) -> None:
         if storage.kind(path) == "file":

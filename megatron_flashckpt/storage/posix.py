@@ -110,7 +110,7 @@ class PosixWriter:
     def _write_past_cache(self, offset: int, view: memoryview) -> None:
         while view.nbytes and is_aligned(offset, view):
             try:
-                written = os.pwrite(self._direct_fd, view, offset)
+                written = _pwrite(self._direct_fd, view, offset)
             except OSError as error:
                 if not is_unsupported(error):
                     raise
@@ -127,7 +127,7 @@ class PosixWriter:
             if drop:
                 self._cached_nbytes = 0
         while view.nbytes:
-            written = os.pwrite(self._fd, view, offset)
+            written = _pwrite(self._fd, view, offset)
             view, offset = view[written:], offset + written
         if drop:
             self._drop_cached()
@@ -332,6 +332,18 @@ class PosixStorage:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                     raise
+
+
+def _pwrite(fd: int, view: memoryview, offset: int) -> int:
+    """Write at least one byte; return the number of written bytes.
+
+    Raises:
+        OSError: the file system wrote nothing and reported no error; FUSE passes that on.
+    """
+    written = os.pwrite(fd, view, offset)
+    if not written:
+        raise OSError(errno.EIO, "no byte was written")
+    return written
 
 
 def _open_nofollow(path: str, flags: int) -> int:

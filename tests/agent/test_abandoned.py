@@ -136,6 +136,28 @@ def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
         assert "ERROR" not in log
 
 
+def test_queued_shards_of_an_abandoned_save_are_not_written(node: Node, root: Path) -> None:
+    """Before, they were written in full and removed; the next saves waited for their slots."""
+    config = node.config(persist_threads=1)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    save_id = new_save_id()
+    shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    log = node.directory(root) / LOG
+    with blocked_open(shard) as unblock:
+        for trainer in trainers:
+            trainer.stage(1, save_id)
+            trainer.hang_up()
+        later = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+        for trainer in later:
+            trainer.client.resume_from(None, 0)
+        eventually("the end of the save", lambda: "iteration 1 was not saved" in log.read_text())
+        unblock()
+        assert save_all(later, 2) == [None, None]
+    assert "rank 1: persisted iteration 2" in log.read_text()
+    assert "rank 1: persisted iteration 1" not in log.read_text()
+    assert_intact(root, 2, later)
+
+
 class _CallingStorage(PosixStorage):
     """Real storage that calls `tell` before it puts the common state."""
 

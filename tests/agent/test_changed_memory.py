@@ -7,15 +7,17 @@ them with these digests.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from megatron_flashckpt.agent import persister
 from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.persister import Saves
-from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
 from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.socket_dir import LOG
@@ -27,7 +29,9 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
+from megatron_flashckpt.storage.base import Storage
 from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_succession import kill_agent
 from tests.support.trainer import (
     PATIENCE_S,
@@ -112,6 +116,35 @@ def test_a_slot_that_differs_from_its_shard_is_not_restored(node: Node, root: Pa
     (offer,) = again.take()
     with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
         restored(again, offer)
+
+
+def test_a_load_waits_for_digests_that_are_being_read_from_storage(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, slow storage made the agent digest the memory, which had changed."""
+    trainer = node.trainer(root)
+    assert trainer.save(7).error is None
+    (offer,) = trainer.take()
+    kill_agent(trainer.client.agent_pid)
+    flip(trainer, offer)
+    may_read, read = threading.Event(), persister.stored_digests
+
+    def late(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
+        may_read.wait(PATIENCE_S)
+        return read(storage, header, rank)
+
+    monkeypatch.setattr(persister, "stored_digests", late)
+    with agent_here(node, root):
+        trainer.reconnect()
+        trainer.hang_up()
+        again = node.trainer(root)
+        for _ in range(100):  # to digest the memory takes less time
+            reply, fd = again.client._ask(TakeSlab(), SlabOffer)
+            assert fd is not None
+            os.close(fd)
+            assert (reply.is_digesting, reply.offers[0].digests) == (True, None)
+        may_read.set()
+        assert again.take()[0].digests == offer.digests
 
 
 def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(

@@ -23,6 +23,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id
@@ -273,3 +274,25 @@ def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
             assert [need.slab_nbytes for need in fitting(node, root, link)] == [needed]
     assert slabs(agent) == [0]
     link.close(leave=False)
+
+
+def test_an_agent_without_a_free_thread_frees_memory_and_survives(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the agent ended, with the memory of all ranks."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "flashckpt-free" or "_close" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with agent_here(node, root):
+        first = started(node, root, range(2))
+        committed(first, 1)
+        crash(first)
+        second = started(node, root, range(1))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        begin(second)
+        assert [held.rank for held in second[0].client.held(60.0)] == [0]
+        assert second[0].save(2).error is None

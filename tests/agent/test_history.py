@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.history import PastSave
@@ -47,6 +48,18 @@ def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path)
     (line,) = saves_in(root)
     assert (line.iteration, line.save_id, line.error, line.world_size) == (7, save_id, None, 2)
     assert line.cost == timings
+
+
+def test_a_history_that_is_too_long_to_read_keeps_the_last_saves(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, no new save was recorded any more."""
+    monkeypatch.setattr(history, "_MAX_NBYTES", 1000)
+    for iteration in range(1, 31):
+        history.append(PosixStorage(root), past(iteration), 10**9)
+        assert saves_in(root)[-1].iteration == iteration
+    assert (root / HISTORY).stat().st_size < 1500
+    assert [save.iteration for save in saves_in(root)] == list(range(31 - len(saves_in(root)), 31))
 
 
 def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -94,6 +95,24 @@ def test_an_error_explains_an_agent_whose_child_was_killed(
         connect(str(root), 0, 0, node.config())
     assert "unrelated" not in str(raised.value)
     assert MEMORY in str(raised.value)
+
+
+def test_an_error_explains_a_full_file_system_of_the_socket(small_disk: Path, root: Path) -> None:
+    """Before, the message said that the kernel or a scheduler had killed the agent."""
+    node = Node(small_disk / "run")
+    log = node.directory(root) / LOG
+    log.touch()
+    with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
+    with pytest.raises(AgentError) as raised:
+        connect(str(root), 0, 0, node.config())
+    assert f"the file system of {log} is full; free space there" in str(raised.value)
+    (small_disk / "ballast").unlink()
+    try:
+        assert node.trainer(root).save(1).error is None
+    finally:
+        node.close()
 
 
 @pytest.fixture

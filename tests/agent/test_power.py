@@ -6,15 +6,19 @@ the critical moments. (A killed process loses no written data: see `tests/crash`
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.commit import commit, outcome_of
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
 
 SAVE = "a" * 12
@@ -101,6 +105,38 @@ def test_a_manifest_gets_its_name_after_its_files_are_fsynced(
     renamed[file_names.MANIFEST] = look
     commit(persisted(PosixStorage(root), SAVE))
     assert renamed == {}
+
+
+@pytest.mark.parametrize("cause", ["the agent was killed", "the directory was not fsynced"])
+def test_a_manifest_is_durable_before_another_attempt_moves_the_tracker(
+    root: Path,
+    disk: Disk,
+    renamed: dict[str, Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
+) -> None:
+    save = persisted(PosixStorage(root), SAVE)
+    manifest = root / DIRECTORY / file_names.MANIFEST
+    fsync = os.fsync
+
+    def fail_once(fd: int) -> None:
+        if manifest.exists():
+            monkeypatch.setattr(os, "fsync", fsync)
+            raise KeyboardInterrupt if "killed" in cause else OSError(errno.EIO, "fails")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert outcome_of(save, 60.0) == (False, None)
+    assert not disk.keeps(manifest)
+
+    def manifest_is_durable() -> None:
+        assert disk.keeps(manifest)
+
+    renamed[file_names.TRACKER] = manifest_is_durable
+    assert outcome_of(save, 60.0) == (True, None)
+    assert renamed == {}
+    assert verify(stored(root, 5)) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import report_metric
-from megatron_flashckpt.catalog.retention import committed, removable, retire, why_kept
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.catalog.retention import (
+    committed,
+    finish,
+    removable,
+    retire,
+    why_kept,
+)
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
@@ -27,6 +35,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.persisting import persisted
 from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
 
 LOSS = "lm loss validation"
@@ -439,6 +448,21 @@ def test_a_checkpoint_saved_again_survives_its_former_unfinished_removal(
     trainer.client.resume_from(None, 0)  # training starts from scratch
     save_all(trainer, {1: None, 2: None})
     assert_these_are_left_whole(root, trainer, [1, 2])
+
+
+def test_a_checkpoint_that_a_user_put_back_stays(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user has copied the moved manifest, because the removal was interrupted."""
+    storage = PosixStorage(root)
+    commit(persisted(storage, "a" * 12))
+    manifest = root / file_names.iteration_dir(5) / file_names.MANIFEST
+    moved = root / file_names.removal_name(5, "a" * 12)
+    moved.write_bytes(manifest.read_bytes())
+    finish(storage)
+    assert verify(stored(root, 5)) == []
+    assert not moved.exists()
+    assert "iter_0000005: stays, because its manifest was put back" in caplog.text
 
 
 # ---------------------------------------------------------------------- what is reported

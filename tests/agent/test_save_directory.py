@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
@@ -187,3 +189,20 @@ def test_offers_name_the_saves_that_precede_them(node: Node, root: Path) -> None
     os.kill(trainer.client.agent_pid, 9)
     trainer.reconnect()
     assert trainer.take()[0].lineage == (save_id,), "the slot header marks the save as durable"
+
+
+def test_an_ended_agent_closes_the_directory(node: Node, root: Path) -> None:
+    """A foreground agent serves one job after the other in one process."""
+    before = set(threading.enumerate())
+
+    def holding() -> list[threading.Thread]:
+        threads = set(threading.enumerate()) - before
+        return [thread for thread in threads if thread.name == "save-directory"]
+
+    for _ in range(2):
+        with agent_here(node, root):
+            trainer = node.trainer(root)
+            assert len(holding()) >= 1
+            trainer.hang_up(leave=True)
+    eventually("the end of both threads", lambda: not holding())
+    assert not holds_open(os.getpid(), root)

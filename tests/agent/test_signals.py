@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
+from tests.agent.test_faulty_storage import agent_here
 from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, new_save_id
 
 
@@ -151,3 +153,13 @@ def test_a_trainer_ended_by_sigterm_leaves_its_staged_slot_to_the_agent(
         unblock()
         eventually("the end of the agent", lambda: not is_alive(agent))
     assert_intact(root, 1, [node.trainer(root)])
+
+
+def test_a_second_signal_may_interrupt_the_handler_of_the_first(node: Node, root: Path) -> None:
+    with agent_here(node, root) as agent:
+        agent.end_soon()
+        with agent._node.flow.rate_limit._lifted._cond:  # type: ignore[attr-defined]
+            second = threading.Thread(target=agent.end_soon, daemon=True)
+            second.start()
+            second.join(PATIENCE_S)
+            assert not second.is_alive()

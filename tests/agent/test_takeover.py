@@ -339,6 +339,37 @@ def test_the_claim_shows_whether_a_job_is_live(
     assert claim.run_id == "cccccccc"
 
 
+class _AwayStorage(PosixStorage):
+    """Storage that answers the second read late, with what it held before."""
+
+    reads = 0
+    away_s = 0.0
+    back: Callable[[], object]
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        held = super().read(name, offset, nbytes)
+        self.reads += 1
+        if self.reads == 2:
+            time.sleep(self.away_s)
+            self.back()
+        return held
+
+
+def test_a_writer_without_storage_is_not_taken_for_dead(
+    node: Node, root: Path, renewing: Callable[[Claim], None]
+) -> None:
+    """Storage was away for both jobs; before, the second one then replaced the first."""
+    claim = claim_of(OLD, interval_s=0.5)
+    storage = _AwayStorage(root)
+    storage.back = lambda: renewing(claim)
+    storage.away_s = 1.1 * claim.patience_s
+    claims.put(storage, claim)
+    trainer = node.trainer(root)
+    with pytest.raises(OtherWriterError, match="trains and saves there"):
+        take(storage, "aaaaaaaa", lambda: trainer.client, "refuse", 0.0)
+    assert storage.reads > 2
+
+
 def test_the_next_agent_of_a_run_renews_its_claim(
     node: Node, root: Path, storage: PosixStorage
 ) -> None:

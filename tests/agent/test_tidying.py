@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.tidying import CommittedSave, tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
 from megatron_flashckpt.catalog import retention as retention_module
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.catalog.retention import finish, retire, survey
@@ -33,7 +33,7 @@ from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
-from tests.support.trainer import PATIENCE_S, eventually, new_save_id
+from tests.support.trainer import PATIENCE_S, blocked_open, eventually, new_save_id
 
 A, B = "a" * 12, "b" * 12
 DIRECTORY = file_names.iteration_dir(5)
@@ -252,6 +252,45 @@ def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
     assert not (root / DIRECTORY).exists()
     assert not (root / file_names.removal_name(5, A)).exists()
     retention_module._told_open.clear()
+
+
+@pytest.mark.parametrize("resumed", [1, 2])
+def test_no_checkpoint_is_removed_while_a_restarted_job_loads(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, resumed: int
+) -> None:
+    """The agent commits a save of the former run, and its rule keeps one checkpoint only."""
+    added: list[object] = []
+    with agent_here(node, root) as agent:
+        tidier = agent._committer._tidier
+        first = node.trainer(root, retention=Retention(latest=1))
+        first.claim()
+        assert first.save(1).error is None
+        save_id = new_save_id()
+        with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
+            first.stage(2, save_id)
+            first.hang_up()
+            second = node.trainer(root, retention=Retention(latest=1))
+            second.claim()
+            _await_tidied(tidier)
+            add = tidier.add
+            monkeypatch.setattr(tidier, "add", lambda work: (add(work), added.append(work)))
+        eventually("the removals after the commit", lambda: added)
+        _await_tidied(tidier)
+        assert iterations_in(root) == [1, 2]
+        assert (root / file_names.TRACKER).read_text() == "2"
+        assert verify(stored(root, 1)) == []
+        second.client.resume_from(stored(root, resumed).manifest.save_id, resumed)
+        _await_tidied(tidier)
+        assert iterations_in(root) == list(range(resumed, 3))
+        assert second.save(3).error is None
+        eventually("the removal of both", lambda: iterations_in(root) == [3])
+
+
+def _await_tidied(tidier: Tidier) -> None:
+    """Wait for all removals that are queued now."""
+    done = threading.Event()
+    Tidier.add(tidier, done.set)
+    assert done.wait(PATIENCE_S)
 
 
 # ---------------------------------------------------------------------- costs of tidying

@@ -120,6 +120,17 @@ def test_whole_pages_bypass_the_cache_and_the_rest_goes_through_it(
     assert calls.direct == [False]
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_write_of_no_bytes_is_an_error(
+    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls, mode: DirectMode
+) -> None:
+    """A FUSE server may answer so; before, the write was repeated for ever."""
+    calls.act = lambda direct: 0 if len(calls.direct) < 100 else None
+    with pytest.raises(StorageError, match="no byte was written"):
+        write(storage(tmp_path, mode), "f", {0: memoryview(memory)[:8192]})
+    assert len(calls.direct) == 1
+
+
 def test_a_slot_is_aligned(memory: mmap.mmap) -> None:
     view = memoryview(memory)
     assert is_aligned(0, view)

@@ -45,6 +45,9 @@ class _Record:
         start, end = self.parts[rank].bounds
         return self.received[rank] == end - start
 
+    def holds(self, part: Part, rank: int) -> bool:
+        return self.finished(rank) and self.parts[rank].part == part
+
     def complete(self, group: ParityGroup) -> bool:
         return all(self.finished(rank) for rank in group)
 
@@ -75,12 +78,13 @@ class Holdings:
         with self._lock:
             records = self._records.setdefault(part.parity_group, [])
             record = next((r for r in records if r.save_id == descriptor.save_id), None)
-            if record is not None and record.finished(descriptor.rank):
+            if record is not None and record.holds(part, descriptor.rank):
                 return False
-            # A part that this rank began and left cannot be completed. In a parity group it has
-            # spoiled the other ranks' parts, too.
+            # A part that this rank began and left cannot be completed, and a run on other nodes
+            # divides a save into other parts. In a parity group that has spoiled the other ranks'
+            # parts, too.
             begun = [other for other in records if descriptor.rank in other.parts]
-            for dead in [other for other in begun if not other.finished(descriptor.rank)]:
+            for dead in [r for r in begun if r is record or not r.finished(descriptor.rank)]:
                 records.remove(dead)
                 free(dead.memory)
                 if dead is record:
@@ -103,16 +107,17 @@ class Holdings:
 
     def _new(self, group: ParityGroup, descriptor: SlotDescriptor) -> _Record:
         records, memory = self._records[group], None
-        if len(records) >= descriptor.geometry.slots:
-            oldest = min(records, key=lambda record: record.iteration)
-            if oldest.iteration > descriptor.iteration:
-                raise HoldError(
-                    f"newer saves than that of iteration {descriptor.iteration} are held"
-                )
-            records.remove(oldest)
-            memory = oldest.memory
-            if memory is not None and len(group) > 1:
-                _clear(memory)
+        # More than one if this run has fewer slots than the run that sent the held saves.
+        surplus = max(0, len(records) - descriptor.geometry.slots + 1)
+        oldest = sorted(records, key=lambda record: record.iteration)[:surplus]
+        if oldest and oldest[-1].iteration > descriptor.iteration:
+            raise HoldError(f"newer saves than that of iteration {descriptor.iteration} are held")
+        for record in oldest:
+            records.remove(record)
+            free(memory)
+            memory = record.memory
+        if memory is not None and len(group) > 1:
+            _clear(memory)
         record = _Record(descriptor.save_id, descriptor.iteration, memory)
         records.append(record)
         return record

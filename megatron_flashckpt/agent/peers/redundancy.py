@@ -39,13 +39,14 @@ class Redundancy:
         self,
         request: OpenPeers,
         own: Callable[[], dict[int, RankSlots]],
-        install: Callable[[int, RankSlots], None],
+        install: Callable[[int, RankSlots, Callable[[], bool]], bool],
     ) -> None:
         """Listen for the agents of other nodes; none is admitted before `join`.
 
         Args:
             own: returns the slots of this node's ranks.
-            install: gives recovered slots to a rank.
+            install: gives recovered slots to a rank if the function returns True, or frees them;
+                returns that result.
 
         Raises:
             AgentError: the address is not one of this node, or the port is taken.
@@ -74,7 +75,9 @@ class Redundancy:
         # One thread, so that digests take at most one core from training.
         self._descriptor_thread = concurrent.futures.ThreadPoolExecutor(1, "label")
         self._recoverers = concurrent.futures.ThreadPoolExecutor(request.threads, "recover")
-        self._recoveries: dict[int, concurrent.futures.Future[None]] = {}
+        self._recoveries: dict[int, concurrent.futures.Future[bool]] = {}
+        #: Ranks whose recovery their present trainer has not requested.
+        self._unrequested: set[int] = set()
 
     @property
     def opened(self) -> PeersOpened:
@@ -274,21 +277,35 @@ class Redundancy:
         The rank's slots show the result.
         """
         with self._lock:
-            if rank not in self._recoveries:
-                self._recoveries[rank] = self._recoverers.submit(self._recover, rank, request)
-            future = self._recoveries[rank]
+            future = self._recoveries.get(rank)
+            if future is None or (rank in self._unrequested and future.done()):
+                future = self._recoverers.submit(self._recover, rank, request)
+                self._recoveries[rank] = future
+            self._unrequested.discard(rank)
         done, _ = concurrent.futures.wait([future], request.wait_s)
         if done:
             with self._lock:
-                self._recoveries.pop(rank, None)
-        return bool(done)
+                if self._recoveries.get(rank) is future:
+                    del self._recoveries[rank]
+        return bool(done) and future.result()
 
-    def _recover(self, rank: int, request: Recover) -> None:
+    def begin_trainer(self, rank: int) -> None:
+        """Note that the trainer which requested a recovery of the rank has a successor.
+
+        A running recovery continues, but its slots count only if the successor requests one, too:
+        the successor may have slots of its own by then.
+        """
+        with self._lock:
+            if rank in self._recoveries:
+                self._unrequested.add(rank)
+
+    def _recover(self, rank: int, request: Recover) -> bool:
+        """Recover a rank; return False if no trainer waited for the slots, which are freed."""
         try:
             with self._lock:
                 plan = self._plan
             if plan is None:
-                return
+                return True
             with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
                 nodes = range(len(plan.nodes))
                 answers = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
@@ -303,12 +320,14 @@ class Redundancy:
                 huge_pages=request.huge_pages,
             )
             if slots is not None:
-                self._install(rank, slots)
+                if not self._install(rank, slots, lambda: rank not in self._unrequested):
+                    return False
                 hit("recover.installed")
             elif not set(by_save).intersection(request.saves):
                 logger.warning("rank %d: no node has any of its requested checkpoints", rank)
         except Exception:
             logger.exception("rank %d: nothing was recovered from other nodes", rank)
+        return True
 
     def _gave_up(self, iteration: int, ranks: set[int]) -> None:
         """Make ranks contribute again to a parity that another rank's broken part has spoiled."""

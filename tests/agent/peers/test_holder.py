@@ -18,12 +18,12 @@ from megatron_flashckpt.memory.slot import SlabGeometry
 from tests.support.trainer import eventually
 
 
-def new_descriptor(rank: int, iteration: int, nbytes: int) -> SlotDescriptor:
+def new_descriptor(rank: int, iteration: int, nbytes: int, slots: int = 2) -> SlotDescriptor:
     return SlotDescriptor(
         rank=rank,
         iteration=iteration,
         save_id=f"save{iteration}",
-        geometry=SlabGeometry(2, 4096, 4096),
+        geometry=SlabGeometry(slots, 4096, 4096),
         meta_nbytes=0,
         data_nbytes=nbytes,
         meta_digest="",
@@ -39,9 +39,10 @@ def give(
     iteration: int,
     data: bytes,
     upto: int | None = None,
+    slots: int = 2,
 ) -> bool:
     """Contribute the bytes of a rank's checkpoint in steps of 1,000."""
-    descriptor = new_descriptor(rank, iteration, len(data))
+    descriptor = new_descriptor(rank, iteration, len(data), slots)
     if not held.begin(Part(group, 0, 1), descriptor):
         return False
     for start in range(0, len(data) if upto is None else upto, 1000):
@@ -123,11 +124,40 @@ def test_a_save_older_than_every_held_save_is_declined() -> None:
     assert iterations(held, 0) == [20, 30]
 
 
+def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
+    """Before, the saves of the former run were held until the agent's end."""
+    held = Holdings()
+    for iteration in (10, 20, 30):
+        give(held, (0,), 0, iteration, b"a" * 3000, slots=3)
+    assert iterations(held, 0) == [10, 20, 30]
+    with pytest.raises(HoldError, match="newer saves than that of iteration 25"):
+        give(held, (0,), 0, 25, b"b" * 3000, slots=1)
+    give(held, (0,), 0, 40, b"b" * 3000, slots=2)
+    assert iterations(held, 0) == [30, 40]
+    give(held, (0,), 0, 50, b"c" * 3000, slots=1)
+    assert iterations(held, 0) == [50]
+    assert held.read((0,), "save50", 0, 3000) == b"c" * 3000
+
+
 def test_a_contribution_is_not_combined_twice() -> None:
     held = Holdings()
     assert give(held, (0,), 0, 10, b"data")
     assert not give(held, (0,), 0, 10, b"data")
     assert held.read((0,), "save10", 0, 4) == b"data"
+
+
+def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
+    """A run on fewer nodes divides each checkpoint into fewer parts."""
+    held, data = Holdings(), os.urandom(3000)
+    descriptor = new_descriptor(0, 10, len(data))
+    assert held.begin(Part((0,), 0, 2), descriptor)
+    held.add((0,), 0, "save10", 0, memoryview(data)[:1500])
+    held.end((0,), 0, "save10")
+    assert not held.begin(Part((0,), 0, 2), descriptor)
+    assert give(held, (0,), 0, 10, data)
+    (entry,) = held.held_of(0)
+    assert entry.part == Part((0,), 0, 1)
+    assert held.read((0,), "save10", 0, 3000) == data
 
 
 def test_an_interrupted_contribution_invalidates_the_parity() -> None:

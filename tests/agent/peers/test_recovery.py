@@ -6,17 +6,20 @@ The nodes run on this machine, each with a runtime directory and an agent, and t
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
-from tests.support.trainer import blocked_open, content, eventually, new_save_id
+from tests.support.trainer import blocked_open, content, eventually, new_save_id, suspend
 
 SCHEMES = [
     ("copy", 2, (2, 2), 1),
@@ -226,3 +229,53 @@ def test_a_rank_recovers_only_the_requested_save(tmp_path: Path) -> None:
         recover_lost(made, "copy", 2, 0, [older])
         assert_recovered(made, 0, [10])
         assert newer not in [offer.save_id for offer in made.trainers[0].take()]
+
+
+def recovering(made: Cluster, save_id: str, hung: int = 0) -> None:
+    """Lose node 1; let its next trainer request a save, and hang up without waiting.
+
+    Args: `hung`: agent that is suspended before the request.
+    """
+    made.lose(1)
+    made.start("copy")
+    if hung:
+        suspend(hung)
+    request = p.Recover((save_id,), 0.0, huge_pages=True)
+    assert not made.trainers[1].client._ask(request, p.Recovered)[0].ended
+    made.trainers[1].hang_up()
+
+
+def test_an_ended_recovery_does_not_answer_the_next_trainer(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        save_id = made.stage(10)
+        made.await_held(10, 1)
+        recovering(made, new_save_id())
+        eventually("the end of the recovery", lambda: "no node has any of its" in made.log(1))
+        made.trainers[1] = made.nodes[1].trainer(made.root, 1, 2)
+        made.trainers[1].client.recover((save_id,))
+        assert_recovered(made, 1, [10])
+
+
+def test_a_late_recovery_does_not_replace_the_slots_of_the_next_trainer(tmp_path: Path) -> None:
+    """The next trainer loads from storage, and has attached memory of its own."""
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        save_id = made.stage(10)
+        made.await_held(10, 1)
+        (holder,) = made.nodes[0].agents()
+        recovering(made, save_id, hung=holder)
+        later = made.trainers[1] = made.nodes[1].trainer(made.root, 1, 2)
+        newer = new_save_id()
+        slot = later.begin(20, newer)
+        assert slot is not None
+        os.kill(holder, signal.SIGCONT)
+        eventually("the recovery", lambda: "recovered iteration 10" in made.log(1))
+        later.fill(slot, content(1, 20, later.layout.nbytes))
+        slot.set_state(SlotState.STAGED)
+        later.client.staged(slot.index)
+        made.trainers[0].stage(20, newer)
+        for trainer in made.trainers.values():
+            outcome = trainer.outcome()
+            assert (outcome.iteration, outcome.error) == (20, None)
+        assert (made.root / file_names.TRACKER).read_text() == "20"
