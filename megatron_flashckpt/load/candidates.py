@@ -101,7 +101,8 @@ def _newest_untracked(storage: Storage, tracked: int) -> int | None:
     """Return the newest committed iteration whose agent died before the tracker named it.
 
     Such an iteration still has its commit records, which are removed once the tracker has moved. A
-    tracker that a user has set back is therefore respected.
+    tracker that a user has set back is therefore respected, as is one that was written after the
+    manifest: an agent may die before it has removed the records.
     """
     iterations = filter(None, map(parse_iteration_dir, storage.list("")))
     for iteration in sorted((number for number in iterations if number > tracked), reverse=True):
@@ -116,12 +117,21 @@ def _newest_untracked(storage: Storage, tracked: int) -> int | None:
             if not is_damage(error):
                 raise
             continue
-        if facts.save_id in records:
+        if facts.save_id in records and not tracker_is_newer(storage, iteration):
             logger.warning(
                 "iteration %d is committed, although %s does not name it yet", iteration, TRACKER
             )
             return iteration
     return None
+
+
+def tracker_is_newer(storage: Storage, iteration: int) -> bool:
+    """Return whether the tracker was written after the manifest of `iteration`."""
+    try:
+        manifest = storage.stamp(f"{iteration_dir(iteration)}/{MANIFEST}")
+        return storage.stamp(TRACKER).mtime_ns > manifest.mtime_ns
+    except (OSError, FlashCkptError):  # one of them is not there, or cannot be looked at
+        return False
 
 
 def _newest_named(storage: Storage, problem: str) -> NamedCheckpoint:
