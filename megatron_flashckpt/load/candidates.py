@@ -104,13 +104,14 @@ def _newest_untracked(storage: Storage, tracked: int) -> int | None:
     tracker that a user has set back is therefore respected, as is one that was written after the
     manifest: an agent may die before it has removed the records.
     """
-    iterations = filter(None, map(parse_iteration_dir, storage.list("")))
-    for iteration in sorted((number for number in iterations if number > tracked), reverse=True):
+    parsed = [parse_iteration_dir(name) for name in storage.list("")]
+    iterations = [number for number in parsed if number is not None and number > tracked]
+    for iteration in sorted(iterations, reverse=True):
         directory = iteration_dir(iteration)
         listed = storage.list(directory) if storage.kind(directory) == "directory" else []
-        if MANIFEST not in listed:
-            continue
         records = {save_id_of(name) for name in listed if name.endswith(".commit")}
+        if MANIFEST not in listed or not records:
+            continue
         try:
             facts = decode_facts(read_manifest(storage, iteration), f"{storage.place}/{directory}")
         except FlashCkptError as error:

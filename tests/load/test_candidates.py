@@ -17,10 +17,17 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     StorageError,
 )
-from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir, next_attempt
+from megatron_flashckpt.file_format.file_names import (
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    next_attempt,
+    record_name,
+)
 from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.checkpoints import make
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
@@ -229,6 +236,26 @@ def test_only_rank_0_logs_the_report(
     candidates = Candidates(storage, NamedCheckpoint(4), [], rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
+
+
+def test_iteration_0_may_be_a_commit_that_no_tracker_names(tmp_path: Path) -> None:
+    made = make(tmp_path, iteration=0)
+    (tmp_path / TRACKER).unlink()
+    assert named_in(PosixStorage(tmp_path), None).iteration is None
+    (made.directory / record_name(0, made.save_id)).touch()
+    assert named_in(PosixStorage(tmp_path), None).iteration == 0
+
+
+def test_the_manifests_of_newer_iterations_are_not_read_without_commit_records(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tracker was set back, there may be hundreds, of 10 MB each in a large job."""
+    storage.put(TRACKER, b"2")
+    read: list[int] = []
+    reader = "megatron_flashckpt.load.candidates.read_manifest"
+    monkeypatch.setattr(reader, lambda _, iteration: read.append(iteration))
+    assert named_in(storage, None) == NamedCheckpoint(2)
+    assert read == []
 
 
 def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
