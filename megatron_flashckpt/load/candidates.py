@@ -245,8 +245,9 @@ class Candidates:
     def refuse(self, error: FlashCkptError) -> None:
         """Replace `current`, which could not be loaded, by the next candidate. Collective.
 
-        Storage is tried after any failure of a checkpoint in memory. An older iteration is tried
-        only after damage.
+        Storage is tried after any failure of a checkpoint in memory, but an older iteration in
+        storage only if the job may lose iterations. Of the checkpoints in one place, an older one
+        is tried only after damage.
 
         Raises:
             FlashCkptError: no other candidate may be loaded: `error`, or a list of all damaged
@@ -259,7 +260,7 @@ class Candidates:
             self._note(_RefusedCandidate(iteration, "memory", str(error), damage, False))
             # An error that is no damage comes from the job: every checkpoint in memory would fail.
             self._memory = [other for other in self._memory if damage and other is not current]
-            if damage and not self._fall_back and self.iteration != iteration:
+            if not self._fall_back and self.iteration != iteration:
                 raise error
             if not damage and self.current is None:
                 raise error

@@ -85,4 +85,5 @@ class CheckpointSource(Protocol):
 
         Raises:
             CorruptCheckpointError: the checkpoint is incomplete; on all ranks.
+            MissingStateError: it is in memory, and ranks of the saving job are gone; on all ranks.
         """

@@ -193,6 +193,17 @@ def test_training_never_starts_anew_because_memory_failed_to_load(
     assert caught.value is error
 
 
+@pytest.mark.parametrize("error", [FlashCkptError("no memory"), MissingStateError("a layer")])
+def test_without_fallback_no_error_of_memory_costs_iterations(
+    storage: PosixStorage, error: FlashCkptError
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        tried(storage, [held(8)], {"memory 8": error}, fall_back=False)
+    assert caught.value is error
+    order = tried(storage, [held(6)], {"memory 6": error}, fall_back=False)
+    assert order == ["memory 6", "6"]
+
+
 def test_without_fallback_no_iteration_is_lost(storage: PosixStorage) -> None:
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [], {"6": DAMAGE}, fall_back=False)
