@@ -33,7 +33,8 @@ class LoadRequest:
     optimizer: Any
     """Megatron's optimizer; None to load weights only."""
     strict: bool
-    """False: missing state keeps its values, and unexpected state is not read."""
+    """False: missing state keeps its values, except for masters of loaded weights, and unexpected
+    state is not read."""
     fill: bool = True
     """False: read the side state only."""
     overwritten: Names = dataclasses.field(default_factory=set)
