@@ -4,7 +4,8 @@ Run by `tests/support/megatron_jobs.py`. Starting Megatron costs most of a test'
 runs many cases. `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`.
 Further fields:
 
-- `args` are set on Megatron's arguments before the call, `config` on our settings.
+- `args` are set on Megatron's arguments before the call, `config` on our settings, `config_on` by
+  rank.
 - A save with `then_load` copies slowly, and that directory is loaded as soon as the save returns.
 - Before the call of a case with `then_load` or `spoiled`, all weights change.
 - On rank `no_tracker_on` the file system does not show Megatron the tracker in `load` yet.
@@ -140,6 +141,7 @@ def main() -> None:
         vars(args).update({**original, **case["args"]})
         runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
         settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
+        settings |= case.get("config_on", {}).get(str(RANK), {})
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         AgentClient.staged = break_staged_message if case.get("no_doorbell_on") == RANK else ring
