@@ -40,7 +40,7 @@ class ReadReport:
 
 
 class CheckpointSource(Protocol):
-    """One checkpoint that all ranks have agreed to load. Its properties are equal on all ranks."""
+    """Checkpoint that all ranks have agreed to load. Its properties are equal on all ranks."""
 
     @property
     def origin(self) -> Origin: ...
