@@ -28,7 +28,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     unwrap,
 )
-from megatron_flashckpt.save import entry_points
+from megatron_flashckpt.save import entry_points, equal_settings
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.waits import wait_of
@@ -169,6 +169,8 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     if is_saved_by_us:
         # Refuse before the load a job that could not be saved later.
         session.startup(margs.save).check(call.model, call.optimizer)
+    else:
+        equal_settings.check(session.config)
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)

@@ -28,7 +28,7 @@ _MAX_COMMON_NBYTES = 2**30
 
 
 class StoredCheckpoint:
-    """One `iter_NNNNNNN` directory with a manifest. Read-only."""
+    """Directory `iter_NNNNNNN` with a manifest. Read-only."""
 
     def __init__(self, storage: Storage, iteration: int, encoded_manifest: bytes) -> None:
         self.storage = storage

@@ -34,7 +34,7 @@ MAX_MANIFEST_NBYTES = 2**30
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of the checkpoint."""
+    """Shard file of the checkpoint."""
 
     rank: int
     coordinates: Coordinates

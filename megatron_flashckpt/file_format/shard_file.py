@@ -135,7 +135,7 @@ def header_nbytes(prefix: bytes, place: str) -> int:
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """One tensor of the header. `__metadata__` decodes as an impossible tensor."""
+    """Tensor of the header. `__metadata__` decodes as an impossible tensor."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.template import Source, stored_items
 
 
 class Read(NamedTuple):
-    """One contiguous read for a wanted piece: `nbytes` bytes at `source_offset`."""
+    """Contiguous read for a wanted piece: `nbytes` bytes at `source_offset`."""
 
     source_offset: int
     """In the data section of the source rank."""

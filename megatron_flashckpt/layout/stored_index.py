@@ -37,7 +37,7 @@ _FEW_USERS, _FEW_ROWS = 8, 64
 
 
 class StoredRun(NamedTuple):
-    """One stored run."""
+    """Run that a rank stored, with its byte offset in the rank's data section."""
 
     rank: int
     byte_offset: int

@@ -25,7 +25,7 @@ from megatron_flashckpt.layout.save_cost import PlanOrigin
 
 
 class TemplateItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor of the file: `nbytes` bytes at `byte_offset` of the data section."""
+    """Tensor of the file: its bytes begin at `byte_offset` of the data section."""
 
     key: str
     kind: str
@@ -86,7 +86,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Source(NamedTuple):
-    """One rank's stored layout."""
+    """Layout that one rank stored."""
 
     rank: int
     template: Template

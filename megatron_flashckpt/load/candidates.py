@@ -101,27 +101,38 @@ def _newest_untracked(storage: Storage, tracked: int) -> int | None:
     """Return the newest committed iteration whose agent died before the tracker named it.
 
     Such an iteration still has its commit records, which are removed once the tracker has moved. A
-    tracker that a user has set back is therefore respected.
+    tracker that a user has set back is therefore respected, as is one that was written after the
+    manifest: an agent may die before it has removed the records.
     """
-    iterations = filter(None, map(parse_iteration_dir, storage.list("")))
-    for iteration in sorted((number for number in iterations if number > tracked), reverse=True):
+    parsed = [parse_iteration_dir(name) for name in storage.list("")]
+    iterations = [number for number in parsed if number is not None and number > tracked]
+    for iteration in sorted(iterations, reverse=True):
         directory = iteration_dir(iteration)
         listed = storage.list(directory) if storage.kind(directory) == "directory" else []
-        if MANIFEST not in listed:
-            continue
         records = {save_id_of(name) for name in listed if name.endswith(".commit")}
+        if MANIFEST not in listed or not records:
+            continue
         try:
             facts = decode_facts(read_manifest(storage, iteration), f"{storage.place}/{directory}")
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
             continue
-        if facts.save_id in records:
+        if facts.save_id in records and not tracker_is_newer(storage, iteration):
             logger.warning(
                 "iteration %d is committed, although %s does not name it yet", iteration, TRACKER
             )
             return iteration
     return None
+
+
+def tracker_is_newer(storage: Storage, iteration: int) -> bool:
+    """Return whether the tracker was written after the manifest of `iteration`."""
+    try:
+        manifest = storage.stamp(f"{iteration_dir(iteration)}/{MANIFEST}")
+        return storage.stamp(TRACKER).mtime_ns > manifest.mtime_ns
+    except (OSError, FlashCkptError):  # one of them is not there, or cannot be looked at
+        return False
 
 
 def _newest_named(storage: Storage, problem: str) -> NamedCheckpoint:
@@ -234,8 +245,9 @@ class Candidates:
     def refuse(self, error: FlashCkptError) -> None:
         """Replace `current`, which could not be loaded, by the next candidate. Collective.
 
-        Storage is tried after any failure of a checkpoint in memory. An older iteration is tried
-        only after damage.
+        Storage is tried after any failure of a checkpoint in memory, but an older iteration in
+        storage only if the job may lose iterations. Of the checkpoints in one place, an older one
+        is tried only after damage.
 
         Raises:
             FlashCkptError: no other candidate may be loaded: `error`, or a list of all damaged
@@ -248,7 +260,7 @@ class Candidates:
             self._note(_RefusedCandidate(iteration, "memory", str(error), damage, False))
             # An error that is no damage comes from the job: every checkpoint in memory would fail.
             self._memory = [other for other in self._memory if damage and other is not current]
-            if damage and not self._fall_back and self.iteration != iteration:
+            if not self._fall_back and self.iteration != iteration:
                 raise error
             if not damage and self.current is None:
                 raise error

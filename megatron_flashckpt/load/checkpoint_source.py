@@ -40,7 +40,7 @@ class ReadReport:
 
 
 class CheckpointSource(Protocol):
-    """One checkpoint that all ranks have agreed to load. Its properties are equal on all ranks."""
+    """Checkpoint that all ranks have agreed to load. Its properties are equal on all ranks."""
 
     @property
     def origin(self) -> Origin: ...
@@ -85,4 +85,5 @@ class CheckpointSource(Protocol):
 
         Raises:
             CorruptCheckpointError: the checkpoint is incomplete; on all ranks.
+            MissingStateError: it is in memory, and ranks of the saving job are gone; on all ranks.
         """

@@ -12,9 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
-from megatron_flashckpt.load.candidates import NamedCheckpoint, is_set_back, newest_committed
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.load.candidates import (
+    NamedCheckpoint,
+    is_set_back,
+    newest_committed,
+    tracker_is_newer,
+)
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.base import Storage
 
@@ -46,7 +50,7 @@ def await_tracker(
     newest = newest_committed(memory)
     place = f"{storage.place}/{TRACKER}"
     state = "names no iteration" if named.iteration is None else f"names {named.iteration}"
-    was_written_after = _was_written_after(storage, newest)
+    was_written_after = tracker_is_newer(storage, newest)
     named = find()  # the tracker may have come into view before its time was looked at
     if is_set_back(named, memory) and not was_written_after:
         logger.warning(
@@ -70,12 +74,3 @@ def await_tracker(
             newest,
         )
     return named
-
-
-def _was_written_after(storage: Storage, iteration: int) -> bool:
-    """Return whether the tracker is newer than the manifest of `iteration`."""
-    try:
-        manifest = storage.stamp(f"{iteration_dir(iteration)}/{MANIFEST}")
-        return storage.stamp(TRACKER).mtime_ns > manifest.mtime_ns
-    except (OSError, FlashCkptError):  # one of them is not there, or cannot be looked at
-        return False

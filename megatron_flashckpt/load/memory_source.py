@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_flashckpt.collectives import exchange_blobs, run_and_gather, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
@@ -61,7 +62,20 @@ class MemorySource:
         read_all(self.slot, plan.reads, plan.pieces, plan.targets, self.threads, plan.targets.gpu)
 
     def check_whole(self) -> None:
-        """Do nothing: agents offer only slots that hold a complete staged save."""
+        """Check that no rank of the saving job is missing. See `checkpoint_source`.
+
+        Agents offer only slots that hold a complete staged save.
+
+        Raises:
+            MissingStateError: this job has fewer ranks than the saving job; on all ranks.
+        """
+        ranks, saved_by = len(self.job.sources), self.slot.meta.world_size
+        if saved_by > ranks:
+            raise MissingStateError(
+                f"{self.job.place}: was saved by {saved_by} ranks, and this job has {ranks}, so it "
+                "lacks the parts of the others; start the job with as many ranks, or set "
+                "'restore_from_memory: false' to resume from storage"
+            )
 
 
 @gc_paused()

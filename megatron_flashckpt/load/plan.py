@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ from megatron_flashckpt.collectives import (
 )
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.copies import copy_kind
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.read_plan import (
     ReadPlan,
     missing_state,
@@ -35,6 +37,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,8 @@ class LoadPlan:
     names: Names
     """Kind and key of all filled tensors."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Non-contiguous tensors, with the contiguous copies that are filled first."""
+    """Tensors that are copied from filled ones after the load: masters of loaded weights that the
+    checkpoint does not have, and non-contiguous tensors from their contiguous copies."""
 
     def zero_padding(self) -> None:
         """Zero the vocabulary's padding rows that the checkpoint does not have."""
@@ -60,7 +64,7 @@ class LoadPlan:
             self.targets.zero(index)
 
     def finish(self) -> None:
-        """Copy the filled copies into the non-contiguous tensors."""
+        """Copy filled tensors into the others, in order."""
         with torch.no_grad():
             for tensor, filled in self.copies:
                 tensor.copy_(filled)
@@ -154,11 +158,14 @@ class _RankPlanner:
         sees_unexpected = self._sees_unexpected(names)
         missing_names = shorten_list(sorted({f"{kind}/{key}" for kind, key in missing}))
         omitted = unused if self._request.strict else unused | missing
+        skipped: list[LocalPiece] = []
         if omitted:
-            kept = [n for n, piece in enumerate(pieces) if (piece.kind, piece.key) not in omitted]
-            wanted, pieces = [wanted[n] for n in kept], [pieces[n] for n in kept]
+            is_kept = [(piece.kind, piece.key) not in omitted for piece in pieces]
+            skipped = [local for local, kept in zip(wanted, is_kept, strict=True) if not kept]
+            wanted = list(itertools.compress(wanted, is_kept))
+            pieces = list(itertools.compress(pieces, is_kept))
         try:
-            plan = self._reads(wanted, pieces)
+            plan = self._reads(wanted, pieces, skipped)
         except MissingStateError as error:
             differences = shorten_list(error.differences)
             return _RankPlan(None, names), _Findings(differences, sees_unexpected, missing_names)
@@ -204,8 +211,13 @@ class _RankPlanner:
         shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
         return bool(unexpected_tensors(names, shards, self._kinds))
 
-    def _reads(self, wanted: list[LocalPiece], pieces: list[Piece]) -> LoadPlan:
+    def _reads(
+        self, wanted: list[LocalPiece], pieces: list[Piece], skipped: list[LocalPiece]
+    ) -> LoadPlan:
         """Return the plan that fills `wanted` from the stored `pieces`.
+
+        Args:
+            skipped: pieces that the checkpoint does not have.
 
         Raises:
             MissingStateError: lists the differences of this rank.
@@ -214,10 +226,15 @@ class _RankPlanner:
         saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
         reads = read_plan(pieces, job.sources, job.place, resizable, job.pieces_of_rank(saver))
-        names = {(local.piece.kind, local.piece.key) for local in wanted}
-        copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
+        masters = list(_masters_of(wanted, skipped))
+        filled = [*wanted, *(master for master, _ in masters)]
+        names = {(local.piece.kind, local.piece.key) for local in filled}
+        origins = {
+            id(local.origin[1]): local.origin for local in filled if local.origin is not None
+        }
         targets = Targets(pieces, [local.tensor for local in wanted])
-        return LoadPlan(reads, pieces, targets, names, tuple(copies.values()))
+        copies = [(master.tensor, weight) for master, weight in masters]
+        return LoadPlan(reads, pieces, targets, names, (*copies, *origins.values()))
 
     def _replaced(self, wanted: list[LocalPiece]) -> frozenset[str]:
         """Return the keys for which this rank gets the main copy in place of its own copy."""
@@ -236,6 +253,34 @@ class _RankPlanner:
         kind, key = name
         is_read = self._request.fill and kind in self._kinds and not key.endswith(UNUSED)
         return name in names or not is_read
+
+
+def _masters_of(
+    weights: list[LocalPiece], skipped: list[LocalPiece]
+) -> Iterator[tuple[LocalPiece, torch.Tensor]]:
+    """Yield the masters among `skipped` whose weights are loaded, each with its part of the weight.
+
+    Otherwise the next step of the optimizer would replace the loaded weight by its former master.
+    """
+    masters = [
+        local
+        for local in skipped
+        # Bits that a weight lacks, as integers, are no master.
+        if local.piece.kind in (MASTER, MASTER_STATE) and local.tensor.is_floating_point()
+    ]
+    if not masters:
+        return
+    by_box: dict[tuple[str, Shape, Shape], list[LocalPiece]] = defaultdict(list)
+    for local in weights:
+        if local.piece.kind == WEIGHT:
+            by_box[local.piece.key, local.piece.offset, local.piece.shape].append(local)
+    for local in masters:
+        master = local.piece
+        for weight in by_box[master.key, master.offset, master.shape]:
+            start = weight.piece.start
+            if start <= master.start and master.end <= weight.piece.end:
+                yield local, weight.tensor[master.start - start : master.end - start]
+                break
 
 
 def _agreed_names(
@@ -280,7 +325,7 @@ def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]
     if missing or unexpected:
         logger.warning(
             "%s: the load is not strict: missing state keeps its values: %s; unexpected state is "
-            "not read: %s",
+            "not read: %s; missing masters are made from their weights if these are loaded",
             job.place,
             ", ".join(sorted(missing)) or "none",
             ", ".join(sorted(unexpected)) or "none",

@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -40,6 +42,9 @@ MANY_REPLICAS = 64
 
 _Chunk = tuple[int, int]
 """Source rank, and number of the chunk in that rank's shard."""
+
+#: Bits of a chunk's number in a code; a shard has fewer chunks, because offsets are below 2**62.
+_NUMBER_BITS = 41
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +84,16 @@ def read_with_replicas(
         own_chunks = {(chunk.rank, chunk.number): chunk for chunk in chunks}
         # Ranks with more cores read with more threads and have less memory left.
         capacity = max(1, sharing.memory_nbytes // 3 // CHUNK_NBYTES)
-        gathered = gather_objects((list(own_chunks), capacity), sharing.group)
-        needs = [set(keys) for keys, _ in gathered]
+        gathered = gather_objects((_codes(own_chunks).tobytes(), capacity), sharing.group)
+        needs = [np.frombuffer(codes, np.int64) for codes, _ in gathered]
         per_round = min(_CHUNKS_PER_ROUND, *(member_capacity for _, member_capacity in gathered))
-        readers = _readers(needs)
-        if sharing.measures and max(map(len, needs)) < _CHUNKS_PER_ROUND:
-            readers = {}
-        unshared = [chunk for key, chunk in own_chunks.items() if key not in readers]
+        is_worthwhile = not sharing.measures or max(map(len, needs)) >= _CHUNKS_PER_ROUND
+        shared = _SharedChunks.of(needs if is_worthwhile else [])
+        del gathered, needs
+        others = own_chunks.keys() - set(shared.keys)
+        unshared = [chunk for key, chunk in own_chunks.items() if key in others]
         run_and_agree(lambda: reader.read(unshared, targets), sharing.group)
-        rounds = _Rounds(reader, own_chunks, needs, readers, targets, sharing, report)
+        rounds = _Rounds(reader, own_chunks, shared, targets, sharing, report)
         rest = rounds.run(per_round)
         run_and_agree(
             lambda: reader.read([own_chunks[key] for key in rest], targets), sharing.group
@@ -98,20 +104,48 @@ def read_with_replicas(
     return report
 
 
-def _readers(needs: list[set[_Chunk]]) -> dict[_Chunk, int]:
-    """Return the reader of each chunk that at least two replicas need, with balanced loads."""
-    needed_by: dict[_Chunk, list[int]] = defaultdict(list)
-    for member, chunks in enumerate(needs):
-        for chunk in chunks:
-            needed_by[chunk].append(member)
-    load = [0] * len(needs)
-    readers = {}
-    for chunk, members in sorted(needed_by.items()):
-        if len(members) > 1:
-            reader = min(members, key=lambda member: (load[member], member))
-            readers[chunk] = reader
+def _codes(chunks: Iterable[_Chunk]) -> npt.NDArray[np.int64]:
+    """Return one number per chunk. Thousands of replicas each need thousands of chunks."""
+    return np.array([rank << _NUMBER_BITS | number for rank, number in chunks], np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedChunks:
+    """The chunks that at least two replicas need; equal on all replicas."""
+
+    keys: list[_Chunk]
+    needs: npt.NDArray[np.bool_]
+    """For each chunk a row that says which replicas need it."""
+
+    @classmethod
+    def of(cls, needs: list[npt.NDArray[np.int64]]) -> _SharedChunks:
+        """Return the shared chunks, from the codes of the chunks that each replica needs."""
+        codes = np.concatenate([np.empty(0, np.int64), *needs])
+        codes.sort()
+        is_second = codes[1:] == codes[:-1]
+        is_second[1:] &= ~is_second[:-1]
+        shared = codes[1:][is_second]
+        matrix = np.zeros((len(shared), len(needs)), np.bool_)
+        for member, own_codes in enumerate(needs if len(shared) else []):
+            positions = np.minimum(np.searchsorted(shared, own_codes), len(shared) - 1)
+            matrix[positions[shared[positions] == own_codes], member] = True
+        mask = (1 << _NUMBER_BITS) - 1
+        return cls([(code >> _NUMBER_BITS, code & mask) for code in shared.tolist()], matrix)
+
+    def assigned(self) -> list[list[int]]:
+        """Return the positions of the chunks that each replica reads, with balanced loads."""
+        lists: list[list[int]] = [[] for _ in range(self.needs.shape[1])]
+        load = np.zeros(len(lists), np.int64)
+        for position, row in enumerate(self.needs):
+            members = np.flatnonzero(row)
+            reader = int(members[np.argmin(load[members])])
+            lists[reader].append(position)
             load[reader] += 1
-    return readers
+        return lists
+
+    def most_needed(self, positions: Iterable[int]) -> int:
+        """Return the largest number of the chunks at `positions` that one replica needs."""
+        return int(self.needs[list(positions)].sum(axis=0).max(initial=0))
 
 
 class _Rounds:
@@ -121,23 +155,21 @@ class _Rounds:
         self,
         reader: ChunkReader,
         own_chunks: dict[_Chunk, ChunkReads],
-        needs: list[set[_Chunk]],
-        readers: dict[_Chunk, int],
+        shared: _SharedChunks,
         targets: Targets,
         sharing: ReplicaGroup,
         report: ReadReport,
     ) -> None:
         self._reader = reader
         self._own_chunks = own_chunks
-        self._needs = needs
+        self._shared = shared
         self._targets = targets
         self._sharing = sharing
         self._report = report
         group = sharing.group
         self._member, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._lists: list[list[_Chunk]] = [[] for _ in range(self._size)]
-        for chunk, member in readers.items():
-            self._lists[member].append(chunk)
+        #: Positions among the shared chunks, by the replica that reads them.
+        self._lists = shared.assigned()
 
     def run(self, per_round: int) -> list[_Chunk]:
         """Run the rounds; return the chunks that this rank must still read after sharing stopped.
@@ -145,7 +177,7 @@ class _Rounds:
         Args:
             per_round: number of chunks that a replica reads in a round; equal on all replicas.
         """
-        longest = max(map(len, self._lists))
+        longest = max(map(len, self._lists), default=0)
         if not longest:
             return []
         per_round = min(per_round, longest)
@@ -165,25 +197,31 @@ class _Rounds:
             sent_s = self._send(lists, buffer, room)
             rest = [chunks[first + per_round :] for chunks in self._lists]
             if measured and not self._is_sharing_faster(lists, rest, read_s, sent_s):
-                return [key for key in itertools.chain(*rest) if key in self._own_chunks]
+                return [self._shared.keys[position] for position in self._needed_here(*rest)]
         self._report.shared = True
         return []
 
-    def _read(self, chunks: list[_Chunk], buffer: torch.Tensor) -> float:
+    def _needed_here(self, *lists: Sequence[int]) -> list[int]:
+        """Return the positions in `lists` of the chunks that this replica needs, in order."""
+        needs = self._shared.needs[:, self._member]
+        return [position for position in itertools.chain(*lists) if needs[position]]
+
+    def _read(self, chunks: list[int], buffer: torch.Tensor) -> float:
         """Read this rank's chunks of the round into `buffer` and `targets`; return the seconds."""
         started = time.perf_counter()
-        slots = {chunk: slot for slot, chunk in enumerate(chunks)}
+        keys = [self._shared.keys[position] for position in chunks]
+        slots = {key: slot for slot, key in enumerate(keys)}
         view = buffer.numpy().data
 
         def keep(chunk: ChunkReads) -> memoryview:
             return view[slots[chunk.rank, chunk.number] * CHUNK_NBYTES :]
 
-        work = [self._own_chunks[chunk] for chunk in chunks]
+        work = [self._own_chunks[key] for key in keys]
         run_and_agree(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
         synchronize()  # the GPU's copies belong to this measurement
         return time.perf_counter() - started
 
-    def _connect(self, lists: list[list[_Chunk]], buffer: torch.Tensor) -> None:
+    def _connect(self, lists: list[list[int]], buffer: torch.Tensor) -> None:
         """Send a few arbitrary bytes on each stream of a round.
 
         NCCL connects two ranks with their first message. The connection takes longer than the
@@ -202,14 +240,15 @@ class _Rounds:
         )
         synchronize()
 
-    def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, room: int) -> float:
+    def _send(self, lists: list[list[int]], buffer: torch.Tensor, room: int) -> float:
         started = time.perf_counter()
         outgoing, incoming = self._streams(lists)
-        expected = [[key for key in chunks if key in self._own_chunks] for chunks in lists]
+        expected = [self._needed_here(chunks) for chunks in lists]
 
         def take(peer: int, number: int, start: int, part: torch.Tensor) -> None:
             self._report.received_nbytes += part.numel()
-            self._use(self._own_chunks[expected[peer][number]], start, part)
+            key = self._shared.keys[expected[peer][number]]
+            self._use(self._own_chunks[key], start, part)
 
         transfer(
             buffer, outgoing, incoming, room=lambda: room, take=take, group=self._sharing.group
@@ -217,7 +256,7 @@ class _Rounds:
         synchronize()
         return time.perf_counter() - started
 
-    def _streams(self, lists: list[list[_Chunk]]) -> tuple[dict[int, Stream], dict[int, Stream]]:
+    def _streams(self, lists: list[list[int]]) -> tuple[dict[int, Stream], dict[int, Stream]]:
         """Return the streams that this rank sends and receives in a round, by replica."""
         others = [peer for peer in range(self._size) if peer != self._member]
         outgoing = {peer: self._stream(lists[self._member], peer) for peer in others}
@@ -227,13 +266,13 @@ class _Rounds:
             {peer: stream for peer, stream in incoming.items() if stream.nbytes},
         )
 
-    def _stream(self, chunks: list[_Chunk], receiver: int) -> Stream:
+    def _stream(self, chunks: list[int], receiver: int) -> Stream:
         """Return the stream of those `chunks` in their reader's buffer that `receiver` needs."""
         return Stream(
             [
-                (slot * CHUNK_NBYTES, self._nbytes(chunk))
-                for slot, chunk in enumerate(chunks)
-                if chunk in self._needs[receiver]
+                (slot * CHUNK_NBYTES, self._nbytes(self._shared.keys[position]))
+                for slot, position in enumerate(chunks)
+                if self._shared.needs[position, receiver]
             ]
         )
 
@@ -253,8 +292,8 @@ class _Rounds:
 
     def _is_sharing_faster(
         self,
-        lists: list[list[_Chunk]],
-        rest: list[list[_Chunk]],
+        lists: list[list[int]],
+        rest: list[list[int]],
         read_s: float,
         sent_s: float,
     ) -> bool:
@@ -262,7 +301,7 @@ class _Rounds:
         times = gather_objects((read_s, sent_s), self._sharing.group)
         slowest_read, slowest_send = (max(seconds) for seconds in zip(*times, strict=True))
         read_per_chunk = slowest_read / max(map(len, lists))
-        needed = max(sum(key in needs for key in itertools.chain(*rest)) for needs in self._needs)
-        moved = max(sum(key in needs for key in itertools.chain(*lists)) for needs in self._needs)
+        needed = self._shared.most_needed(itertools.chain(*rest))
+        moved = self._shared.most_needed(itertools.chain(*lists))
         sharing = max(map(len, rest)) * read_per_chunk + needed * slowest_send / max(moved, 1)
         return bool(sharing < needed * read_per_chunk)

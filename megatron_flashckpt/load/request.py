@@ -10,7 +10,7 @@ import torch
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.load.source_job import SavedJob
-from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces
+from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
@@ -33,7 +33,8 @@ class LoadRequest:
     optimizer: Any
     """Megatron's optimizer; None to load weights only."""
     strict: bool
-    """False: missing state keeps its values, and unexpected state is not read."""
+    """False: missing state keeps its values, except for masters of loaded weights, and unexpected
+    state is not read."""
     fill: bool = True
     """False: read the side state only."""
     overwritten: Names = dataclasses.field(default_factory=set)
@@ -54,6 +55,10 @@ class LoadRequest:
         """Raise the refusal of this rank, if any; the caller raises on all ranks."""
         if self.refusal is not None:
             raise self.refusal
+
+    def extra_states(self) -> list[str]:
+        """Return the global names of the extra states of this rank's modules."""
+        return side_state.extra_state_names(self.chunks, self.geometry)
 
     def state_types(self, job: SavedJob) -> StateTypes:
         """Return the states that `job` stored for the parameters of this rank's optimizers."""

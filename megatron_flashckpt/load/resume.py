@@ -104,19 +104,31 @@ def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoi
 
 
 def _load_directory(call: LoadCall, margs: Any, memory: list[MemoryCheckpoint]) -> str | None:
-    """Return the load directory; that of a pretrained model if there is no other checkpoint."""
+    """Return the load directory; that of a pretrained model if there is no other checkpoint.
+
+    Collective, because a file system may show ranks different states of a directory.
+    """
     stock = checkpointing()
     load_dir: str | None = getattr(margs, call.load_arg)
     pretrained: str | None = getattr(margs, "pretrained_checkpoint", None)
-    if memory or pretrained is None or stock.checkpoint_exists(load_dir):
+    if memory or pretrained is None or run_on_rank_0(lambda: _holds_checkpoint(margs, load_dir)):
         return load_dir
     stock.print_rank_0(
         f"Checkpoint file not found in load directory {load_dir} attempting to finetune with "
         f"checkpoint in {pretrained}"
     )
-    if stock.checkpoint_exists(pretrained):
+    if run_on_rank_0(lambda: stock.checkpoint_exists(pretrained)):
         margs.finetune = True
     return pretrained
+
+
+def _holds_checkpoint(margs: Any, load_dir: str | None) -> bool:
+    """Return whether the directory has a tracker, or a commit that no tracker names yet."""
+    if load_dir is None:
+        return False
+    if checkpointing().checkpoint_exists(load_dir):
+        return True
+    return named_in(_retrying_storage(margs, load_dir), None).iteration is not None
 
 
 def _candidates(

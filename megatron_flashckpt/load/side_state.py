@@ -3,17 +3,26 @@
 Random and rerun state come from the saving rank at this rank's coordinates. So do param groups and
 extra states of modules if the sharding is unchanged. Otherwise they are merged from the states of
 one saving rank per pipeline stage and expert rank; the loading ranks share the reading of these.
+Extra states are also merged if stages of an unchanged number hold other layers (an uneven or
+interleaved pipeline).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import run_and_agree, run_and_gather, this_rank, world_size
+from megatron_flashckpt.collectives import (
+    gather_objects,
+    run_and_agree,
+    run_and_gather,
+    this_rank,
+    world_size,
+)
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.layout.piece import Piece
@@ -64,19 +73,24 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
     collective_reads = None if source.reads_alone else _read_together(source)
 
     def read() -> tuple[
-        tuple[dict[str, Any], _SideReads, _RankState | None], tuple[_RankStates, StateTypes]
+        tuple[dict[str, Any], _SideReads, _RankState | None],
+        tuple[_RankStates, StateTypes, bool],
     ]:
         request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
         common = side_state_codec.decode_dict(source.common_state, name, side_state.COMMON_STATE)
         reads = collective_reads or _read_alone(source)
         own, assigned = reads.states()
-        return (common, reads, own), (assigned, request.state_types(source.job))
+        lacks = reads.lacks(own, request.extra_states())
+        return (common, reads, own), (assigned, request.state_types(source.job), lacks)
 
     (common, reads, own), by_rank = run_and_gather(read)
-    state = reads.merged(common, own, [assigned for assigned, _ in by_rank])
+    all_assigned = [assigned for assigned, *_ in by_rank]
+    if any(lacks for *_, lacks in by_rank):
+        all_assigned += gather_objects(reads.objects)
+    state = reads.merged(common, own, all_assigned)
     types: StateTypes = defaultdict(dict)
-    for _, rank_types in by_rank:
+    for _, rank_types, _ in by_rank:
         for family, kinds in rank_types.items():
             types[family].update(kinds)
     return state, types
@@ -134,6 +148,8 @@ class _SideReads:
                 pieces.append(piece)
         targets = Targets(pieces, list(self._framed.values()))
         self.plan = LoadPlan(ReadPlan(reads, ()), pieces, targets, set())
+        self.objects: _RankStates = {}
+        """The extra states in the assigned states, after `states`."""
 
     def states(self) -> tuple[_RankState | None, _RankStates]:
         """Return the matching rank's state, and the assigned states that other ranks need.
@@ -148,16 +164,28 @@ class _SideReads:
             for rank, content in self._framed.items()
         }
         own = None if self._matching is None else states.get(self._matching)
-        ranks_have_objects = (
-            self._model_sizes == self._job.model_sizes and self._job.has_all_side_state
-        )
-        needed = ("optimizer",) if ranks_have_objects else ("optimizer", "objects")
-        assigned = {
-            rank: {name: states[rank][name] for name in needed}
-            for rank in self._assigned
-            if rank in states
+        needed = ("optimizer",) if self._ranks_have_objects else ("optimizer", "objects")
+        assigned = {rank: states[rank] for rank in self._assigned if rank in states}
+        self.objects = {rank: {"objects": state["objects"]} for rank, state in assigned.items()}
+        return own, {
+            rank: {name: state[name] for name in needed} for rank, state in assigned.items()
         }
-        return own, assigned
+
+    @property
+    def _ranks_have_objects(self) -> bool:
+        """True if every rank takes extra states of modules from the matching rank's state."""
+        return self._model_sizes == self._job.model_sizes and self._job.has_all_side_state
+
+    def lacks(self, own: _RankState | None, names: Iterable[str]) -> bool:
+        """Return whether this rank needs `objects` of other ranks, which `states` left out.
+
+        Args:
+            own: the matching rank's state, from `states`.
+            names: global names of the extra states of this rank's modules.
+        """
+        return (
+            own is not None and self._ranks_have_objects and not own["objects"].keys() >= set(names)
+        )
 
     def merged(
         self, common: dict[str, Any], own: _RankState | None, all_assigned: list[_RankStates]
@@ -166,16 +194,19 @@ class _SideReads:
 
         Args:
             own: the matching rank's state, from `states`.
-            all_assigned: the assigned states of all ranks, from `states`.
+            all_assigned: the assigned states of all ranks, from `states`, and perhaps `objects`.
         """
-        by_rank = {rank: state for states in all_assigned for rank, state in states.items()}
+        by_rank: _RankStates = defaultdict(dict)
+        for states in all_assigned:
+            for rank, state in states.items():
+                by_rank[rank] = by_rank[rank] | state
         assigned = [by_rank[rank] for rank in self._job.representatives() if rank in by_rank]
         groups = hyper_parameters.merge([state["optimizer"] for state in assigned])
         objects: dict[str, Any] = {}
         for state in assigned:
             objects.update(state.get("objects", {}))
         if own is not None and self._model_sizes == self._job.model_sizes:
-            objects = own["objects"]
+            objects |= own["objects"]
             if hyper_parameters.knows_steps(own["optimizer"]):
                 groups = hyper_parameters.completed(own["optimizer"], groups)
         return SideState(common, own, groups, objects)

@@ -192,6 +192,11 @@ def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in _keepers(chunks, geometry)}
 
 
+def extra_state_names(chunks: list[Any], geometry: ModelGeometry) -> list[str]:
+    """Return the global names of the modules' extra states."""
+    return [name for name, _ in _keepers(chunks, geometry)]
+
+
 def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
     """Return an upper bound of the encoded bytes of `extra_states` after the first step."""
     configs = [getattr(chunk, "config", None) for chunk in chunks]

@@ -10,12 +10,13 @@ from typing import Any
 
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
-from megatron_flashckpt.collectives import gather_objects, reduce_int, run_and_agree
+from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.megatron_lm import parallel, self_check, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate, expect
-from megatron_flashckpt.save import coverage_check, reservation
+from megatron_flashckpt.save import coverage_check, equal_settings, reservation
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.start_message import print_start
 
@@ -52,6 +53,7 @@ class Startup:
 
         Raises:
             UnsupportedError: names every unsupported item of every rank.
+            ConfigError: settings that must be equal differ between ranks.
             AgentError: this node has no place for an agent's directory.
             OtherWriterError: another run writes to the directory; nothing was changed.
         """
@@ -120,8 +122,11 @@ class Startup:
     def _check_ranks(self, job: _Job) -> None:
         """Check every rank's own part; gather quantized keys and nodes if a rank needs them."""
         keys = run_and_agree(lambda: self._check_own(job))
-        # One number first: gathering is rarely needed.
-        must_gather = reduce_int(bool(keys) or self._state.needs_nodes, "max")
+        # A few numbers first: gathering is rarely needed.
+        must_gather, *settings = reduce_largest(
+            [bool(keys) or self._state.needs_nodes, *equal_settings.numbers(self._config)]
+        )
+        equal_settings.refuse_unequal(self._config, settings)
         gathered = gather_objects((keys, self._node())) if must_gather else []
         quantized = frozenset[str]().union(*(keys for keys, _ in gathered))
         self._state.note_quantized(quantized)
@@ -179,6 +184,10 @@ class Startup:
         self._state.copied_keys = own.union(*copied_keys)
 
     # ------------------------------------------------------------------
+
+    @property
+    def _config(self) -> Config:
+        return self.checkpointer.config
 
     @property
     def _state(self) -> ModelState:

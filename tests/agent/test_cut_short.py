@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_named_iteration_is_loaded(cut_short: PosixStorage) -> None:
 def test_a_tracker_that_was_set_back_by_hand_is_obeyed(cut_short: PosixStorage) -> None:
     for record in records(cut_short, 20):  # a complete commit removes its records, too
         record.unlink()
+    assert named_in(cut_short, None).iteration == 10
+
+
+def test_a_tracker_set_back_by_hand_is_obeyed_if_an_agent_left_its_records(
+    cut_short: PosixStorage,
+) -> None:
+    tracker = Path(cut_short.place) / file_names.TRACKER
+    manifest = tracker.parent / file_names.iteration_dir(20) / file_names.MANIFEST
+    written_ns = manifest.stat().st_mtime_ns + 1
+    os.utime(tracker, ns=(written_ns, written_ns))
     assert named_in(cut_short, None).iteration == 10
 
 

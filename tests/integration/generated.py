@@ -85,6 +85,7 @@ KNOWN: list[Model] = [
             optimizer,
             single=_idle(),
             tied=[["embedding", "output"]],
+            thawed=True,
         ),
     )
 ]

@@ -35,6 +35,8 @@ MOE = [
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
 VPP = "--num-layers-per-virtual-pipeline-stage"
+FIRST = "--decoder-first-pipeline-num-layers"
+STAGES = "--pipeline-model-parallel-layout"
 EP = "--expert-tensor-parallel-size 1 --expert-model-parallel-size"
 
 
@@ -139,6 +141,15 @@ FAMILIES: dict[str, list[Layout]] = {
         PP2_DP2=f"4 3 {PP} 2",
         TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",
     ),
+    # The same sizes, but other layers on each stage.
+    "splits": _layouts(
+        "splits",
+        [*UNTIED, "--bf16"],
+        PP2=f"2 6 {PP} 2",
+        PP2_first_3=f"2 6 {PP} 2 {FIRST} 3",
+        PP2_VPP2=f"2 6 {PP} 2 {VPP} 1",
+        PP2_layout=f"2 6 {PP} 2 {STAGES} E|t|tt|tL",
+    ),
     "worlds": _layouts(
         "worlds",
         [*UNTIED, "--bf16"],
@@ -165,6 +176,7 @@ JOBS = {
     "dense": Job(4, ("dense",)),
     "others": Job(4, ("moe", "fp32")),
     "torch_adam": Job(4, ("tied", "vocabulary"), fused_adam=False),
+    "splits": Job(2, ("splits",)),
     "worlds": Job(8, ("worlds",)),
 }
 #: Source and destination layouts between which stock's own noise is measured. Routing is discrete,

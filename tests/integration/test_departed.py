@@ -30,6 +30,7 @@ def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Pat
         eventually("iteration 3 is committed", (save / "latest_checkpointed_iteration.txt").exists)
         assert slabs(agent) == [0, 1]
         one = run_job(tmp_path, "one", arguments, ranks=1, env={"KILL": "0:5", **PATIENT})
+        assert "iteration 3: was saved by 2 ranks, and this job has 1" in one.log
         assert "iteration 3 was restored from storage" in one.log
         assert agents_under(tmp_path / "run") == [agent]
         eventually("rank 1's memory is freed", lambda: slabs(agent) == [0])

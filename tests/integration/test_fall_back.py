@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER, record_name
 from megatron_flashckpt.memory.slab import Slab
 from tests.integration.test_bad_input import newer_version_in, snapshot
 from tests.support.megatron_jobs import (
@@ -68,6 +68,13 @@ def common(directory: Path) -> Path:
 
 def manifest(directory: Path) -> Path:
     return directory / NEWEST / "manifest.json"
+
+
+def without_tracker(directory: Path) -> None:
+    """Leave the directory as after the death of an agent that has not moved the tracker yet."""
+    (directory / TRACKER).unlink()
+    file = shard(directory, 0)
+    file.with_name(record_name(0, file.stem.rpartition("-")[2])).touch()
 
 
 #: name -> (damage, pattern of the log line). The load reads iteration 2 in every case.
@@ -158,6 +165,12 @@ TROUBLE: dict[str, tuple[dict, int]] = {
     "a file that is gone": ({"errno": errno.ESTALE, "times": 1000}, 2),
 }
 AWAY = "storage that is away"
+#: name -> (change of the load directory, further fields of the case). The job may also finetune the
+#: model of another directory; the load resumes from iteration 4 in every case.
+NOT_PRETRAINED: dict[str, tuple[Callable[[Path], object], dict]] = {
+    "a commit that no tracker names yet": (without_tracker, {}),
+    "a tracker that one rank does not see": (lambda d: None, {"no_tracker_on": 1}),
+}
 
 
 class CasesJob:
@@ -176,6 +189,9 @@ class CasesJob:
             where = {"on": 1, "name": f"{NEWEST}/rank_", **trouble}
             cases.append(self._case(name, None, {}) | {"trouble": where})
         cases += [self._case(name, tell, more) for name, (tell, more, *_) in REFUSED.items()]
+        pretrained = {"args": {"pretrained_checkpoint": str(self.good)}}
+        for name, (change, more) in NOT_PRETRAINED.items():
+            cases.append(self._case(name, change, pretrained | more))
         (tmp_path / "cases.json").write_text(json.dumps(cases))
         self.result = succeeded(
             run_job(
@@ -202,7 +218,7 @@ class CasesJob:
         self.before[name] = snapshot(directory)
         config = {"share_reads": "always", **more.get("config", {})}
         args = {"load": str(directory), **more.get("args", {})}
-        return {"name": name, "call": "load", "args": args, "config": config}
+        return {**more, "name": name, "call": "load", "args": args, "config": config}
 
     def after(self, name: str) -> dict:
         return snapshot(self.tmp_path / name.replace(" ", "_"))
@@ -288,6 +304,15 @@ def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: CasesJo
         assert "rank_0000" in event["error"][1]
         assert "storage is unavailable: check" in event["error"][1]
     assert ran.blocks(AWAY) == []
+
+
+@pytest.mark.parametrize("name", NOT_PRETRAINED)
+def test_a_job_that_has_a_checkpoint_does_not_start_from_the_pretrained_one(
+    ran: CasesJob, name: str
+) -> None:
+    for event in ran.of(name):
+        assert (event["error"], event["result"]) == (None, 4)
+    assert ran.states(name) == ran.states("newest")
 
 
 def test_a_job_on_a_damaged_directory_trains_as_from_the_older_checkpoint(ran: CasesJob) -> None:

@@ -73,6 +73,18 @@ def test_an_accepted_model_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> Non
         assert differences == {event: [] for event in events}, layout
 
 
+@pytest.mark.parametrize(
+    "made", [made for made in MODELS if made.get("thawed")], ids=lambda made: made["name"]
+)
+def test_masters_that_a_checkpoint_lacks_are_made_from_the_loaded_weights(
+    ran: Wrong, made: Model
+) -> None:
+    """Else the next step would replace the loaded weights by those of the new model."""
+    for layout in LAYOUTS:
+        for saved_by in LAYOUTS:
+            assert ran[made["name"], layout, f"thawed {saved_by}"] == []
+
+
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
 def test_the_checkpoint_of_an_accepted_model_is_verified(
     ran: Wrong, where: Path, made: Model

@@ -220,6 +220,7 @@ def wrong_side_state(ran: ReshardJobs, pair: Pair) -> list[str]:
             "consumed": BEFORE * GLOBAL_BATCH,
             "steps": [BEFORE],
             "scheduler": saved[0]["scheduler"],
+            "scalers": saved[0]["scalers"],
             # Random state belongs to coordinates in the model; under other TP or PP it is kept.
             "rng": random_states[place] if kept else event["before"]["rng"],
         }
@@ -230,6 +231,13 @@ def wrong_side_state(ran: ReshardJobs, pair: Pair) -> list[str]:
         ]
     # If parameters shared a step counter, each of them would increment it.
     last = [event for event in ran.steps(pair, "save") if event["iteration"] == AFTER]
+    extra = {name: state for event in saved for name, state in event["extra"].items()}
+    wrong += [
+        f"rank {event['rank']}: {name} has the extra state {state}, not {extra[name]}"
+        for event in ran.steps(pair, "load")
+        for name, state in event["extra"].items()
+        if state != extra[name]
+    ]
     wrong += [
         f"{AFTER} steps were counted as {event['steps']}"
         for event in last

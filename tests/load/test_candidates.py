@@ -17,10 +17,17 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     StorageError,
 )
-from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir, next_attempt
+from megatron_flashckpt.file_format.file_names import (
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    next_attempt,
+    record_name,
+)
 from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.checkpoints import make
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
@@ -186,6 +193,17 @@ def test_training_never_starts_anew_because_memory_failed_to_load(
     assert caught.value is error
 
 
+@pytest.mark.parametrize("error", [FlashCkptError("no memory"), MissingStateError("a layer")])
+def test_without_fallback_no_error_of_memory_costs_iterations(
+    storage: PosixStorage, error: FlashCkptError
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        tried(storage, [held(8)], {"memory 8": error}, fall_back=False)
+    assert caught.value is error
+    order = tried(storage, [held(6)], {"memory 6": error}, fall_back=False)
+    assert order == ["memory 6", "6"]
+
+
 def test_without_fallback_no_iteration_is_lost(storage: PosixStorage) -> None:
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [], {"6": DAMAGE}, fall_back=False)
@@ -229,6 +247,26 @@ def test_only_rank_0_logs_the_report(
     candidates = Candidates(storage, NamedCheckpoint(4), [], rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
+
+
+def test_iteration_0_may_be_a_commit_that_no_tracker_names(tmp_path: Path) -> None:
+    made = make(tmp_path, iteration=0)
+    (tmp_path / TRACKER).unlink()
+    assert named_in(PosixStorage(tmp_path), None).iteration is None
+    (made.directory / record_name(0, made.save_id)).touch()
+    assert named_in(PosixStorage(tmp_path), None).iteration == 0
+
+
+def test_the_manifests_of_newer_iterations_are_not_read_without_commit_records(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tracker was set back, there may be hundreds, of 10 MB each in a large job."""
+    storage.put(TRACKER, b"2")
+    read: list[int] = []
+    reader = "megatron_flashckpt.load.candidates.read_manifest"
+    monkeypatch.setattr(reader, lambda _, iteration: read.append(iteration))
+    assert named_in(storage, None) == NamedCheckpoint(2)
+    assert read == []
 
 
 def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(

@@ -7,7 +7,9 @@ for them. `test_collectives` and `test_rank_exchange` test the exchange between 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -29,6 +31,7 @@ from megatron_flashckpt.collectives import (
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.load.all_to_all import ALIGNMENT, RoundSizes, Stream
+from megatron_flashckpt.load.replica_sharing import _codes, _SharedChunks
 
 WORLD = 16_384
 RANK = 77
@@ -208,3 +211,39 @@ def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:
     assert round_sizes.rounds(streams) <= 1.4 * sizes.sum() / room
     # With equal shares of the room for all peers, the exchange would take this many rounds.
     assert heavy // (room // len(streams)) > 1900
+
+
+chunks = st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 7, 2**40]))
+
+
+@given(st.lists(st.lists(chunks, unique=True, max_size=12).map(sorted), max_size=6))
+def test_each_chunk_that_several_replicas_need_has_one_reader_among_them(needs):
+    shared = _SharedChunks.of([_codes(keys) for keys in needs])
+    needed = list(itertools.chain(*needs))
+    assert shared.keys == sorted({key for key in needed if needed.count(key) > 1})
+    lists = shared.assigned()
+    assert sorted(itertools.chain(*lists)) == list(range(len(shared.keys)))
+    for member, positions in enumerate(lists):
+        assert {shared.keys[position] for position in positions} <= set(needs[member])
+    for position, key in enumerate(shared.keys):
+        assert shared.needs[position].tolist() == [key in keys for keys in needs]
+    assert shared.most_needed(range(len(shared.keys))) == max(
+        (len(set(shared.keys) & set(keys)) for keys in needs), default=0
+    )
+
+
+def test_the_choice_of_readers_takes_few_bytes_per_needed_chunk() -> None:
+    """Each replica needs the weights in all shards. As tuples in sets, a chunk took 170 bytes."""
+    replicas, of_shard, own = 256, 8, 64
+    weights = list(itertools.product(range(replicas), range(of_shard)))
+    needs = [
+        _codes([*weights, *((rank, of_shard + n) for n in range(own))]) for rank in range(replicas)
+    ]
+    tracemalloc.start()
+    shared = _SharedChunks.of(needs)
+    lists = shared.assigned()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert shared.keys == weights
+    assert {len(positions) for positions in lists} == {of_shard}
+    assert peak < 24 * sum(map(len, needs))

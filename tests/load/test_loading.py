@@ -11,11 +11,14 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.load import side_state
 from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.side_state import frame
 from megatron_flashckpt.memory.slab import Slab
 from tests.support.worlds import source, whole
 
@@ -75,6 +78,29 @@ def test_a_side_state_outside_its_tensor_is_refused(
     held = source(0, [SIDE])._replace(placement=placement)
     with pytest.raises(CorruptCheckpointError, match="on rank 0; load an older iteration"):
         SavedJob("the checkpoint", [held], []).rank_state(0)
+
+
+def test_layers_that_moved_between_stages_get_their_extra_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sizes are unchanged, but the stage holds layers that another stage held."""
+    empty: dict[str, Any] = {"rng": None, "optimizer": [], "rerun": None}
+    framed = [frame({**empty, "objects": {f"layer {rank}": rank}}, rank, 2) for rank in range(2)]
+    sources = [source(rank, [local.piece]) for rank, local in enumerate(framed)]
+    job = SavedJob("the checkpoint", sources, [Coordinates(pp=rank) for rank in range(2)])
+    monkeypatch.setattr(parallel, "model_sizes", lambda: (1, 2, 1))
+    monkeypatch.setattr(side_state, "world_size", lambda: 2)
+    gathered: list[dict[int, Any]] = []
+    for rank, local in enumerate(framed):
+        monkeypatch.setattr(side_state, "this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(parallel, "coordinates", lambda rank=rank: Coordinates(pp=rank))
+        reads = side_state._SideReads(job)
+        reads._framed[rank].copy_(local.tensor)
+        own, assigned = reads.states()
+        assert not reads.lacks(own, [f"layer {rank}"])
+        assert reads.lacks(own, ["layer 0", "layer 1"])
+        gathered += [assigned, reads.objects]
+    assert reads.merged({}, own, gathered).objects == {"layer 0": 0, "layer 1": 1}
 
 
 @pytest.mark.parametrize(

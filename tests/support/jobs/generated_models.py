@@ -368,6 +368,29 @@ def load(case: dict[str, Any], saved_by: str, source: str) -> list[str]:
     return wrong
 
 
+def load_thawed(case: dict[str, Any]) -> list[str]:
+    """Load `case` into a model that also trains its frozen weights; return the wrong masters.
+
+    The load is not strict, as the checkpoint has no optimizer state of these weights.
+    """
+    args = get_args()
+    single = case["single"]
+    thawed = {name for name, entry in single.items() if entry.get("frozen")}
+    trained = {name: {**entry, "frozen": [False]} for name, entry in single.items()}
+    job = Job({**case, "single": trained}, "fresh")
+    strictness, args.dist_ckpt_strictness = args.dist_ckpt_strictness, "log_all"
+    load_checkpoint(job.chunks, job.optimizer, job.scheduler)
+    args.dist_ckpt_strictness = strictness
+    held = job.held()["tensors"]
+    wrong = []
+    for name in thawed & {name.rpartition(".")[2] for name in held}:
+        start, end, master = held.get(f"stepped single.{name}", (0, 0, torch.zeros(0)))
+        weight = held[f"weight single.{name}"][2][start:end]
+        if not torch.equal(master, weight.to(master.dtype)):
+            wrong.append(f"{name}: {master} is no master of {weight}")
+    return wrong
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
@@ -385,6 +408,8 @@ def main() -> None:
             args.ckpt_step = case["number"]
             wrong = load(case, saved_by, "storage")
             trace(event=f"from {saved_by}", case=case["name"], wrong=wrong)
+            if case.get("thawed"):
+                trace(event=f"thawed {saved_by}", case=case["name"], wrong=load_thawed(case))
     session.close(leave=True)
 
 

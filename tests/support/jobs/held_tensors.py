@@ -162,6 +162,13 @@ def steps(optimizer: Any) -> list[float]:
     return sorted(counts)
 
 
+def scalers(optimizer: Any) -> list[Any]:
+    """Return the states of the optimizers' loss scalers."""
+    all_scalers = [getattr(sub, "grad_scaler", None) for sub in sub_optimizers(optimizer)]
+    states = [scaler.state_dict() for scaler in all_scalers if scaler is not None]
+    return [{name: float(value) for name, value in sorted(state.items())} for state in states]
+
+
 def spoil(optimizer: Any, how: str) -> None:
     """Corrupt the state in one of the ways in which a load can silently go wrong."""
     if how == "steps forgotten":

@@ -4,9 +4,11 @@ Run by `tests/support/megatron_jobs.py`. Starting Megatron costs most of a test'
 runs many cases. `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`.
 Further fields:
 
-- `args` are set on Megatron's arguments before the call, `config` on our settings.
+- `args` are set on Megatron's arguments before the call, `config` on our settings, `config_on` by
+  rank.
 - A save with `then_load` copies slowly, and that directory is loaded as soon as the save returns.
 - Before the call of a case with `then_load` or `spoiled`, all weights change.
+- On rank `no_tracker_on` the file system does not show Megatron the tracker in `load` yet.
 - With `trouble` `{"on", "errno", "times", "name"}`, the next reads of files of that name fail on
   rank `on`.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +29,7 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.training import get_args
+from megatron.training import checkpointing, get_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
@@ -88,6 +91,14 @@ def read_with(trouble: dict[str, Any] | None) -> Any:
     return refuse
 
 
+checkpoint_exists = checkpointing.checkpoint_exists
+
+
+def exists_unless(hidden: str | None, directory: str) -> bool:
+    """Return Megatron's answer; False for the directory whose tracker is not shown yet."""
+    return directory != hidden and checkpoint_exists(directory)
+
+
 def weights_digest(model: list[torch.nn.Module]) -> str:
     digest = hashlib.sha256()
     for chunk in model:
@@ -130,10 +141,13 @@ def main() -> None:
         vars(args).update({**original, **case["args"]})
         runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
         settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
+        settings |= case.get("config_on", {}).get(str(RANK), {})
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         AgentClient.staged = break_staged_message if case.get("no_doorbell_on") == RANK else ring
         os.preadv = read_with(case.get("trouble"))
+        hidden = args.load if case.get("no_tracker_on") == RANK else None
+        checkpointing.checkpoint_exists = functools.partial(exists_unless, hidden)
         Stager._copy_late = copy_slowly if "then_load" in case else copy_late
         if "then_load" in case or case.get("spoiled"):  # weights unlike those of any other case
             for chunk in model:

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import cells
+import extra_states
 import held_tensors
 import msgspec
 import numpy as np
@@ -84,6 +85,7 @@ class Job:
         self.config.deallocate_pipeline_outputs = False
         for chunk in self.model:
             chunk.train()
+        extra_states.draw(self.model, seed)
 
     def trace(self, **event: Any) -> None:
         trace(event=self.name, **event)
@@ -169,7 +171,9 @@ class Job:
             "settings": settings,
             "settings_of_empty": of_empty,
             "steps": held_tensors.steps(self.optimizer),
+            "scalers": held_tensors.scalers(self.optimizer),
             "rng": rng_digests(),
+            "extra": extra_states.held(self.model),
             "rerun": get_rerun_state_machine().state.name,
             "place": [
                 mpu.get_tensor_model_parallel_rank(),
@@ -248,6 +252,7 @@ def run_cell(cell: dict[str, Any]) -> bool:
 
 
 def main() -> None:
+    extra_states.install()
     base, all_cells = cells.begin()
     entered = None
     for number, (cell, store) in enumerate(all_cells):

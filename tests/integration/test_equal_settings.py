@@ -1,0 +1,60 @@
+"""Settings that differ between the ranks of a job: one error on all ranks, and no rank waits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
+
+RANKS = 2
+REMEDY = "; give all nodes the same settings file and the same FLASHCKPT_* variables"
+#: name -> (settings of rank 1, whether the job saves, the differences that the error names)
+CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "a job that only loads": (
+        {"damaged": "stop", "share_reads": "never"},
+        False,
+        "'damaged' is fall_back on rank 0, stop on rank 1; "
+        "'share_reads' is auto on rank 0, never on rank 1",
+    ),
+    "a job that saves": (
+        {"restore_from_memory": False},
+        True,
+        "'restore_from_memory' is True on rank 0, False on rank 1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    where = tmp_path_factory.mktemp("settings")
+    cases = [
+        {
+            "name": name,
+            "call": "load",
+            "args": {"load": str(where), **({"save": str(where / "save")} if saves else {})},
+            "config_on": {"1": settings},
+        }
+        for name, (settings, saves, _) in CASES.items()
+    ]
+    (where / "cases.json").write_text(json.dumps(cases))
+    return succeeded(
+        run_job(
+            *(where, "cases"),
+            "--num-layers 1 --train-iters 2 --distributed-timeout-minutes 1".split(),
+            ranks=RANKS,
+            entry_point="stock",
+            env={"CASES": str(where / "cases.json")},
+            script=REPO / "tests/support/jobs/many_loads.py",
+        )
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_refuse_settings_that_differ(result: Result, name: str) -> None:
+    expected = f"settings differ between ranks: {CASES[name][2]}{REMEDY}"
+    for event in result.named(name):
+        assert event["error"] == ["ConfigError", expected]
+    assert len(result.named(name)) == RANKS
