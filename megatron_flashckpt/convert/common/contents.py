@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -146,6 +147,14 @@ def several_types(name: str, dtypes: Iterable[torch.dtype]) -> UnsupportedError:
     return UnsupportedError(
         f"{name}: has layers of several element types ({listed}), which the destination cannot "
         "store in one tensor; convert to flashckpt or safetensors"
+    )
+
+
+def refuse_low_halves(name: str) -> NoReturn:
+    """Raise UnsupportedError for the masters `name`, of which only the low halves are stored."""
+    raise UnsupportedError(
+        f"{name} holds the low halves of fp32 values (--use-precision-aware-optimizer with bf16), "
+        "which no other format has; convert the weights alone with --weights-only"
     )
 
 

@@ -88,6 +88,11 @@ def is_early(args: Any) -> bool:
 
 def remedy(args: Any) -> str:
     """Return the remedy for masters and weights that contradict each other."""
+    if getattr(args, "use_precision_aware_optimizer", False):
+        return (
+            "with this job's --use-precision-aware-optimizer the files may hold only the low "
+            f"halves of masters; {REMEDY}"
+        )
     if not gathers_late(args):
         return REMEDY
     return (

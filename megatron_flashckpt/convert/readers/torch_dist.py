@@ -24,7 +24,12 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import safe_pickle
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import (
+    Contents,
+    GlobalTensor,
+    read_region,
+    refuse_low_halves,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.dcp import Reader, StoredTensor
 from megatron_flashckpt.convert.readers.dp_reshardable import optimizer_tensors
@@ -147,11 +152,7 @@ def _tensors(
             kind = MASTER if match["state"] in _MASTERS else match["state"]
             tensor = _tensor(reader, name, stored, kind, match["key"])
         if kind == MASTER and stored.dtype == torch.int16:
-            raise UnsupportedError(
-                f"{reader.directory}: {name} holds the low halves of fp32 values "
-                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
-                "the weights alone with --weights-only"
-            )
+            refuse_low_halves(f"{reader.directory}: {name}")
         tensors[kind, tensor.key] = tensor
     # The distributed optimizer also stores fp32 parameters, which are their own masters.
     doubles = [

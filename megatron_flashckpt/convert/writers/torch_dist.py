@@ -25,7 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, several_types
+from megatron_flashckpt.convert.common.contents import (
+    Contents,
+    GlobalTensor,
+    refuse_low_halves,
+    several_types,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
@@ -35,7 +40,6 @@ from megatron_flashckpt.convert.common.output_dir import (
 )
 from megatron_flashckpt.convert.readers.dcp import METADATA
 from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
-from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
@@ -62,11 +66,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)
         if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
-            raise UnsupportedError(
-                f"{tensor.name} holds the low halves of fp32 values "
-                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
-                "the weights alone with --weights-only"
-            )
+            refuse_low_halves(tensor.name)
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
