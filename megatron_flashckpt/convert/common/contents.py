@@ -18,6 +18,11 @@ from megatron_flashckpt.errors import LayoutError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 
+#: The place in a key where a number of a layer or of an expert is left out, because the global
+#: tensor stacks them. Layers of different kinds have their numbers in their keys.
+STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
+STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
+
 
 @dataclasses.dataclass(frozen=True)
 class GlobalTensor:
@@ -44,6 +49,11 @@ class GlobalTensor:
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.key}"
+
+    @property
+    def stacking_axes(self) -> int:
+        """Number of leading axes over which layers, or experts, are stacked."""
+        return sum(bool(place.search(self.key)) for place in (STACKED_LAYERS, STACKED_EXPERTS))
 
     @property
     def nbytes(self) -> int:

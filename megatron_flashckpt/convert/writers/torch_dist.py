@@ -50,8 +50,8 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _EXPERT = "is_expert_parallel"
-_LAYER = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
-_EXPERTS = ".experts.experts."
+#: Name of a parameter in its module, with the name of the part if Megatron splits the parameter.
+_LEAF = re.compile(r"\.(?:(?:weight|bias)\.)?[^.]+$")
 
 
 def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
@@ -149,9 +149,8 @@ def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
     for tensor in contents.tensors:
         if tensor.kind != WEIGHT:
             continue
-        axes = len(_LAYER.findall(tensor.key)) and 1 + (_EXPERTS in tensor.key)
-        counts = tensor.shape[:axes] or (1,)
-        path = tensor.key.rpartition(".")[0]
+        counts = tensor.shape[: tensor.stacking_axes] or (1,)
+        path = _LEAF.sub("", tensor.key)
         modules = [path]
         if path.endswith("attention.linear_proj"):
             modules.append(path.replace("linear_proj", "core_attention"))  # has no tensors
