@@ -22,7 +22,9 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     UnsupportedError,
 )
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.convert.tensors import assert_equal, wholes
 
@@ -162,6 +164,25 @@ def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
     counts = Counter(place.bucket for place in buffer.places)
     assert set(list(counts.values())[:-1]) == {2}
     assert len(counts) == len(buffer.bucket_numels) > 10
+
+
+def test_buckets_grow_with_context_parallel_ranks_since_core_0_12() -> None:
+    """Three parameters of 30 million elements; a bucket holds a million for each replica."""
+    args = arguments(data_parallel_size=16, context_parallel_size=4, overlap_grad_reduce=True)
+    names = [f"decoder.layers.{number}.weight" for number in range(3)]
+    parameters = tuple(
+        LocalTensor(Geometry(name, (), main=True, replica=0, resizable=False), (30_000, 1000))
+        for name in names
+    )
+    chunk = Chunk(parameters, (), (), ())
+    model = RankModel(0, 0, 0, first_replica=True, dense_group=0, expert_group=0, chunks=(chunk,))
+    chunks = [(0, list(parameters))]
+    dtypes = {(0, name): torch.bfloat16 for name in names}
+    for stored in ([(90_000_000,)], [(60_000_000, 30_000_000)]):
+        (buffer,) = ddp_buckets.layout(model, args, chunks, dtypes, stored, "here", by_bucket=True)
+        assert buffer.bucket_numels == stored[0]
+    (newest,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.RULES[0])
+    assert newest.bucket_numels == (90_000_000,)
 
 
 # ---------------------------------------------------------------------- damage
