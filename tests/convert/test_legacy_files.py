@@ -232,6 +232,21 @@ def test_shifted_masters_are_refused(save: Path) -> None:
     assert "differ from the rounded masters" in refused(save, CorruptCheckpointError)
 
 
+def test_states_of_another_shape_than_their_parameter_are_refused(tmp_path: Path) -> None:
+    """FP32 parameters have no masters that show which state belongs to which parameter."""
+    made = contents(arguments(params_dtype=torch.float32, bf16=False))
+    write_legacy(made, tmp_path, Options())
+    path = tmp_path / f"iter_{ITERATION:07d}/mp_rank_00/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    states = stored["optimizer"]["state"]
+    states[0], states[1] = states[1], states[0]
+    torch.save(stored, path)
+    message = refused(tmp_path, CorruptCheckpointError)
+    assert re.search(
+        r"exp_avg of .* has the shape \(.*\), expected \(.*; .*--weights-only", message
+    )
+
+
 def test_buckets_that_contradict_the_args_are_refused(save: Path) -> None:
     def damage(state: Any) -> None:
         state["args"].overlap_grad_reduce = False

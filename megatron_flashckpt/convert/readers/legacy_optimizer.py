@@ -158,11 +158,16 @@ def plain(
         for parameter, weight, master, state in held:
             if master is not None:
                 parts.append(part_of(parameter.geometry, MASTER, master))
-            parts += [
-                part_of(parameter.geometry, kind, value)
-                for kind, value in state.items()
-                if isinstance(value, torch.Tensor) and value.shape == weight.shape
-            ]
+            for kind, value in state.items():
+                if kind == "step" or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape != weight.shape:
+                    raise CorruptCheckpointError(
+                        f"{place}: {kind} of {parameter.name} has the shape {tuple(value.shape)}, "
+                        f"expected {tuple(weight.shape)}, so the optimizer state cannot be "
+                        f"assigned to parameters; {ddp_buckets.REMEDY}"
+                    )
+                parts.append(part_of(parameter.geometry, kind, value))
     return RankOptimizer(parts, hyper_parameters(saved))
 
 
