@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import re
 import types
@@ -59,6 +60,7 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
             which some layouts of optimizer state require.
         CorruptCheckpointError: files are damaged or missing.
     """
+    _refuse_another_backend(directory)
     reader = Reader(directory)
     common = _common(directory)
     if iteration == 0:  # a release may have the last iteration of its training
@@ -88,6 +90,20 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
         suspicion=suspicion,
         doubles=tuple(doubles),
     )
+
+
+def _refuse_another_backend(directory: Path) -> None:
+    """Raise if tensors are stored in another of Megatron's backends (zarr, until core 0.15)."""
+    try:
+        described = json.loads((directory / CONFIG).read_bytes())
+    except ValueError:
+        return  # damaged; the other files decide
+    backend = described.get("sharded_backend") if isinstance(described, dict) else None
+    if backend not in (None, "torch_dist"):
+        raise UnsupportedError(
+            f"{directory}: stores tensors as '{backend}', which is not converted; let the Megatron "
+            "that wrote it load and save it as torch_dist"
+        )
 
 
 def _common(directory: Path) -> dict[str, Any]:
