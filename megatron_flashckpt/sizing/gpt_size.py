@@ -280,13 +280,29 @@ def parameter_nbytes(args: argparse.Namespace) -> int:
     if args.no_save_optim:
         return weight
     aware = args.use_precision_aware_optimizer
-    master = (_WIDTH[args.main_params_dtype] if aware else 4) if low else 0
+    master = 0
+    if low:
+        master = 2 if keeps_low_halves(args) else _WIDTH[args.main_params_dtype] if aware else 4
     if args.optimizer == "sgd":
         return weight + master + (4 if args.sgd_momentum else 0)
     if args.optimizer == "lion":
         return weight + master + 4
     moments = (args.exp_avg_dtype, args.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     return weight + master + sum(_WIDTH[moment] for moment in moments)
+
+
+def keeps_low_halves(args: argparse.Namespace) -> bool:
+    """Return whether the optimizer keeps, of fp32 masters, only the bits that bf16 weights lack.
+
+    Megatron asks this of TransformerEngine's optimizer since TransformerEngine 2.1.
+    """
+    return bool(
+        args.use_precision_aware_optimizer
+        and args.bf16
+        and args.main_params_dtype == "fp32"
+        and args.fp8_recipe == "delayed"
+        and not args.optimizer_cpu_offload
+    )
 
 
 def derived_nbytes(args: argparse.Namespace) -> int:
@@ -301,4 +317,9 @@ def derived_nbytes(args: argparse.Namespace) -> int:
         raise ConfigError("--weights derive needs --use-distributed-optimizer after '--'")
     if args.use_precision_aware_optimizer and args.main_params_dtype != "fp32":
         raise ConfigError("--weights derive needs fp32 masters (--main-params-dtype fp32)")
+    if keeps_low_halves(args):
+        raise ConfigError(
+            "--weights derive needs fp32 masters, of which --use-precision-aware-optimizer keeps "
+            "only the low halves"
+        )
     return 2

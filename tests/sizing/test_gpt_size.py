@@ -102,8 +102,11 @@ def test_defaults_are_megatron_s() -> None:
         ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16", 2 + 2 + 8),
         (
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
-            2 + 4 + 2 + 1,
+            2 + 2 + 2 + 1,
         ),
+        ("--bf16 --use-precision-aware-optimizer --fp8-recipe mxfp8", 2 + 4 + 8),
+        ("--bf16 --use-precision-aware-optimizer --optimizer-cpu-offload", 2 + 4 + 8),
+        ("--fp16 --use-precision-aware-optimizer", 2 + 4 + 8),
     ],
 )
 def test_bytes_per_parameter_follow_from_the_arguments(words: str, nbytes: int) -> None:
@@ -123,6 +126,9 @@ def test_masters_in_fp16_are_refused() -> None:
     words = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
     args = gpt_size.parse([*words.split(), "--main-params-dtype", "fp16"], model_known=True)
     with pytest.raises(ConfigError, match="needs fp32 masters"):
+        gpt_size.derived_nbytes(args)
+    args = gpt_size.parse(words.split(), model_known=True)
+    with pytest.raises(ConfigError, match="keeps only the low halves"):
         gpt_size.derived_nbytes(args)
 
 
