@@ -52,12 +52,8 @@ def distributed(
         CorruptCheckpointError: the buffers belong to another model, or contradict the weights.
     """
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
-    states = stored if isinstance(stored, list) else [stored]
-    if len(states) != len(subs):
-        raise CorruptCheckpointError(
-            f"{place}: has the state of {len(states)} optimizers, expected {len(subs)} by the "
-            f"args; {ddp_buckets.REMEDY}"
-        )
+    states = _listed(stored)
+    _refuse_another_count(states, subs, place)
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
         if state is None:
@@ -80,6 +76,18 @@ def distributed(
             remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
     return RankOptimizer(parts, hyper_parameters(saved))
+
+
+def _refuse_another_count(states: Sequence[Any], subs: Sequence[Any], place: str) -> None:
+    """Raise if the file has the state of another number of optimizers than a job of its args.
+
+    With Muon, jobs have more.
+    """
+    if len(states) != len(subs):
+        raise CorruptCheckpointError(
+            f"{place}: has the state of {len(states)} optimizers, expected {len(subs)} by the "
+            f"args; {ddp_buckets.REMEDY}"
+        )
 
 
 def _stored_numels(
@@ -144,6 +152,7 @@ def plain(
     """
     parts: list[Part] = []
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
+    _refuse_another_count(_listed(saved), subs, place)
     for chunks, saved_state in zip(subs, _listed(saved), strict=True):
         inner = saved_state.get("optimizer", saved_state)
         held = list(_of_parameters(chunks, weights, args, inner, saved_state, place))

@@ -189,10 +189,17 @@ def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
 
 
 def _chained(optimizer: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the entries by Megatron's optimizers: experts have an optimizer of their own."""
-    dense = [entry for entry in optimizer if not _is_expert(entry)]
-    experts = [entry for entry in optimizer if _is_expert(entry)]
-    return [part for part in (dense, experts) if part]
+    """Return the entries by Megatron's optimizers, in the order in which Megatron chains these.
+
+    Experts have an optimizer of their own. With Muon, so have the parameters that Muon does not
+    step: they have Adam or Lion, whose groups have `betas`.
+    """
+    parts: dict[bool, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+    for entry in optimizer:
+        has_betas = any("betas" in group for group in entry["param_groups"])
+        dense, experts = parts.setdefault(has_betas, ([], []))
+        (experts if _is_expert(entry) else dense).append(entry)
+    return [part for pair in parts.values() for part in pair if part]
 
 
 def _is_expert(entry: dict[str, Any]) -> bool:
