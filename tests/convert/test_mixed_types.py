@@ -180,10 +180,7 @@ def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: 
 def test_masters_of_which_only_low_halves_are_stored_are_refused_with_the_reason(
     tmp_path: Path, write: Callable[[Contents, Path, Options], Path]
 ) -> None:
-    """A precision-aware optimizer keeps the low halves, and neither Megatron nor we would load it.
-
-    Megatron's own torch_dist has whole fp32 masters.
-    """
+    """A precision-aware optimizer keeps the low halves of masters."""
     made = contents(arguments(**DISTRIBUTED))
     tensors = [
         held(tensor.key, "master_param", torch.zeros(tensor.shape, dtype=torch.int16), tensor.boxes)

@@ -73,6 +73,8 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
         optimizer = _groups_by_bucket(reader, optimizer)
         tensors += optimizer_tensors(reader, common, tensors)
     suspicion = None
+    if optimizer is not None and getattr(common["args"], "use_precision_aware_optimizer", False):
+        _refuse_low_halves_in_fp32(directory, tensors)
     if optimizer is not None and sharding == RESHARDABLE:
         suspicion = (
             "megatron-core 0.15.0 to 0.19.0 wrote wrong optimizer state in the format "
@@ -104,6 +106,16 @@ def _refuse_another_backend(directory: Path) -> None:
             f"{directory}: stores tensors as '{backend}', which is not converted; let the Megatron "
             "that wrote it load and save it as torch_dist"
         )
+
+
+def _refuse_low_halves_in_fp32(directory: Path, tensors: list[GlobalTensor]) -> None:
+    """Raise if masters hold low halves: integers, which Megatron writes as fp32 numbers."""
+    matrices = (tensor for tensor in tensors if tensor.kind == MASTER and len(tensor.shape) > 1)
+    master = next(matrices, None)
+    if master is not None and master.boxes:
+        sample = master.read(master.boxes[0])
+        if bool((sample == sample.trunc()).all()) and bool(sample.any()):
+            refuse_low_halves(f"{directory}: {master.name}")
 
 
 def _common(directory: Path) -> dict[str, Any]:
