@@ -106,7 +106,7 @@ def remedy(args: Any) -> str:
 
 
 def gathers_late(args: Any) -> bool:
-    """Return whether a save may store the weights before the last step's are gathered."""
+    """Return whether a save may store weights that are one step older than their masters."""
     return bool(getattr(args, "overlap_param_gather", False))
 
 
