@@ -74,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="ranks of the job")
     parser.add_argument(
         "--parameters",
-        type=float,
+        type=_parameters,
         metavar="N",
         help="parameters of the whole model, e.g. 70e9; replaces the model's arguments after '--'",
     )
@@ -122,6 +122,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 10**7:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
     return int(text)
+
+
+def _parameters(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters")
+    return number
 
 
 def run(args: argparse.Namespace, out: Console) -> int:

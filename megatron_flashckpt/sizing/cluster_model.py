@@ -156,13 +156,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         wrong = [
             name
             for name, value in msgspec.structs.asdict(self).items()
-            if not (value >= 0 if name in _MAY_BE_0 else value > 0) or not math.isfinite(value)
+            if not (_LEAST <= value <= _MOST or (value == 0 and name in _MAY_BE_0))
         ]
         if wrong or self.memory_share > 1:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong or ["memory_share"])
             raise ConfigError(f"{named}: out of range; give {_allowed_range(wrong)}")
 
 
+#: Bounds of all figures. With these, no formula leaves the range of floating-point numbers.
+_LEAST, _MOST = 1e-9, 1e12
 _MAY_BE_0 = ("restart_s", "memory_share", "commit_s_per_rank")
 
 
@@ -170,8 +172,8 @@ def _allowed_range(wrong: list[str]) -> str:
     """Return the range of the fields `wrong`; of `memory_share` if none is listed."""
     if not wrong:
         return "a number from 0 to 1"
-    least = "at least 0" if all(name in _MAY_BE_0 for name in wrong) else "above 0"
-    return f"a finite number {least}"
+    zero = "0 or " if all(name in _MAY_BE_0 for name in wrong) else ""
+    return f"{zero}a number from {_LEAST:g} to {_MOST:g}"
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):

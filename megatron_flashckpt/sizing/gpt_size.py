@@ -9,17 +9,21 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.sizing.pipeline import layers_of_stages
 
 #: Longest layer pattern. `[1]*10**12` would fill the memory.
 _MOST_LAYERS = 100_000
+#: Largest number in Megatron's arguments.
+_MOST = 10**12
 #: Arguments of models that are not GPTs, whose sizes this module cannot compute.
 _FOREIGN = (
     "--spec --multi-latent-attention --mtp-num-layers --hybrid-layer-pattern "
     "--hybrid-override-pattern --heterogeneous-layers-config-path "
-    "--experimental-attention-variant --moe-shared-expert-gate --attention-output-gate"
+    "--experimental-attention-variant --moe-shared-expert-gate --attention-output-gate "
+    "--moe-latent-size"
 ).split()
 
 
@@ -47,27 +51,43 @@ def _add(parts: Sequence[RankPart]) -> RankPart:
     return RankPart(*(sum(numbers) for numbers in zip(*parts, strict=True)))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser of Megatron's arguments, whose errors are those of `flashckpt plan`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Megatron's arguments after '--' cannot be read: {message}")
+
+
+def _count(text: str) -> int:
+    """Return a number of things, of which a job has at least one."""
+    if not text.isdecimal() or not 0 < int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int)
+        parser.add_argument(f"--{name}", type=_count)
     for name in (
         *("ffn-hidden-size", "kv-channels", "num-query-groups", "padded-vocab-size"),
         *("max-position-embeddings", "num-experts", "moe-ffn-hidden-size"),
         *("moe-shared-expert-intermediate-size", "expert-tensor-parallel-size"),
         *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+        *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"),
     ):
-        parser.add_argument(f"--{name}", type=int)
+        parser.add_argument(f"--{name}", type=_count)
     for name in ("tensor", "pipeline", "expert"):
-        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--tokenizer-type")
+        parser.add_argument(f"--{name}-model-parallel-size", type=_count, default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=_count, default=128)
+    for name in ("tokenizer-type", "pipeline-model-parallel-layout"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--sgd-momentum", type=float, default=0.9)
-    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    parser.add_argument("--num-distributed-optimizer-instances", type=_count, default=1)
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--vision-pretraining-type", default="classify")
     for name in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
@@ -75,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in (
         *("group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "bf16", "fp16"),
         *("disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-save-optim"),
-        *("use-precision-aware-optimizer", "use-distributed-optimizer"),
+        *("use-precision-aware-optimizer", "use-distributed-optimizer", "quick-geglu"),
+        *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
+        "use-rotary-position-embeddings",
         # These do not change sizes; `served` refuses some of them.
         *("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2", "use-legacy-models"),
         *("fp8-param-gather", "fp4-param-gather", "no-load-optim", "finetune"),
@@ -100,10 +122,7 @@ def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namesp
         raise ConfigError(
             f"sizes of a model with {', '.join(foreign)} cannot be computed; give --parameters N"
         )
-    try:
-        args, _ = _parser().parse_known_args(list(words))
-    except SystemExit as error:
-        raise ConfigError("Megatron's arguments after '--' cannot be read") from error
+    args, _ = _parser().parse_known_args(list(words))
     needed = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if args.vocab_size is None and args.padded_vocab_size is None:
@@ -113,7 +132,24 @@ def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namesp
             f"the model's size is unknown: give {', '.join(missing)} after '--', as in the job's "
             "command line, or --parameters N"
         )
+    if not missing:
+        _refuse_indivisible(args)
     return args
+
+
+def _refuse_indivisible(args: argparse.Namespace) -> None:
+    """Raise ConfigError if a part of the model cannot be divided over its ranks."""
+    tp, ep = "tensor_model_parallel_size", "expert_model_parallel_size"
+    parts = [("num_attention_heads", tp), ("padded_vocab_size", tp), ("num_experts", ep)]
+    if args.kv_channels is None:
+        parts.append(("hidden_size", "num_attention_heads"))
+    for part, ways in parts:
+        number = getattr(args, part)
+        if number is not None and number % getattr(args, ways):
+            raise ConfigError(
+                f"--{part.replace('_', '-')} {number} cannot be divided by "
+                f"--{ways.replace('_', '-')} {getattr(args, ways)}"
+            )
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int:
@@ -123,23 +159,6 @@ def padded_vocabulary(args: argparse.Namespace) -> int:
     size = args.vocab_size + (args.tokenizer_type == "NullTokenizer")
     step = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return int(-(-size // step) * step)
-
-
-def _layers(args: argparse.Namespace) -> list[range]:
-    """Return the layers of every pipeline stage."""
-    stages = args.pipeline_model_parallel_size
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    ends = [count for count in (first, last) if count is not None]
-    between = stages - len(ends)
-    rest = args.num_layers - sum(ends)
-    if rest < 0 or (between and rest % between) or (not between and rest):
-        raise ConfigError(
-            f"--num-layers {args.num_layers} cannot be divided over {stages} pipeline stages"
-        )
-    counts = [rest // between] * between if between else []
-    counts = ([] if first is None else [first]) + counts + ([] if last is None else [last])
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
 def _is_moe(args: argparse.Namespace) -> list[bool]:
@@ -155,6 +174,8 @@ def _is_moe(args: argparse.Namespace) -> list[bool]:
         )
     if pattern is not None:
         return [bool(flag) for flag in pattern]
+    if not frequency.isdecimal() or not int(frequency):
+        raise ConfigError(f"--moe-layer-freq {frequency}: is neither a number nor a list")
     return [layer % int(frequency) == 0 for layer in range(args.num_layers)]
 
 
@@ -204,13 +225,14 @@ def stages(args: argparse.Namespace) -> list[RankPart]:
     table = padded_vocabulary(args) * hidden // tp
     moe = _is_moe(args)
     stage_parts = []
-    for stage, layers in enumerate(_layers(args)):
+    for stage, layers in enumerate(layers_of_stages(args)):
         parts = [_attention(args) for _ in layers]
         parts += [_experts(args) if moe[layer] else _mlp(args) for layer in layers]
         parts += [RankPart(0, 2 * norm, 0, 2 * norm_tensors) for _ in layers]
         if stage == 0:
             parts.append(RankPart(table, 0, 0, 1))
-            if args.position_embedding_type == "learned_absolute":
+            learned = args.position_embedding_type == "learned_absolute"
+            if learned and not args.use_rotary_position_embeddings:
                 parts.append(RankPart(0, (args.max_position_embeddings or 0) * hidden, 0, 1))
         if stage == args.pipeline_model_parallel_size - 1:
             parts.append(RankPart(0, norm, 0, norm_tensors))
@@ -249,7 +271,7 @@ def _ffn(args: argparse.Namespace) -> int:
 
 def _linears(args: argparse.Namespace, width: int, ways: int) -> RankPart:
     """Return two linear layers with `width` in between, sharded `ways` times."""
-    rows = (2 if args.swiglu else 1) * width
+    rows = (2 if args.swiglu or args.quick_geglu else 1) * width
     bias = not args.disable_bias_linear
     sharded = rows * args.hidden_size + args.hidden_size * width + (rows if bias else 0)
     return RankPart(sharded // ways, args.hidden_size if bias else 0, 0, 4 if bias else 2)
@@ -280,13 +302,29 @@ def parameter_nbytes(args: argparse.Namespace) -> int:
     if args.no_save_optim:
         return weight
     aware = args.use_precision_aware_optimizer
-    master = (_WIDTH[args.main_params_dtype] if aware else 4) if low else 0
+    master = 0
+    if low:
+        master = 2 if keeps_low_halves(args) else _WIDTH[args.main_params_dtype] if aware else 4
     if args.optimizer == "sgd":
         return weight + master + (4 if args.sgd_momentum else 0)
     if args.optimizer == "lion":
         return weight + master + 4
     moments = (args.exp_avg_dtype, args.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     return weight + master + sum(_WIDTH[moment] for moment in moments)
+
+
+def keeps_low_halves(args: argparse.Namespace) -> bool:
+    """Return whether the optimizer keeps, of fp32 masters, only the bits that bf16 weights lack.
+
+    Megatron asks this of TransformerEngine's optimizer since TransformerEngine 2.1.
+    """
+    return bool(
+        args.use_precision_aware_optimizer
+        and args.bf16
+        and args.main_params_dtype == "fp32"
+        and args.fp8_recipe == "delayed"
+        and not args.optimizer_cpu_offload
+    )
 
 
 def derived_nbytes(args: argparse.Namespace) -> int:
@@ -301,4 +339,9 @@ def derived_nbytes(args: argparse.Namespace) -> int:
         raise ConfigError("--weights derive needs --use-distributed-optimizer after '--'")
     if args.use_precision_aware_optimizer and args.main_params_dtype != "fp32":
         raise ConfigError("--weights derive needs fp32 masters (--main-params-dtype fp32)")
+    if keeps_low_halves(args):
+        raise ConfigError(
+            "--weights derive needs fp32 masters, of which --use-precision-aware-optimizer keeps "
+            "only the low halves"
+        )
     return 2

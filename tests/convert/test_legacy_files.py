@@ -22,7 +22,9 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     UnsupportedError,
 )
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.convert.tensors import assert_equal, wholes
 
@@ -164,6 +166,25 @@ def test_buckets_of_early_2024_hold_at_least_two_parameters() -> None:
     assert len(counts) == len(buffer.bucket_numels) > 10
 
 
+def test_buckets_grow_with_context_parallel_ranks_since_core_0_12() -> None:
+    """Three parameters of 30 million elements; a bucket holds a million for each replica."""
+    args = arguments(data_parallel_size=16, context_parallel_size=4, overlap_grad_reduce=True)
+    names = [f"decoder.layers.{number}.weight" for number in range(3)]
+    parameters = tuple(
+        LocalTensor(Geometry(name, (), main=True, replica=0, resizable=False), (30_000, 1000))
+        for name in names
+    )
+    chunk = Chunk(parameters, (), (), ())
+    model = RankModel(0, 0, 0, first_replica=True, dense_group=0, expert_group=0, chunks=(chunk,))
+    chunks = [(0, list(parameters))]
+    dtypes = {(0, name): torch.bfloat16 for name in names}
+    for stored in ([(90_000_000,)], [(60_000_000, 30_000_000)]):
+        (buffer,) = ddp_buckets.layout(model, args, chunks, dtypes, stored, "here", by_bucket=True)
+        assert buffer.bucket_numels == stored[0]
+    (newest,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.RULES[0])
+    assert newest.bucket_numels == (90_000_000,)
+
+
 # ---------------------------------------------------------------------- damage
 
 
@@ -209,6 +230,21 @@ def test_shifted_masters_are_refused(save: Path) -> None:
 
     change(save, "distrib_optim.pt", damage)
     assert "differ from the rounded masters" in refused(save, CorruptCheckpointError)
+
+
+def test_states_of_another_shape_than_their_parameter_are_refused(tmp_path: Path) -> None:
+    """FP32 parameters have no masters that show which state belongs to which parameter."""
+    made = contents(arguments(params_dtype=torch.float32, bf16=False))
+    write_legacy(made, tmp_path, Options())
+    path = tmp_path / f"iter_{ITERATION:07d}/mp_rank_00/model_optim_rng.pt"
+    stored = torch.load(path, weights_only=False)
+    states = stored["optimizer"]["state"]
+    states[0], states[1] = states[1], states[0]
+    torch.save(stored, path)
+    message = refused(tmp_path, CorruptCheckpointError)
+    assert re.search(
+        r"exp_avg of .* has the shape \(.*\), expected \(.*; .*--weights-only", message
+    )
 
 
 def test_buckets_that_contradict_the_args_are_refused(save: Path) -> None:

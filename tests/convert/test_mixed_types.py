@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -175,14 +176,19 @@ def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: 
     assert warning.startswith(f"{key} is not converted: no forward uses it")
 
 
-def test_torch_dist_refuses_masters_of_which_only_low_halves_are_stored(tmp_path: Path) -> None:
-    """A precision-aware optimizer keeps the low halves, and neither Megatron nor we would load it.
-
-    Megatron's own torch_dist has whole fp32 masters.
-    """
-    low = torch.zeros(3, dtype=torch.int16)
-    source = contents(arguments())
-    source.tensors.append(held("w", "master_param", low, (((0,), (3,)),)))
-    with pytest.raises(UnsupportedError, match=r"master_param/w holds the low halves of fp32"):
-        write_torch_dist(source, tmp_path, Options())
+@pytest.mark.parametrize("write", [write_torch_dist, write_legacy])
+def test_masters_of_which_only_low_halves_are_stored_are_refused_with_the_reason(
+    tmp_path: Path, write: Callable[[Contents, Path, Options], Path]
+) -> None:
+    """A precision-aware optimizer keeps the low halves of masters."""
+    made = contents(arguments(**DISTRIBUTED))
+    tensors = [
+        held(tensor.key, "master_param", torch.zeros(tensor.shape, dtype=torch.int16), tensor.boxes)
+        if tensor.kind == "master"
+        else tensor
+        for tensor in made.tensors
+    ]
+    message = r"master_param/decoder\.final.* holds the low halves of fp32 .*--weights-only"
+    with pytest.raises(UnsupportedError, match=message):
+        write(dataclasses.replace(made, tensors=tensors), tmp_path, Options())
     assert not list(tmp_path.rglob("iter_*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.writers.safetensors import INDEX, write_safetensors
 from megatron_flashckpt.errors import ConfigError
-from tests.convert.made import EXPERTS, LAYERS, contents, whole
+from tests.convert.made import EXPERTS, LAYERS, contents, held, whole
 
 
 def expected() -> dict[str, torch.Tensor]:
@@ -43,6 +44,28 @@ def test_an_export_holds_every_weight_by_name(tmp_path: Path, limit_nbytes: int)
     for name, tensor in expected().items():
         assert exported[name].dtype == tensor.dtype
         assert torch.equal(exported[name], tensor), name
+
+
+def test_experts_are_separated_if_layers_have_numbers_in_their_keys(tmp_path: Path) -> None:
+    """Layers of different kinds and layers of multi-token prediction have such keys."""
+    experts = torch.arange(24.0).view(EXPERTS, 2, 4)
+    starts = ("decoder.layers.1.", "mtp.layers.0.transformer_layer.")
+    tensors = [
+        held(
+            f"{start}mlp.experts.experts.linear_fc1.weight",
+            "weight",
+            experts,
+            (((0, 0, 0), tuple(experts.shape)),),
+        )
+        for start in starts
+    ]
+    write_safetensors(dataclasses.replace(contents(), tensors=tensors), tmp_path / "hf", Options())
+    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    assert len(exported) == len(starts) * EXPERTS
+    for start in starts:
+        for expert in range(EXPERTS):
+            name = f"{start}mlp.experts.local_experts.{expert}.linear_fc1.weight"
+            assert torch.equal(exported[name], experts[expert])
 
 
 def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:

@@ -252,6 +252,16 @@ def test_a_damaged_source_is_named_and_nothing_is_written(tmp_path: Path, damage
     assert snapshot(tmp_path) == before
 
 
+def test_a_directory_of_another_backend_is_refused_with_its_name(tmp_path: Path) -> None:
+    directory = write_torch_dist(contents(), tmp_path, Options())
+    (directory / ".metadata").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"\.metadata: is missing"):
+        open_source(tmp_path, None, Options())
+    (directory / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(UnsupportedError, match=r"stores tensors as 'zarr'.* save it as torch_dist"):
+        open_source(tmp_path, None, Options())
+
+
 def test_empty_and_zero_dimensional_tensors_are_converted(tmp_path: Path) -> None:
     odd = [
         held("empty", "weight", torch.zeros((0, 3)), (((0, 0), (0, 3)),)),

@@ -178,11 +178,13 @@ def test_bytes_per_day_follow_from_the_recommended_interval() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "range_"),
     [
-        ("slots", -1, "above 0"),
-        ("pcie_gb_s", 0, "above 0"),
-        ("iteration_s", float("inf"), "a finite number above 0"),
-        ("restart_s", -1, "at least 0"),
-        ("memory_share", -1, "at least 0"),
+        ("slots", -1, "give a number from 1e-09 to"),
+        ("pcie_gb_s", 0, "give a number from 1e-09 to"),
+        ("pcie_gb_s", float("nan"), "give a number from 1e-09 to"),
+        ("iteration_s", float("inf"), r"give a number from 1e-09 to 1e\+12"),
+        ("iteration_s", 1e-320, "give a number from 1e-09 to"),
+        ("restart_s", -1, "give 0 or a number from"),
+        ("memory_share", -1, "give 0 or a number from"),
         ("memory_share", 1.5, "from 0 to 1"),
     ],
 )
@@ -190,7 +192,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(
     field: str, value: float, range_: str
 ) -> None:
     option = f"--{field.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"{option}: out of range; give .*{range_}"):
+    with pytest.raises(ConfigError, match=f"{option}: out of range; .*{range_}"):
         Cluster(**{field: value})
 
 
@@ -216,6 +218,16 @@ def test_the_command_refuses_ranks_that_do_not_divide(capsys: pytest.CaptureFixt
     assert "replicas of 32 ranks" in capsys.readouterr().err
     assert main(["plan", "--gpus", "8", "--parameters", "8e9"]) == 0
     assert "8.000 billion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", "1e400", "many"])
+def test_a_number_of_parameters_that_no_model_has_is_refused(
+    capsys: pytest.CaptureFixture, number: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--gpus", "8", f"--parameters={number}"])
+    assert ended.value.code == 2
+    assert f"'{number}' is not a number of parameters" in capsys.readouterr().err
 
 
 def test_the_command_knows_the_setting_weights(capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_flashckpt.errors import ConfigError
@@ -28,6 +30,7 @@ EXPERTS = {
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 CASES = {
     "tied": {},
     "tied-tp2-pp2": {**TP2, **PP2},
@@ -46,6 +49,37 @@ CASES = {
     },
     "experts-every-other": {**EXPERTS, **PP2, "moe_layer_freq": "([0,1]*2)"},
     "shared-expert": {**EXPERTS, **TP2, "moe_shared_expert_intermediate_size": 32},
+    "quick-geglu": {"quick_geglu": True, **TP2},
+    "rotary": {"use_rotary_position_embeddings": True},
+    "embedding-as-a-layer": {
+        **PP2,
+        "num_layers": 3,
+        "account_for_embedding_in_pipeline_split": True,
+    },
+    "embedding-and-loss-as-layers": {
+        **PP2,
+        "num_layers": 6,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+        "num_layers_per_virtual_pipeline_stage": 2,
+        **VPP2,
+    },
+    "layout": {**PP2, **VPP2, "num_layers": 7, "pipeline_model_parallel_layout": "Et|(t|)*2,t*4L"},
+    "first-stage-interleaved": {
+        **PP2,
+        **VPP2,
+        "num_layers": 6,
+        "decoder_first_pipeline_num_layers": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    },
+    # The second stage has all layers with experts.
+    "experts-every-other-interleaved": {
+        **EXPERTS,
+        **PP2,
+        **VPP2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "moe_layer_freq": "([0,1]*2)",
+    },
 }
 
 
@@ -69,6 +103,8 @@ def test_every_rank_writes_the_number_of_parameters_of_its_model(name: str) -> N
         real["add_bias_linear"] = not real.pop("disable_bias_linear")
     if "moe_layer_freq" in real:
         real["moe_layer_freq"] = [0, 1, 0, 1]
+    if "use_rotary_position_embeddings" in real:
+        real["position_embedding_type"] = "rope"
     stages = gpt_size.stages(gpt_size.parse(words_of(changes)))
     models = rank_models(arguments(**real))
     assert len({model.pp for model in models}) == len(stages)
@@ -102,8 +138,11 @@ def test_defaults_are_megatron_s() -> None:
         ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16", 2 + 2 + 8),
         (
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
-            2 + 4 + 2 + 1,
+            2 + 2 + 2 + 1,
         ),
+        ("--bf16 --use-precision-aware-optimizer --fp8-recipe mxfp8", 2 + 4 + 8),
+        ("--bf16 --use-precision-aware-optimizer --optimizer-cpu-offload", 2 + 4 + 8),
+        ("--fp16 --use-precision-aware-optimizer", 2 + 4 + 8),
     ],
 )
 def test_bytes_per_parameter_follow_from_the_arguments(words: str, nbytes: int) -> None:
@@ -124,6 +163,9 @@ def test_masters_in_fp16_are_refused() -> None:
     args = gpt_size.parse([*words.split(), "--main-params-dtype", "fp16"], model_known=True)
     with pytest.raises(ConfigError, match="needs fp32 masters"):
         gpt_size.derived_nbytes(args)
+    args = gpt_size.parse(words.split(), model_known=True)
+    with pytest.raises(ConfigError, match="keeps only the low halves"):
+        gpt_size.derived_nbytes(args)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +173,45 @@ def test_masters_in_fp16_are_refused() -> None:
     [
         ("--num-layers 4", "--hidden-size, --num-attention-heads, --padded-vocab-size"),
         ("--mtp-num-layers 1", "--mtp-num-layers cannot be computed; give --parameters"),
-        ("--num-layers many", "cannot be read"),
+        ("--moe-latent-size 64", "--moe-latent-size cannot be computed; give --parameters"),
+        ("--num-layers many", "cannot be read: argument --num-layers: 'many' is not a whole num"),
+        ("--num-layers", "cannot be read: argument --num-layers: expected one argument"),
+        ("--swiglu=yes", "cannot be read: argument --swiglu: ignored explicit argument 'yes'"),
     ],
 )
-def test_insufficient_arguments_are_refused_with_the_remedy(words: str, message: str) -> None:
+def test_insufficient_arguments_are_refused_with_the_remedy(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=message):
         gpt_size.parse(words.split())
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": "0"}, "argument --num-layers: '0' is not a whole number above 0"),
+        ({"tensor_model_parallel_size": -2}, "argument --tensor-model-parallel-size: '-2' is not"),
+        ({**TP2, "num_attention_heads": 3}, "--num-attention-heads 3 cannot be divided by --tens"),
+        ({"num_attention_heads": 5, "kv_channels": None}, "--hidden-size 24 cannot be divided by"),
+        ({**EXPERTS, "expert_model_parallel_size": 3}, "--num-experts 4 cannot be divided by"),
+        ({**EXPERTS, "moe_layer_freq": "0"}, "--moe-layer-freq 0: is neither a number nor a list"),
+        ({**EXPERTS, "moe_layer_freq": "x"}, "--moe-layer-freq x: is neither a number nor a list"),
+        ({**PP2, "decoder_first_pipeline_num_layers": 9}, "cannot be divided over 2 pipeline"),
+        (
+            {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 2},
+            "cannot be divided over 1 pipeline",
+        ),
+        ({**PP2, "num_layers_per_virtual_pipeline_stage": 3}, "cannot be divided over 2 pipeline"),
+        ({**PP2, "pipeline_model_parallel_layout": "Et|tL"}, "Et|tL: is not a layout of 4 layers"),
+        ({**PP2, "pipeline_model_parallel_layout": "Etttt|mL"}, "is not a layout of 4 layers"),
+        ({**PP2, "pipeline_model_parallel_layout": "Et|tt|tL"}, "has 3 parts, which cannot be"),
+        ({"pipeline_model_parallel_layout": f"E{'(t*9999)*9999'}L"}, "has too many layers"),
+    ],
+)
+def test_numbers_that_no_job_has_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        gpt_size.stages(gpt_size.parse(words_of(changes)))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_flashckpt.errors import LayoutError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
+
+#: The place in a key where a number of a layer or of an expert is left out, because the global
+#: tensor stacks them. Layers of different kinds have their numbers in their keys.
+STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
+STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,11 @@ class GlobalTensor:
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.key}"
+
+    @property
+    def stacking_axes(self) -> int:
+        """Number of leading axes over which layers, or experts, are stacked."""
+        return sum(bool(place.search(self.key)) for place in (STACKED_LAYERS, STACKED_EXPERTS))
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +157,14 @@ def several_types(name: str, dtypes: Iterable[torch.dtype]) -> UnsupportedError:
     return UnsupportedError(
         f"{name}: has layers of several element types ({listed}), which the destination cannot "
         "store in one tensor; convert to flashckpt or safetensors"
+    )
+
+
+def refuse_low_halves(name: str) -> NoReturn:
+    """Raise UnsupportedError for the masters `name`, of which only the low halves are stored."""
+    raise UnsupportedError(
+        f"{name} holds the low halves of fp32 values (--use-precision-aware-optimizer with bf16), "
+        "which no other format has; convert the weights alone with --weights-only"
     )
 
 

@@ -1,4 +1,4 @@
-"""Comparison of masters with weights, which alone detects optimizer state that a saver mixed up."""
+"""Comparison of masters with weights: the only check that finds mixed-up optimizer state."""
 
 from __future__ import annotations
 

@@ -39,12 +39,15 @@ class Rules:
     """Least number of parameters in a full bucket."""
     grows: bool = True
     """True if the size of a full bucket grows with the number of replicas."""
+    counts_context: bool = False
+    """True if context parallel ranks count as replicas for this size."""
 
 
 #: Rules of early 2024 (cb995d5).
 EARLY = Rules(alignment=1, end_multiple=1, lone_embeddings=False, fewest=2, grows=False)
-#: Rules, newest first: since core 0.8, 0.7, 0.6, and early 2024.
+#: Rules, newest first: since core 0.12, 0.8, 0.7, 0.6, and early 2024.
 RULES = (
+    Rules(alignment=64, end_multiple=128, counts_context=True),
     Rules(alignment=64, end_multiple=128),
     Rules(alignment=1, end_multiple=128),
     Rules(alignment=1, end_multiple=1, grows=False),
@@ -88,6 +91,11 @@ def is_early(args: Any) -> bool:
 
 def remedy(args: Any) -> str:
     """Return the remedy for masters and weights that contradict each other."""
+    if getattr(args, "use_precision_aware_optimizer", False):
+        return (
+            "with this job's --use-precision-aware-optimizer the files may hold only the low "
+            f"halves of masters; {REMEDY}"
+        )
     if not gathers_late(args):
         return REMEDY
     return (
@@ -98,7 +106,7 @@ def remedy(args: Any) -> str:
 
 
 def gathers_late(args: Any) -> bool:
-    """Return whether a save may store the weights before the last step's are gathered."""
+    """Return whether a save may store weights that are one step older than their masters."""
     return bool(getattr(args, "overlap_param_gather", False))
 
 
@@ -212,7 +220,10 @@ def _bucket_numel(model: RankModel, args: Any, chunk: int, rules: Rules) -> int 
         return numel // int(args.ddp_num_buckets)
     if getattr(args, "ddp_bucket_size", None) is not None:
         return int(args.ddp_bucket_size)
-    return max(40_000_000, 1_000_000 * int(args.data_parallel_size) if rules.grows else 0)
+    replicas = int(args.data_parallel_size) if rules.grows else 0
+    if rules.counts_context:
+        replicas *= int(getattr(args, "context_parallel_size", None) or 1)
+    return max(40_000_000, 1_000_000 * replicas)
 
 
 def _buffer(

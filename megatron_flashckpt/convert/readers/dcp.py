@@ -97,6 +97,8 @@ class Reader:
                 "run code through them; load and save the checkpoint with the Megatron that wrote "
                 "it"
             ) from None
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{place}: is missing; {_ANOTHER}") from None
         except OSError:
             raise
         except Exception as error:  # a damaged pickle raises anything

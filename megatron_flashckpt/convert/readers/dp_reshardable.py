@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
-from megatron_flashckpt.convert.common.contents import GlobalTensor
+from megatron_flashckpt.convert.common.contents import GlobalTensor, refuse_low_halves
 from megatron_flashckpt.convert.common.tensor_parts import (
     ByKey,
     Part,
@@ -107,6 +107,10 @@ def _group_parts(
             f"{where}: has no fp32 masters (--use-precision-aware-optimizer); save it once without "
             "this option, or convert the weights alone with --weights-only"
         )
+    for states in names:
+        for name in states[ddp_buckets.MAIN].values():
+            if reader.tensors[name].dtype == torch.int16:
+                refuse_low_halves(f"{reader.directory}: {name}")
     numels = [
         tuple(
             reader.tensors[states[ddp_buckets.MAIN][bucket]].shape[0]

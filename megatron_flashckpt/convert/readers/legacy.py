@@ -117,7 +117,7 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
 
 
 def accepts(rank: RankFiles, options: Options) -> bool:
-    """Return whether to accept weights that differ from their masters, as older weights."""
+    """Return whether weights may differ from their masters because they are one step older."""
     return options.accept_damage and ddp_buckets.gathers_late(rank.state["args"])
 
 

@@ -52,12 +52,8 @@ def distributed(
         CorruptCheckpointError: the buffers belong to another model, or contradict the weights.
     """
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
-    states = stored if isinstance(stored, list) else [stored]
-    if len(states) != len(subs):
-        raise CorruptCheckpointError(
-            f"{place}: has the state of {len(states)} optimizers, expected {len(subs)} by the "
-            f"args; {ddp_buckets.REMEDY}"
-        )
+    states = _listed(stored)
+    _refuse_another_count(states, subs, place)
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
         if state is None:
@@ -80,6 +76,18 @@ def distributed(
             remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
     return RankOptimizer(parts, hyper_parameters(saved))
+
+
+def _refuse_another_count(states: Sequence[Any], subs: Sequence[Any], place: str) -> None:
+    """Raise if the file has the state of another number of optimizers than a job of its args.
+
+    With Muon, jobs have more.
+    """
+    if len(states) != len(subs):
+        raise CorruptCheckpointError(
+            f"{place}: has the state of {len(states)} optimizers, expected {len(subs)} by the "
+            f"args; {ddp_buckets.REMEDY}"
+        )
 
 
 def _stored_numels(
@@ -144,6 +152,7 @@ def plain(
     """
     parts: list[Part] = []
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
+    _refuse_another_count(_listed(saved), subs, place)
     for chunks, saved_state in zip(subs, _listed(saved), strict=True):
         inner = saved_state.get("optimizer", saved_state)
         held = list(_of_parameters(chunks, weights, args, inner, saved_state, place))
@@ -158,11 +167,16 @@ def plain(
         for parameter, weight, master, state in held:
             if master is not None:
                 parts.append(part_of(parameter.geometry, MASTER, master))
-            parts += [
-                part_of(parameter.geometry, kind, value)
-                for kind, value in state.items()
-                if isinstance(value, torch.Tensor) and value.shape == weight.shape
-            ]
+            for kind, value in state.items():
+                if kind == "step" or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape != weight.shape:
+                    raise CorruptCheckpointError(
+                        f"{place}: {kind} of {parameter.name} has the shape {tuple(value.shape)}, "
+                        f"expected {tuple(weight.shape)}, so the optimizer state cannot be "
+                        f"assigned to parameters; {ddp_buckets.REMEDY}"
+                    )
+                parts.append(part_of(parameter.geometry, kind, value))
     return RankOptimizer(parts, hyper_parameters(saved))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import re
 import types
@@ -24,7 +25,12 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import safe_pickle
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import (
+    Contents,
+    GlobalTensor,
+    read_region,
+    refuse_low_halves,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.dcp import Reader, StoredTensor
 from megatron_flashckpt.convert.readers.dp_reshardable import optimizer_tensors
@@ -54,6 +60,7 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
             which some layouts of optimizer state require.
         CorruptCheckpointError: files are damaged or missing.
     """
+    _refuse_another_backend(directory)
     reader = Reader(directory)
     common = _common(directory)
     if iteration == 0:  # a release may have the last iteration of its training
@@ -66,6 +73,8 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
         optimizer = _groups_by_bucket(reader, optimizer)
         tensors += optimizer_tensors(reader, common, tensors)
     suspicion = None
+    if optimizer is not None and getattr(common["args"], "use_precision_aware_optimizer", False):
+        _refuse_low_halves_in_fp32(directory, tensors)
     if optimizer is not None and sharding == RESHARDABLE:
         suspicion = (
             "megatron-core 0.15.0 to 0.19.0 wrote wrong optimizer state in the format "
@@ -83,6 +92,30 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
         suspicion=suspicion,
         doubles=tuple(doubles),
     )
+
+
+def _refuse_another_backend(directory: Path) -> None:
+    """Raise if tensors are stored in another of Megatron's backends (zarr, until core 0.15)."""
+    try:
+        described = json.loads((directory / CONFIG).read_bytes())
+    except ValueError:
+        return  # damaged; the other files decide
+    backend = described.get("sharded_backend") if isinstance(described, dict) else None
+    if backend not in (None, "torch_dist"):
+        raise UnsupportedError(
+            f"{directory}: stores tensors as '{backend}', which is not converted; let the Megatron "
+            "that wrote it load and save it as torch_dist"
+        )
+
+
+def _refuse_low_halves_in_fp32(directory: Path, tensors: list[GlobalTensor]) -> None:
+    """Raise if masters hold low halves: integers, which Megatron writes as fp32 numbers."""
+    matrices = (tensor for tensor in tensors if tensor.kind == MASTER and len(tensor.shape) > 1)
+    master = next(matrices, None)
+    if master is not None and master.boxes:
+        sample = master.read(master.boxes[0])
+        if bool((sample == sample.trunc()).all()) and bool(sample.any()):
+            refuse_low_halves(f"{directory}: {master.name}")
 
 
 def _common(directory: Path) -> dict[str, Any]:
@@ -147,11 +180,7 @@ def _tensors(
             kind = MASTER if match["state"] in _MASTERS else match["state"]
             tensor = _tensor(reader, name, stored, kind, match["key"])
         if kind == MASTER and stored.dtype == torch.int16:
-            raise UnsupportedError(
-                f"{reader.directory}: {name} holds the low halves of fp32 values "
-                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
-                "the weights alone with --weights-only"
-            )
+            refuse_low_halves(f"{reader.directory}: {name}")
         tensors[kind, tensor.key] = tensor
     # The distributed optimizer also stores fp32 parameters, which are their own masters.
     doubles = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,17 +108,24 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
 
 
 def _places(contents: Contents) -> list[Coordinates]:
-    """Return the coordinates in the parallel layout whose side state differs."""
+    """Return the coordinates in the parallel layout whose side state differs.
+
+    If replicas differ, a load needs all coordinates of a rank to find the rank's own state.
+    """
     args = contents.args
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     ways = getattr(args, "tensor_model_parallel_size", None) or 1
     replicas = max((len(states) for states in contents.rng.values()), default=1)
-    return [
-        Coordinates(pp=pp, tp=tp, dp=dp)
-        for dp in range(replicas)
-        for pp in range(stages)
-        for tp in range(ways)
-    ]
+    context = (getattr(args, "context_parallel_size", None) or 1) if replicas > 1 else 1
+    experts = getattr(args, "expert_model_parallel_size", None) or 1
+    expert_ways = getattr(args, "expert_tensor_parallel_size", None) or ways
+    places = []
+    for dp, cp, pp, tp in itertools.product(*map(range, (replicas, context, stages, ways))):
+        # Megatron numbers the ranks of a stage by tensor, context and data parallel rank, and
+        # divides the same numbers among expert tensor, expert and expert data parallel ranks.
+        edp, rest = divmod(tp + ways * (cp + context * dp), expert_ways * experts)
+        places.append(Coordinates(tp=tp, pp=pp, dp=dp, cp=cp, ep=rest // expert_ways, edp=edp))
+    return places
 
 
 def _rank_state(contents: Contents, place: Coordinates) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.contents import Contents
 from megatron_flashckpt.convert.common.tensor_parts import ByKey, local_dtype, local_tensor
 from megatron_flashckpt.convert.readers.legacy_optimizer import grouped
-from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
@@ -36,7 +36,14 @@ def of_rank(
 
     Raises:
         MissingStateError: masters or moments are missing; the message names all.
+        UnsupportedError: the optimizer is Muon.
     """
+    if "muon" in str(getattr(contents.args, "optimizer", "")):
+        raise UnsupportedError(
+            f"{contents.place}: --optimizer {contents.args.optimizer} divides the parameters "
+            "among several optimizers, which is not written in this format; convert to "
+            "torch_dist, or the weights alone with --weights-only"
+        )
     subs = ddp_buckets.sub_optimizers(model, contents.args, experts=experts)
     saved = _saved(contents, len(subs), experts=experts)
     if not getattr(contents.args, "use_distributed_optimizer", False):

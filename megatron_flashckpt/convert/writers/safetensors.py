@@ -12,14 +12,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import torch
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import (
+    STACKED_EXPERTS,
+    STACKED_LAYERS,
+    Contents,
+    GlobalTensor,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import new_directory
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
@@ -27,9 +31,6 @@ from megatron_flashckpt.layout.reshard import Box, intersection
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
 INDEX = "model.safetensors.index.json"
-
-_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
-_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +80,9 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
 
 def _unstacked(tensor: GlobalTensor) -> Iterator[_NamedRegion]:
     """Yield the parts of `tensor` that have names of their own."""
-    axes, pattern = 0, tensor.key
-    if _LAYERS.search(pattern):
-        pattern = _LAYERS.sub(lambda match: f"{match[0]}{{}}.", pattern, count=1)
-        axes += 1
-    if axes and _EXPERTS.search(pattern):
-        pattern = _EXPERTS.sub(".experts.local_experts.{}.", pattern, count=1)
-        axes += 1
+    axes = tensor.stacking_axes
+    pattern = STACKED_LAYERS.sub(lambda match: f"{match[0]}{{}}.", tensor.key, count=1)
+    pattern = STACKED_EXPERTS.sub(".experts.local_experts.{}.", pattern, count=1)
     for numbers in itertools.product(*(range(n) for n in tensor.shape[:axes])):
         inner = tensor.shape[axes:]
         region = (*numbers, *(0 for _ in inner)), (*(1 for _ in numbers), *inner)

@@ -25,7 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, several_types
+from megatron_flashckpt.convert.common.contents import (
+    Contents,
+    GlobalTensor,
+    refuse_low_halves,
+    several_types,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
@@ -35,7 +40,6 @@ from megatron_flashckpt.convert.common.output_dir import (
 )
 from megatron_flashckpt.convert.readers.dcp import METADATA
 from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
-from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
@@ -46,8 +50,8 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _EXPERT = "is_expert_parallel"
-_LAYER = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
-_EXPERTS = ".experts.experts."
+#: Name of a parameter in its module, with the name of the part if Megatron splits the parameter.
+_LEAF = re.compile(r"\.(?:(?:weight|bias)\.)?[^.]+$")
 
 
 def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
@@ -62,11 +66,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)
         if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
-            raise UnsupportedError(
-                f"{tensor.name} holds the low halves of fp32 values "
-                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
-                "the weights alone with --weights-only"
-            )
+            refuse_low_halves(tensor.name)
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
@@ -149,9 +149,8 @@ def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
     for tensor in contents.tensors:
         if tensor.kind != WEIGHT:
             continue
-        axes = len(_LAYER.findall(tensor.key)) and 1 + (_EXPERTS in tensor.key)
-        counts = tensor.shape[:axes] or (1,)
-        path = tensor.key.rpartition(".")[0]
+        counts = tensor.shape[: tensor.stacking_axes] or (1,)
+        path = _LEAF.sub("", tensor.key)
         modules = [path]
         if path.endswith("attention.linear_proj"):
             modules.append(path.replace("linear_proj", "core_attention"))  # has no tensors
@@ -190,10 +189,17 @@ def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
 
 
 def _chained(optimizer: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the entries by Megatron's optimizers: experts have an optimizer of their own."""
-    dense = [entry for entry in optimizer if not _is_expert(entry)]
-    experts = [entry for entry in optimizer if _is_expert(entry)]
-    return [part for part in (dense, experts) if part]
+    """Return the entries by Megatron's optimizers, in the order in which Megatron chains these.
+
+    Experts have an optimizer of their own. With Muon, so have the parameters that Muon does not
+    step: they have Adam or Lion, whose groups have `betas`.
+    """
+    parts: dict[bool, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+    for entry in optimizer:
+        has_betas = any("betas" in group for group in entry["param_groups"])
+        dense, experts = parts.setdefault(has_betas, ([], []))
+        (experts if _is_expert(entry) else dense).append(entry)
+    return [part for pair in parts.values() for part in pair if part]
 
 
 def _is_expert(entry: dict[str, Any]) -> bool:

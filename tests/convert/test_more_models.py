@@ -1,0 +1,209 @@
+"""Conversion of less common models and optimizers, with training in real Megatron.
+
+Four launched jobs train all cases in turn. Stock trains 6 iterations and saves every second. Ours
+resumes from stock's converted iteration 2. Stock resumes from our iteration 4, converted back, and
+from its own iteration 2 after two conversions without a job between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
+from tests.convert.made import differing
+from tests.integration.flag_runs import Job, JobResult, run_jobs
+
+BF16 = "--bf16 --train-iters 6"
+ADAM = "--use-distributed-optimizer"
+RESHARDABLE = f"{ADAM} --dist-ckpt-optim-fully-reshardable"
+PP2 = "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--disable-bias-linear --swiglu --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model or optimizer."""
+
+    flags: str
+    format: str = "torch_dist"
+    """Format in which stock saves."""
+    back: str = "torch_dist"
+    """Format in which stock gets our checkpoint."""
+    stand_in: str = ""
+    """One of `tests/support/jobs/stand_ins.py`."""
+
+
+CASES = {
+    # A list of layers with experts makes Megatron number all layers in keys.
+    "experts-tp2-ep2-etp1-numbered-layers": Case(
+        f"{BF16} {ADAM} --num-layers 2 {TP2} --sequence-parallel {EXPERTS} --moe-layer-freq ([1]*2)"
+        " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    ),
+    "mtp-experts-pp2": Case(
+        f"{BF16} {RESHARDABLE} --num-layers 2 {PP2} --untie-embeddings-and-output-weights "
+        f"--mtp-num-layers 1 --position-embedding-type rope {EXPERTS}"
+    ),
+    "uneven-pp2": Case(
+        f"{BF16} {ADAM} --num-layers 3 {PP2} --decoder-first-pipeline-num-layers 1 --swiglu",
+        "torch",
+        "torch",
+    ),
+    "layout-pp2-plain": Case(
+        f"{BF16} --num-layers 3 {PP2} --pipeline-model-parallel-layout Et*1|ttL", "torch", "torch"
+    ),
+    "one-query-group-tp2-vocabulary": Case(
+        f"{BF16} {ADAM} --num-layers 2 {TP2} --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 1 --swiglu --vocab-size 300 --untie-embeddings-and-output-weights"
+    ),
+    "fp16-dp2": Case(f"--fp16 --train-iters 6 {ADAM} --initial-loss-scale 4096"),
+    # Stock 0.17.1 does not load its own torch_dist of SGD.
+    "sgd-dp2": Case(f"{BF16} --optimizer sgd", back="torch"),
+    "random-init-dp2": Case(f"{BF16} {RESHARDABLE} --data-parallel-random-init"),
+    "instances": Case(
+        f"{BF16} {ADAM} --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
+    ),
+    "muon": Case(f"{BF16} --optimizer muon", stand_in="emerging"),
+}
+SAVES = "--save {save} --save-interval 2"
+#: TransformerEngine's optimizer keeps only the low halves of masters, which no format converts.
+AWARE = f"--bf16 --train-iters 2 {ADAM} --use-precision-aware-optimizer"
+LOW_HALVES = r"low halves .*--weights-only"
+#: Flags, format, entry point and stand-in of jobs whose optimizer state is refused; the reason.
+REFUSED = {
+    "aware-torch-dist": (AWARE, "torch_dist", "stock", "fused_adam", LOW_HALVES),
+    "aware-reshardable": (
+        *(f"{AWARE} --dist-ckpt-optim-fully-reshardable", "torch_dist", "stock"),
+        *("fused_adam", LOW_HALVES),
+    ),
+    "aware-torch": (AWARE, "torch", "stock", "fused_adam", LOW_HALVES),
+    "aware": (AWARE, "torch_dist", "ours", "fused_adam", LOW_HALVES),
+    "muon-torch": (
+        *("--bf16 --train-iters 2 --optimizer muon", "torch", "stock", "emerging"),
+        "has the state of 2 optimizers, expected 1 by the args; .*--weights-only",
+    ),
+}
+
+
+class Runs:
+    """All jobs, and the conversions between them."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.a = self._run("a", dict.fromkeys(CASES, ""), "stock", lambda case: case.format)
+        self.errors: dict[tuple[str, str], Exception] = {}
+        loads = {name: self._converted("a", name, 2, "flashckpt") for name in CASES}
+        self.b = self._run("b", loads, "ours", lambda case: "torch_dist")
+        loads = {name: self._converted("b", name, 4, CASES[name].back) for name in CASES}
+        self.c = self._run("c", loads, "stock", lambda case: case.back)
+        loads = {name: self._converted("a-flashckpt", name, 2, CASES[name].back) for name in CASES}
+        self.d = self._run("d", loads, "stock", lambda case: case.back)
+
+    def save(self, job: str, name: str) -> Path:
+        if job in "abcd":
+            return self.where / job / ("ours" if job == "b" else "stock") / name
+        return self.where / job / name
+
+    def contents(self, job: str, name: str, iteration: int) -> Contents:
+        return open_source(self.save(job, name), iteration, Options()).contents
+
+    def _converted(self, job: str, name: str, iteration: int, to: str) -> str:
+        destination = self.where / f"{job}-{to}" / name
+        try:
+            opened = open_source(self.save(job, name), iteration, Options())
+            convert(opened, destination, to, Options())
+        except Exception as error:
+            self.errors[job, name] = error
+        return f"--load {destination}"
+
+    def _run(
+        self,
+        job: str,
+        loads: dict[str, str],
+        entry_point: str,
+        format_of: Callable[[Case], str],
+    ) -> dict[str, JobResult]:
+        jobs = [
+            Job(
+                name,
+                f"{case.flags} --ckpt-format {format_of(case)} {SAVES} {loads[name]}",
+                entry_points=(entry_point,),
+                options={"stand_in": case.stand_in},
+            )
+            for name, case in CASES.items()
+        ]
+        if job == "a":
+            jobs += [
+                Job(
+                    name,
+                    f"{flags} --ckpt-format {fmt} {SAVES}",
+                    entry_points=(entry,),
+                    options={"stand_in": stand_in},
+                )
+                for name, (flags, fmt, entry, stand_in, _) in REFUSED.items()
+            ]
+        (self.where / job).mkdir()
+        done = run_jobs(self.where / job, jobs, ranks=2)
+        return {name: next(iter(results.values())) for name, results in done.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("more"))
+
+
+def groups(contents: Contents) -> list[dict]:
+    return [group for entry in contents.optimizer or [] for group in entry["param_groups"]]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("job", ["b", "c", "d"])
+def test_training_continues_bit_for_bit_after_conversions(runs: Runs, job: str, name: str) -> None:
+    whole, later = runs.a[name], getattr(runs, job)[name]
+    assert whole.ended == "end", whole.output[-3000:]
+    before = {"b": "a", "c": "b", "d": "a-flashckpt"}[job]
+    if (before, name) in runs.errors:
+        raise runs.errors[before, name]
+    assert later.ended == "end", (later.ended, later.output[-3000:])
+    first = 4 if job == "c" else 2
+    assert later.iteration == first
+    assert later.losses == [loss for loss in whole.losses if loss[0] > first]
+    stock, other = runs.contents("a", name, 6), runs.contents(job, name, 6)
+    assert differing(stock.tensors, other.tensors) == []
+    assert groups(other) == groups(stock)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "torch"])
+def test_optimizer_state_without_whole_masters_or_places_is_refused_with_the_reason(
+    runs: Runs, tmp_path: Path, name: str, to: str
+) -> None:
+    _, _, entry_point, _, reason = REFUSED[name]
+    assert runs.a[name].ended == "end", runs.a[name].output[-3000:]
+    save = runs.where / "a" / entry_point / name
+    if (entry_point, to) != ("ours", "flashckpt"):
+        with pytest.raises(FlashCkptError, match=reason):
+            convert(open_source(save, 2, Options()), tmp_path / "result", to, Options())
+        assert not list(tmp_path.rglob("iter_*"))
+    options = Options(weights_only=True)
+    convert(open_source(save, 2, options), tmp_path / "weights", to, options)
+
+
+def test_the_optimizers_of_muon_are_not_written_in_the_legacy_format(
+    runs: Runs, tmp_path: Path
+) -> None:
+    source = open_source(runs.save("b", "muon"), 4, Options())
+    with pytest.raises(UnsupportedError, match=r"--optimizer muon divides .*--weights-only"):
+        convert(source, tmp_path, "torch", Options())
+    assert not list(tmp_path.rglob("iter_*"))
