@@ -18,7 +18,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.megatron_lm.compat import feature
+from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
 from megatron_flashckpt.metrics import report_metric
@@ -187,7 +187,9 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
         and getattr(args, "async_save", None)
         and torch.distributed.is_initialized()
     ):
-        log(f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
+        # Since core 0.18 the directory comes first.
+        place = (args.save,) if takes(log, "save_dir") else ()
+        log(*place, f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
     if not save.last_rank:
         return
     success = feature("on_save_checkpoint_success")
