@@ -19,6 +19,7 @@ import torch
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.megatron_lm.compat import feature, takes
+from megatron_flashckpt.megatron_lm.job_flags import why_left
 from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
 from megatron_flashckpt.metrics import report_metric
@@ -83,8 +84,8 @@ def ask_for_memory_saves(args: Any, interval: int | None) -> None:
 def announce_left_to_megatron(flag: str) -> None:
     """Log once that Megatron's own functions save and load in this job."""
     checkpointing().print_rank_0(
-        f"  flashckpt: with {flag} the model shards its parameters itself, which this release "
-        "does not support: Megatron's own functions save and load this job"
+        f"  flashckpt: with {flag} {why_left(flag)}: Megatron's own functions save and load this "
+        "job; they read Megatron's own formats only"
     )
 
 

@@ -307,6 +307,8 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
     assert left.left == (["iter_0000002", "iter_0000004"], "4")
     assert (left.save / "iter_0000004/mp_rank_00/model_optim_rng.pt").is_file()
     assert left.output.count("Megatron's own functions save and load this job") == 1
+    # Nothing was prepared: the self-check would refuse such a model.
+    assert left.output.count("flashckpt:") == 1
 
 
 def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
