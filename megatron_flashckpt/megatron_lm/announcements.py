@@ -169,8 +169,9 @@ def saves_after_training(args: Any, iteration: int) -> bool:
 
 
 def announce_committed(args: Any, save: AnnouncedSave) -> None:
-    """Log that the save is committed, as Megatron's finalizers do. No communication.
+    """Log that the save is committed, and do what else Megatron's finalizers do.
 
+    No communication.
     Also called while the process exits; the process group may be destroyed by then.
     """
     if save.first_rank:
@@ -180,6 +181,9 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
             f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
             flush=True,
         )
+        compact = feature("_maybe_compact_rollout_bank")
+        if compact is not None and getattr(args, "rl_durable_rollout_bank", False):
+            compact(save.iteration)
     log = feature("append_to_progress_log")
     if (
         log is not None

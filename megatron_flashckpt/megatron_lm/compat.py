@@ -39,6 +39,7 @@ _OPTIONAL = (
     ("get_rerun_state_machine",),
     ("ft_integration", "maybe_save_dataloader_state", "wandb_utils"),
     ("set_loaded_iteration",),
+    ("_maybe_compact_rollout_bank",),
 )
 #: Modules whose existence shows that a release has the feature of a name.
 _MODULES = {"get_rerun_state_machine": "megatron.core.rerun_state_machine"}

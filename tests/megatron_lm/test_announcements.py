@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,28 @@ from megatron.training import checkpointing
 from megatron_flashckpt.megatron_lm.announcements import AnnouncedSave, announce_committed
 
 SAVE = AnnouncedSave(6, "/save", None, True, False, (1, 1), (1, 1))
+OTHER_RANK = dataclasses.replace(SAVE, first_rank=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "save", "expected"),
+    [
+        (Namespace(rl_durable_rollout_bank=True), SAVE, [6]),
+        (Namespace(rl_durable_rollout_bank=True), OTHER_RANK, []),
+        (Namespace(rl_durable_rollout_bank=False), SAVE, []),
+        (Namespace(), SAVE, []),
+    ],
+)
+def test_rank_0_compacts_the_rollout_bank_when_a_save_is_committed(
+    args: Namespace, save: AnnouncedSave, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron of August 2026 does, so that a resumed job replays no rollout."""
+    compacted: list[Any] = []
+    monkeypatch.setattr(
+        checkpointing, "_maybe_compact_rollout_bank", compacted.append, raising=False
+    )
+    announce_committed(args, save)
+    assert compacted == expected
 
 
 def _until_0_17(string: str, barrier: bool = True) -> None: ...
@@ -32,3 +55,8 @@ def test_the_progress_log_is_called_as_each_release_wants_it(
     logged.assert_called_once_with(
         *place, "Saved async checkpoint\tIteration: 6", barrier=False
     )
+
+
+def test_releases_without_a_rollout_bank_need_none() -> None:
+    assert not hasattr(checkpointing, "_maybe_compact_rollout_bank")
+    announce_committed(Namespace(rl_durable_rollout_bank=True), SAVE)
