@@ -120,6 +120,9 @@ ALIKE = [
     ),
     Job("rerun", f"{DIST} --save {{save}} --save-interval 9", options={"spoil": 3}),
     Job("rerun-2", f"{DIST} --load {{rerun}}", options={"spoil": 3}),
+    # Megatron saves iteration 2 again, now with the state of the rerun.
+    Job("rerun-saved", f"{DIST} {EVERY_2}", options={"spoil": 3}),
+    Job("rerun-saved-2", f"{DIST} --load {{rerun-saved}}", options={"spoil": 3}),
     Job("dense", f"{DIST} --use-cpu-initialization {EVERY_2} --disable-bias-linear"),
     Job(
         "upcycle",
