@@ -94,17 +94,21 @@ def _request(call: SaveCall, margs: Any) -> SaveRequest:
     """Return the request: the state to save, and the wait of training."""
     wait = wait_of(session.config.wait)
     until_durable = wait == "durable" and not call.non_persistent
+    saves_optimizer = not getattr(margs, "no_save_optim", False)
+    # Without the optimizer no step waits for late copies: Megatron saves an upcycled model so.
+    must_copy = call.optimizer is None or changes_outside_steps(margs) is not None
     return SaveRequest(
         iteration=call.iteration,
         chunks=unwrap(call.model),
-        optimizer=None if getattr(margs, "no_save_optim", False) else call.optimizer,
+        optimizer=call.optimizer if saves_optimizer else None,
+        unsaved_optimizer=None if saves_optimizer else call.optimizer,
         args=margs,
         scheduler=call.scheduler,
         floating_point_operations=call.floating_point_operations,
         data_iterator=call.data_iterator,
         has_rerun_machine=True,
         memory_only=call.non_persistent,
-        blocking=wait == "staged" or changes_outside_steps(margs) is not None,
+        blocking=wait == "staged" or must_copy,
         must_wait=until_durable,
         # With `durable` the loop waits for the shard, so the shard must not wait for the loop.
         in_loop=session.loop_timer.is_running and not until_durable,

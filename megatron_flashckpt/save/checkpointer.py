@@ -219,7 +219,8 @@ class Checkpointer:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
         self.saves.process_failures()
-        self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
+        stepped = request.unsaved_optimizer if request.optimizer is None else request.optimizer
+        self.hook.install(stepped, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.id is None:
             self.run.begin(run_id.from_store(self.root))
         save_id = self.run.new_save_id()

@@ -19,6 +19,8 @@ class SaveRequest:
     """Megatron's optimizer; None to save weights only."""
     args: Any
     """Megatron's arguments."""
+    unsaved_optimizer: Any = None
+    """Megatron's optimizer if only weights are saved. Its step waits for their copies."""
     scheduler: Any = None
     """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
     floating_point_operations: Any = 0

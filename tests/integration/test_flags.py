@@ -80,6 +80,10 @@ OTHER_STAGES = [
 _CONVERTED = f"{EVERY_2} --ckpt-convert-format torch_dist --ckpt-convert-save {{save}}"
 #: After a resume, stock trains differently from the uninterrupted job; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
+_EXPERTS = (
+    f"{DIST} --train-iters 8 --use-cpu-initialization --disable-bias-linear --num-experts 2 "
+    "--ffn-hidden-size 128"
+)
 #: Jobs that must agree at both entry points in everything that is compared.
 ALIKE = [
     Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
@@ -87,7 +91,7 @@ ALIKE = [
     Job("finetune-in-place", f"{TORCH} --load {{save}} {EVERY_2} --finetune", ("whole", 4)),
     Job("no-load-optim", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-optim"),
     Job("no-load-rng", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-rng"),
-    Job("no-save-optim", f"{TORCH} {EVERY_2} --no-save-optim"),
+    Job("no-save-optim", f"{TORCH} {EVERY_2} --no-save-optim", options={"hold_copies": 1}),
     Job(
         "no-save-optim-2",
         f"{TORCH} {EVERY_2} --load {{save}} --no-save-optim --no-load-optim",
@@ -126,9 +130,10 @@ ALIKE = [
     Job("dense", f"{DIST} --use-cpu-initialization {EVERY_2} --disable-bias-linear"),
     Job(
         "upcycle",
-        f"{DIST} --train-iters 8 --use-cpu-initialization {EVERY_2} --disable-bias-linear "
-        "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
+        f"{_EXPERTS} --save {{save}} --save-interval 4 --load {{dense}} --moe-use-upcycling",
+        options={"hold_copies": 2},  # the rate of the first step is 0
     ),
+    Job("upcycle-2", f"{_EXPERTS} --load {{upcycle}} --ckpt-step 1 --no-load-optim"),
 ]
 #: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
@@ -315,7 +320,7 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
 
 
 def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
-    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 2).items()}
+    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 4).items()}
     assert any("experts" in name for name in saved)
     assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()
 
