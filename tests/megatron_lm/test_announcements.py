@@ -52,9 +52,7 @@ def test_the_progress_log_is_called_as_each_release_wants_it(
     monkeypatch.setattr(checkpointing, "append_to_progress_log", logged)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     announce_committed(Namespace(save="/save", log_progress=True, async_save=True), SAVE)
-    logged.assert_called_once_with(
-        *place, "Saved async checkpoint\tIteration: 6", barrier=False
-    )
+    logged.assert_called_once_with(*place, "Saved async checkpoint\tIteration: 6", barrier=False)
 
 
 def test_releases_without_a_rollout_bank_need_none() -> None:
