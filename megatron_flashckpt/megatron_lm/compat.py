@@ -70,6 +70,15 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
 
 
+def keeps_given_rates() -> bool:
+    """Return whether Megatron's load obeys --override-opt-param-scheduler in param groups.
+
+    Earlier releases (seen until core 0.19) take the rates of the checkpoint in spite of the flag.
+    """
+    load = inspect.unwrap(original("checkpointing", "load_checkpoint"))
+    return "override_opt_param_scheduler" in load.__code__.co_consts
+
+
 def missing(args: Any) -> list[str]:
     """Return one line per difference between Megatron and the shims' expectations.
 

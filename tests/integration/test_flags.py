@@ -145,6 +145,13 @@ OTHER = [
     Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
     Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", entry_points=("ours",)),
     Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
+    # Only newer releases know this flag.
+    Job(
+        "override",
+        f"{TORCH} --load {{whole}} --ckpt-step 2",
+        entry_points=("ours",),
+        options={"attributes": {"override_ckpt_iteration": 1}},
+    ),
     Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
     Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
     Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
@@ -301,6 +308,15 @@ def test_a_conversion_by_megatron_writes_the_format_that_its_flag_names(runs: Ru
     assert not list((converted.save / "torch_dist").rglob("manifest.json"))
     assert "flashckpt: saves to" not in converted.output
     assert runs["convert-format-2"]["ours"].losses == runs["whole-2"]["ours"].losses
+
+
+def test_an_overridden_iteration_also_rewinds_the_data(runs: Runs) -> None:
+    """The rows of iteration 2 again, with the weights and the random state after it."""
+    override, whole = runs["override"]["ours"], runs["whole"]["ours"]
+    assert override.ended == "end", override.output[-3000:]
+    assert sorted({iteration for iteration, _ in override.losses}) == [2, 3, 4]
+    assert "start at iteration 1 (consumed_train_samples 4)" in override.output
+    assert override.losses[:2] != whole.losses[2:4]
 
 
 def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
