@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.compat import feature, takes
+from megatron_flashckpt.megatron_lm.compat import feature, keeps_given_rates, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -44,9 +44,11 @@ def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: LoadedChe
     # Fill after the extra states, which hold the scales of delayed scaling.
     if not call.skip_model_and_optimizer and model_state.geometry(chunks).quantized:
         fill_from_masters(call.model, call.optimizer)
-    if not margs.finetune:
-        _apply_rank_state(margs, common["args"], side.rank_state)
-    return 0 if margs.finetune else int(common["iteration"])
+    if margs.finetune:
+        return 0
+    _apply_rank_state(margs, common["args"], side.rank_state)
+    target: int | None = getattr(margs, "override_ckpt_iteration", None)
+    return int(common["iteration"] if target is None else target)
 
 
 def _check_and_take_args(margs: Any, saved: Any) -> None:
@@ -54,11 +56,31 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     stock.check_checkpoint_args(_as_of_this_layout(saved, margs))
     margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
+    if (target := getattr(margs, "override_ckpt_iteration", None)) is not None:
+        _rewind(margs, saved, target)
     update = stock.update_num_microbatches
     # The function can log its changes since core 0.9.
     verbose = {"verbose": True} if takes(update, "verbose") else {}
     update(consumed_samples=margs.consumed_train_samples, **verbose)
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+
+
+def _rewind(margs: Any, saved: Any, target: int) -> None:
+    """Set the data's position to that of iteration `target` (--override-ckpt-iteration)."""
+    print_rank_0 = checkpointing().print_rank_0
+    margs.consumed_train_samples = target * margs.global_batch_size
+    margs.skipped_train_samples = 0
+    print_rank_0(
+        f"--override-ckpt-iteration: start at iteration {target} "
+        f"(consumed_train_samples {margs.consumed_train_samples})"
+    )
+    saved_size = getattr(saved, "global_batch_size", margs.global_batch_size)
+    if saved_size != margs.global_batch_size:
+        print_rank_0(
+            f"WARNING: --override-ckpt-iteration counts {margs.global_batch_size} samples per "
+            f"iteration, but the checkpoint was saved at --global-batch-size {saved_size}: the "
+            "data may start at another sample"
+        )
 
 
 def _as_of_this_layout(saved: Any, margs: Any) -> Any:
@@ -91,6 +113,25 @@ def _apply_to_optimizer(
     scheduler_state = loaded.side.common["opt_param_scheduler"]
     if call.scheduler is not None and scheduler_state is not None:
         call.scheduler.load_state_dict(scheduler_state)
+        overrides = getattr(margs, "override_opt_param_scheduler", False)
+        if overrides and optimizer is not None and keeps_given_rates():
+            _take_given_rates(margs, optimizer, call.scheduler)
+
+
+def _take_given_rates(margs: Any, optimizer: Any, scheduler: Any) -> None:
+    """Replace the checkpoint's rates by this job's, as Megatron's own load does."""
+    for group in optimizer.param_groups:
+        prefix = "decoupled_" if group.get("is_decoupled_lr", False) else ""
+        for bound in ("max_lr", "min_lr"):
+            given = getattr(margs, f"{prefix}{bound.removeprefix('max_')}", None)
+            if given is not None:
+                group[bound] = given
+    scheduler.num_steps = margs.consumed_train_samples
+    scheduler.step(increment=0)
+    checkpointing().print_rank_0(
+        " > restored optimizer param_group max_lr/min_lr from runtime config because "
+        "--override-opt-param-scheduler is set"
+    )
 
 
 def _apply_rank_state(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:

@@ -27,6 +27,7 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
 )
 from megatron_flashckpt.megatron_lm.quantized import is_known_to_megatron, is_quantized
 from megatron_flashckpt.megatron_lm.requantization import quantizes_masters
+from megatron_flashckpt.megatron_lm.size_estimate import future_states
 
 #: Attributes that are read from each class of optimizer; one name of each tuple must exist.
 _ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
@@ -76,13 +77,15 @@ def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
 
 
 def has_states(optimizer: Any) -> bool:
-    """Return whether the optimizer has made its state; the first step makes it.
+    """Return whether the optimizer has made its state, if it makes any; the first step makes it.
 
     Raises:
         UnsupportedError: an optimizer of this class cannot be saved.
     """
-    states = [entry.states() for entry in optimizer_state.entries(optimizer)]
-    return any(states)
+    entries = list(optimizer_state.entries(optimizer))
+    states = [entry.states() for entry in entries]
+    # SGD without momentum makes none.
+    return any(states) or not any(list(future_states(entry)) for entry in entries)
 
 
 def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: str) -> list[str]:

@@ -18,7 +18,8 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.megatron_lm.compat import feature
+from megatron_flashckpt.megatron_lm.compat import feature, takes
+from megatron_flashckpt.megatron_lm.job_flags import why_left
 from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
 from megatron_flashckpt.metrics import report_metric
@@ -83,8 +84,8 @@ def ask_for_memory_saves(args: Any, interval: int | None) -> None:
 def announce_left_to_megatron(flag: str) -> None:
     """Log once that Megatron's own functions save and load in this job."""
     checkpointing().print_rank_0(
-        f"  flashckpt: with {flag} the model shards its parameters itself, which this release "
-        "does not support: Megatron's own functions save and load this job"
+        f"  flashckpt: with {flag} {why_left(flag)}: Megatron's own functions save and load this "
+        "job; they read Megatron's own formats only"
     )
 
 
@@ -168,8 +169,9 @@ def saves_after_training(args: Any, iteration: int) -> bool:
 
 
 def announce_committed(args: Any, save: AnnouncedSave) -> None:
-    """Log that the save is committed, as Megatron's finalizers do. No communication.
+    """Log that the save is committed, and do what else Megatron's finalizers do.
 
+    No communication.
     Also called while the process exits; the process group may be destroyed by then.
     """
     if save.first_rank:
@@ -179,6 +181,9 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
             f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
             flush=True,
         )
+        compact = feature("_maybe_compact_rollout_bank")
+        if compact is not None and getattr(args, "rl_durable_rollout_bank", False):
+            compact(save.iteration)
     log = feature("append_to_progress_log")
     if (
         log is not None
@@ -187,7 +192,9 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
         and getattr(args, "async_save", None)
         and torch.distributed.is_initialized()
     ):
-        log(f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
+        # Since core 0.18 the directory comes first.
+        place = (args.save,) if takes(log, "save_dir") else ()
+        log(*place, f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
     if not save.last_rank:
         return
     success = feature("on_save_checkpoint_success")

@@ -39,6 +39,7 @@ _OPTIONAL = (
     ("get_rerun_state_machine",),
     ("ft_integration", "maybe_save_dataloader_state", "wandb_utils"),
     ("set_loaded_iteration",),
+    ("_maybe_compact_rollout_bank",),
 )
 #: Modules whose existence shows that a release has the feature of a name.
 _MODULES = {"get_rerun_state_machine": "megatron.core.rerun_state_machine"}
@@ -67,6 +68,15 @@ def feature(name: str) -> Any:
 def takes(function: Callable[..., Any], parameter: str) -> bool:
     """Return whether this release's `function` has the parameter."""
     return parameter in inspect.signature(function).parameters
+
+
+def keeps_given_rates() -> bool:
+    """Return whether Megatron's load obeys --override-opt-param-scheduler in param groups.
+
+    Earlier releases (seen until core 0.19) take the rates of the checkpoint in spite of the flag.
+    """
+    load = inspect.unwrap(original("checkpointing", "load_checkpoint"))
+    return "override_opt_param_scheduler" in load.__code__.co_consts
 
 
 def missing(args: Any) -> list[str]:

@@ -8,18 +8,36 @@ from __future__ import annotations
 from typing import Any
 
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
-#: Flags under which the model shards its parameters itself, by attribute of the args.
-_SELF_SHARDING = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_custom_fsdp": "--use-custom-fsdp",  # name until core 0.13
-    "use_torch_fsdp2": "--use-torch-fsdp2",
+_SELF_SHARDING = "the model shards its parameters itself, which this release does not support"
+#: Flags under which Megatron itself saves and loads, and the reasons, by attribute of the args.
+_LEFT_TO_MEGATRON = {
+    "use_megatron_fsdp": ("--use-megatron-fsdp", _SELF_SHARDING),
+    "use_custom_fsdp": ("--use-custom-fsdp", _SELF_SHARDING),  # name until core 0.13
+    "use_torch_fsdp2": ("--use-torch-fsdp2", _SELF_SHARDING),
+    "inprocess_restart": (
+        "--inprocess-restart",
+        "a process may train again as another rank, which this release does not support",
+    ),
+    "freeze_all_layers": (
+        "--freeze-all-layers",
+        "a save records only the position in the data, which this release does not support",
+    ),
+    "logits_save_dir": (
+        "--logits-save-dir",
+        "Megatron writes the logits in its own saves",
+    ),
 }
 
 
 def left_to_megatron(args: Any) -> str | None:
     """Return the given flag under which Megatron itself saves and loads; None without one."""
-    flags = (flag for name, flag in _SELF_SHARDING.items() if getattr(args, name, False))
+    flags = (flag for name, (flag, _) in _LEFT_TO_MEGATRON.items() if getattr(args, name, False))
     return next(flags, None)
+
+
+def why_left(flag: str) -> str:
+    """Return the reason why Megatron itself saves and loads with `flag`."""
+    return dict(_LEFT_TO_MEGATRON.values())[flag]
 
 
 def converts_format(args: Any) -> bool:

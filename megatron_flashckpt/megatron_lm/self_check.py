@@ -6,6 +6,7 @@ every checkpoint without a message.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron.core import package_info
@@ -40,6 +41,7 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     # After a failed check the later checks are skipped: they would fail for the same reason.
     lines = (
         compat.missing(args)
+        or _converted(chunks)
         or _geometry_problems(state, chunks) + unaccounted(chunks, optimizer)
         or _quantized_problems(chunks, optimizer)
         or of_derived(state, chunks, optimizer)
@@ -74,6 +76,14 @@ def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str
 def _quantized_problems(chunks: list[Any], optimizer: Any) -> list[str]:
     lines = unquantizable(chunks, optimizer)
     return [*lines, QUANTIZED_REMEDY] if lines else []
+
+
+def _converted(chunks: list[Any]) -> list[str]:
+    """Return a line if ModelOpt has converted the model: its state is outside the state dict."""
+    modelopt: Any = sys.modules.get("modelopt.torch.opt")
+    if modelopt is None or not any(map(modelopt.ModeloptStateManager.is_converted, chunks)):
+        return []
+    return ["ModelOpt has converted the model (for quantization, pruning or distillation)"]
 
 
 def _geometry_problems(state: ModelState, chunks: list[Any]) -> list[str]:

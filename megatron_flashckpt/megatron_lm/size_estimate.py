@@ -77,12 +77,12 @@ def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:
     tensors = entry.tensors()
     if not entry.states():
         numel = entry.end - entry.start
-        for name, dtype in _future_states(entry):
+        for name, dtype in future_states(entry):
             tensors[kind_of(name, dtype)] = torch.empty(numel, dtype=dtype, device="meta")
     return tensors
 
 
-def _future_states(entry: OptimizerEntry) -> Iterator[tuple[str, torch.dtype]]:
+def future_states(entry: OptimizerEntry) -> Iterator[tuple[str, torch.dtype]]:
     """Yield name and type of the states that the first step makes, in order of creation.
 
     Optimizers do not list these, so the settings are used to recognize Adam, Lion, and optimizers

@@ -36,7 +36,7 @@ from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.save.peer_setup import connect_agents
-from megatron_flashckpt.save.planner import Planner
+from megatron_flashckpt.save.planner import Planner, rerun_state
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
@@ -212,7 +212,8 @@ class Checkpointer:
     def _is_repeat(self, request: SaveRequest) -> bool:
         """Return whether this state was saved before: Megatron may save its last state twice."""
         mark = self._state_identity(request)
-        return self._last in (mark, (*mark[:2], False))
+        is_saved = self._last in (mark, (*mark[:2], False))
+        return is_saved and rerun_state(request) is None  # a step to rerun has more state
 
     def _begin(self, request: SaveRequest) -> str:
         """Wait for the copies of the last save; return the id of this save."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
-from megatron_flashckpt.megatron_lm.job_flags import captures_graphs
+from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, left_to_megatron
 from megatron_flashckpt.save.session import session
 
 #: A function that Megatron's `train` calls before every step, in every release.
@@ -68,7 +68,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     margs = stock.checkpointing().get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
-    if not margs.save or session.is_ready(margs.save):
+    if not margs.save or session.is_ready(margs.save) or left_to_megatron(margs):
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)

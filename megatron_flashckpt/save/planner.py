@@ -19,6 +19,13 @@ from megatron_flashckpt.save.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import phase
 
 
+def rerun_state(request: SaveRequest) -> Any:
+    """Return the state of Megatron's rerun machine while a step is being rerun, else None."""
+    if not request.has_rerun_machine:
+        return None
+    return side_state.rerun_state(request.data_iterator)
+
+
 class Planner:
     """Enumerates and plans the saves of one rank. Tensors are enumerated afresh for each save."""
 
@@ -46,10 +53,9 @@ class Planner:
         """
         try:
             with phase("enumerate"):
-                rerun = None
-                if request.has_rerun_machine:
-                    rerun = side_state.rerun_state(request.data_iterator)
-                pieces = self._pieces(request.chunks, request.optimizer, request.args, rerun)
+                pieces = self._pieces(
+                    request.chunks, request.optimizer, request.args, rerun_state(request)
+                )
                 with gc_paused():
                     comparison = self._copy_check.begin(request.chunks, request.optimizer, pieces)
                 return pieces, comparison
@@ -92,7 +98,7 @@ class Planner:
         """Return all that this rank saves, in layout order.
 
         Args:
-            rerun: the result of `side_state.rerun_state`, or None.
+            rerun: the result of `rerun_state`, or None.
         """
         with gc_paused():
             geometry = self._state.geometry(chunks)

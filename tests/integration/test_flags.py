@@ -80,6 +80,10 @@ OTHER_STAGES = [
 _CONVERTED = f"{EVERY_2} --ckpt-convert-format torch_dist --ckpt-convert-save {{save}}"
 #: After a resume, stock trains differently from the uninterrupted job; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
+_EXPERTS = (
+    f"{DIST} --train-iters 8 --use-cpu-initialization --disable-bias-linear --num-experts 2 "
+    "--ffn-hidden-size 128"
+)
 #: Jobs that must agree at both entry points in everything that is compared.
 ALIKE = [
     Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
@@ -87,7 +91,7 @@ ALIKE = [
     Job("finetune-in-place", f"{TORCH} --load {{save}} {EVERY_2} --finetune", ("whole", 4)),
     Job("no-load-optim", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-optim"),
     Job("no-load-rng", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-rng"),
-    Job("no-save-optim", f"{TORCH} {EVERY_2} --no-save-optim"),
+    Job("no-save-optim", f"{TORCH} {EVERY_2} --no-save-optim", options={"hold_copies": 1}),
     Job(
         "no-save-optim-2",
         f"{TORCH} {EVERY_2} --load {{save}} --no-save-optim --no-load-optim",
@@ -120,12 +124,16 @@ ALIKE = [
     ),
     Job("rerun", f"{DIST} --save {{save}} --save-interval 9", options={"spoil": 3}),
     Job("rerun-2", f"{DIST} --load {{rerun}}", options={"spoil": 3}),
+    # Megatron saves iteration 2 again, now with the state of the rerun.
+    Job("rerun-saved", f"{DIST} {EVERY_2}", options={"spoil": 3}),
+    Job("rerun-saved-2", f"{DIST} --load {{rerun-saved}}", options={"spoil": 3}),
     Job("dense", f"{DIST} --use-cpu-initialization {EVERY_2} --disable-bias-linear"),
     Job(
         "upcycle",
-        f"{DIST} --train-iters 8 --use-cpu-initialization {EVERY_2} --disable-bias-linear "
-        "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
+        f"{_EXPERTS} --save {{save}} --save-interval 4 --load {{dense}} --moe-use-upcycling",
+        options={"hold_copies": 2},  # the rate of the first step is 0
     ),
+    Job("upcycle-2", f"{_EXPERTS} --load {{upcycle}} --ckpt-step 1 --no-load-optim"),
 ]
 #: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures no graph.
 _GRAPHS: dict[str, Any] = {
@@ -137,6 +145,13 @@ OTHER = [
     Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
     Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", entry_points=("ours",)),
     Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
+    # Only newer releases know this flag.
+    Job(
+        "override",
+        f"{TORCH} --load {{whole}} --ckpt-step 2",
+        entry_points=("ours",),
+        options={"attributes": {"override_ckpt_iteration": 1}},
+    ),
     Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
     Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
     Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
@@ -295,6 +310,15 @@ def test_a_conversion_by_megatron_writes_the_format_that_its_flag_names(runs: Ru
     assert runs["convert-format-2"]["ours"].losses == runs["whole-2"]["ours"].losses
 
 
+def test_an_overridden_iteration_also_rewinds_the_data(runs: Runs) -> None:
+    """The rows of iteration 2 again, with the weights and the random state after it."""
+    override, whole = runs["override"]["ours"], runs["whole"]["ours"]
+    assert override.ended == "end", override.output[-3000:]
+    assert sorted({iteration for iteration, _ in override.losses}) == [2, 3, 4]
+    assert "start at iteration 1 (consumed_train_samples 4)" in override.output
+    assert override.losses[:2] != whole.losses[2:4]
+
+
 def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
     kind, message = runs["aware-fp16"]["ours"].ended
     assert kind == "UnsupportedError"
@@ -307,10 +331,12 @@ def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
     assert left.left == (["iter_0000002", "iter_0000004"], "4")
     assert (left.save / "iter_0000004/mp_rank_00/model_optim_rng.pt").is_file()
     assert left.output.count("Megatron's own functions save and load this job") == 1
+    # Nothing was prepared: the self-check would refuse such a model.
+    assert left.output.count("flashckpt:") == 1
 
 
 def test_upcycling_saves_the_experts_of_a_dense_checkpoint(runs: Runs) -> None:
-    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 2).items()}
+    saved = {name[1]: tensor for name, tensor in tensors(runs["upcycle"]["ours"].save, 4).items()}
     assert any("experts" in name for name in saved)
     assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()
 

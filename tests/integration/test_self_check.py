@@ -52,6 +52,9 @@ CASES: dict[str, list[str] | None] = {
     ],
     "odd state": [r"FusedAdam keeps 'row_factor' \(of shape \(2,\)\), 'scale' \(of type float\)"],
     "flags": ["--use-megatron-fsdp: the optimizer keeps its state in a layout"],
+    "ModelOpt": [
+        r"ModelOpt has converted the model \(for quantization, pruning or distillation\)\n"
+    ],
 }
 REMEDY = "Install a release of megatron_flashckpt that knows this Megatron-LM, or start with"
 

@@ -6,7 +6,12 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_outside_steps
+from megatron_flashckpt.megatron_lm.job_flags import (
+    captures_graphs,
+    changes_outside_steps,
+    left_to_megatron,
+    why_left,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,24 @@ def test_a_flag_that_changes_state_outside_steps_is_named(
 )
 def test_jobs_that_capture_graphs_are_recognized(args: Namespace, captures: bool) -> None:
     assert captures_graphs(args) is captures
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "reason"),
+    [
+        (Namespace(use_megatron_fsdp=True), "--use-megatron-fsdp", "shards its parameters itself"),
+        (Namespace(inprocess_restart=True), "--inprocess-restart", "train again as another rank"),
+        (Namespace(freeze_all_layers=True), "--freeze-all-layers", "only the position in the data"),
+        (Namespace(logits_save_dir="logits"), "--logits-save-dir", "writes the logits in its own"),
+    ],
+)
+def test_a_job_that_is_left_to_megatron_gets_a_reason(
+    args: Namespace, flag: str, reason: str
+) -> None:
+    assert left_to_megatron(args) == flag
+    assert reason in why_left(flag)
+
+
+def test_other_jobs_are_not_left_to_megatron() -> None:
+    assert left_to_megatron(Namespace(freeze_all_layers=False, logits_save_dir=None)) is None
+    assert left_to_megatron(Namespace()) is None

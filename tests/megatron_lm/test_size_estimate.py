@@ -11,6 +11,7 @@ import torch
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -74,6 +75,18 @@ def test_the_estimate_equals_the_save_of_each_replica(
     assert expected == after
     assert (before == after) == (make is stateless)
     assert expected == of_each(lambda state: expect(state, [job], job.optimizer).pieces)
+
+
+@pytest.mark.parametrize("make", [adam, momentum, stateless, lion])
+def test_an_optimizer_without_state_is_complete_before_its_first_step(make: Make) -> None:
+    """Until an optimizer is complete, every step is followed by a dry run of a save."""
+    job = Job()
+    job.optimizer.optimizer = make(job.masters)
+    assert has_states(job.optimizer) == (make is stateless)
+    for master in job.masters:
+        master.grad = torch.randn_like(master)
+    job.optimizer.optimizer.step()
+    assert has_states(job.optimizer)
 
 
 @pytest.mark.parametrize(

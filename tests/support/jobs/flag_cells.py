@@ -13,6 +13,9 @@ and optionally
     "spoil"       iteration in which the loss is NaN
     "stand_in"    one of `stand_ins.py`
     "attributes"  arguments that are set after Megatron has checked all arguments
+    "drop"        names of arguments, each with one value, that the job does without
+    "hold_copies" number of steps for which the late copies of the first save are held, if no
+                  optimizer's step waits for them
 
 A cell is a job of its own: all state that Megatron and this package keep per process is discarded
 at its end. Its trace is appended to `TRACE_DIR/rank_<r>.jsonl`: exact losses, the way in which it
@@ -56,6 +59,7 @@ from stand_ins import STAND_INS
 from megatron_flashckpt import launch
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save.session import session
+from megatron_flashckpt.save.stager import Stager
 from scripts import pretrain_gpt_tiny as tiny
 from tests.support.jobs import token_prediction
 from tests.support.megatron_jobs import truncated_copy
@@ -194,6 +198,32 @@ class Recorder:
             if getattr(home, name, None) is function:
                 setattr(home, name, called)
 
+    @contextlib.contextmanager
+    def held_copies(self) -> Iterator[None]:
+        """Hold the late copies of the first save that has any, if the cell asks for it."""
+        copy_late = Stager._copy_late
+        steps = self.cell.get("hold_copies", 0)
+        done = not steps
+
+        def held(stager: Stager, job: Any) -> None:
+            nonlocal done
+            if job.copies and not done:
+                done, before = True, {iteration for iteration, _ in self.losses}
+                deadline = time.monotonic() + 60
+                while not job.awaited.is_set():
+                    later = {iteration for iteration, _ in list(self.losses)} - before
+                    if len(later) > steps:  # the forward after these steps
+                        break
+                    assert time.monotonic() < deadline, "training does not continue"
+                    time.sleep(0.001)
+            copy_late(stager, job)
+
+        Stager._copy_late = held
+        try:
+            yield
+        finally:
+            Stager._copy_late = copy_late
+
     def add_scalar(self, name: str, *_: Any, **__: Any) -> None:
         self.scalars.append(name)
 
@@ -230,7 +260,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
     for module, name in HOOKS:
         recorder.hook(module, name)
     stand_in = STAND_INS.get(cell.get("stand_in"), contextlib.nullcontext)
-    with contextlib.redirect_stdout(recorder.output), stand_in():
+    with contextlib.redirect_stdout(recorder.output), stand_in(), recorder.held_copies():
         try:
             training.pretrain(
                 datasets,

@@ -13,10 +13,13 @@ import inspect
 import json
 import os
 import resource
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron.training.training as training
 import torch
@@ -204,6 +207,16 @@ def unsupported_flags(job: Job) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def converted(job: Job) -> Iterator[None]:
+    """Let ModelOpt say that it has converted the model, as after `mtq.quantize`."""
+    model = job[0][0].module.module
+    modelopt = types.ModuleType("modelopt.torch.opt")
+    modelopt.ModeloptStateManager = types.SimpleNamespace(is_converted=lambda m: m is model)
+    with mock.patch.dict(sys.modules, {modelopt.__name__: modelopt}):
+        yield
+
+
 CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "as it is": lambda job: contextlib.nullcontext(),
     "chained_optimizers": lambda job: renamed(job[1], "chained_optimizers"),
@@ -240,6 +253,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "left to another rank": wrong_part,
     "odd state": odd_state,
     "flags": unsupported_flags,
+    "ModelOpt": converted,
 }
 
 
