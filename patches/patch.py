@@ -241,7 +241,7 @@ def main() -> None:
     commands.add_parser("check").add_argument("checkout", type=Path)
     applied = commands.add_parser("apply")
     applied.add_argument("tree", type=Path)
-    applied.add_argument("patch", nargs="?", help="refuse any other patch")
+    applied.add_argument("patch", nargs="?", help="patch to expect; any other one is refused")
     args = parser.parse_args()
     try:
         if args.command == "apply":

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/compat", formatter_class=argparse.RawTextHelpFormatter, description=__doc__
     )
-    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}")
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"one of {', '.join(TAGS)}")
     parser.add_argument(
         "--keep",
         type=Path,
@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         "--docs", action="store_true", help="replace the table in docs/ by the new one"
     )
     parser.add_argument(
-        "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"
+        "--upstream-tests",
+        action="store_true",
+        help="run Megatron's own tests of saving and loading",
     )
     return parser
 

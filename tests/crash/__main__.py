@@ -41,10 +41,10 @@ def main() -> int:
         "--storage",
         choices=STORAGES,
         default=PLAIN,
-        help="what all processes save to; on `faulty` storage they meet errors that pass, late "
-        "names and no fallocate (see tests/crash/trouble.py; takes a C compiler)",
+        help="storage of all processes; `faulty` has errors that pass, late names and no fallocate "
+        "(see tests/crash/trouble.py), and needs a C compiler",
     )
-    parser.add_argument("--fault-seed", type=int, default=0, help="of faulty storage")
+    parser.add_argument("--fault-seed", type=int, default=0, help="seed of the faults of storage")
     parser.add_argument("--list", action="store_true", help="only list the cells")
     arguments = parser.parse_args()
     # SIGTERM acts like Ctrl-C: the running cells finish and leave no process behind.
