@@ -162,11 +162,13 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
+    metrics = (f"{name}: {value:g}" for name, value in summary.metrics.items())
     facts = {
         "checkpoint": summary.place,
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names this checkpoint" if summary.tracked else "does not name this checkpoint",
         "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
+        **({"metrics": ", ".join(metrics)} if summary.metrics else {}),
         **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(value) for name, value in summary.description.items() if value is not None},
     }

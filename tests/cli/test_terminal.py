@@ -123,3 +123,12 @@ def test_wide_characters_take_two_places() -> None:
     out = Console(width=80, file=io.TextIOWrapper(io.BytesIO(), "utf-8"))
     lines = table_lines({"key": ["層", "ab"], "size": ["1", "10"]}, out)
     assert lines == ["key  size", "層      1", "ab     10"]
+
+
+def test_inspect_shows_the_metrics_of_a_checkpoint(run: Run, save: Path) -> None:
+    made = make(save)
+    assert "metrics" not in [line.split()[0] for line in run("inspect", save).lines if line]
+    metrics = {"lm loss validation": 2.25, "accuracy": 0.5}
+    made.change_manifest(lambda manifest: manifest.update(metrics=metrics))
+    assert run("inspect", save).row("metrics")[1] == "lm loss validation: 2.25, accuracy: 0.5"
+    assert json.loads(run("inspect", save, "--json").out)["metrics"] == metrics
