@@ -160,7 +160,7 @@ class _ClaimWatcher:
         try:
             claim = claims.read(self._storage)
         except CorruptCheckpointError as error:
-            logger.warning("%s; this start replaces it", error)
+            logger.warning("%s; it is ignored", error)
             return None
         if claim != self._last:
             is_same = claim is not None and self._last is not None and claim.key == self._last.key

@@ -17,12 +17,13 @@ from megatron_flashckpt.cli.console import (
     Columns,
     busy,
     clock,
+    complain,
     human_size,
     json_help,
     print_table,
     say,
 )
-from megatron_flashckpt.errors import NotCommittedError
+from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.base import Storage
 
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, f"* named by {TRACKER}")
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is missing")
-    if (writer := claim.read(storage)) is not None:
+    if (writer := _claim(storage)) is not None:
         say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
     return 0
 
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 def _nothing(directory: str, storage: Storage, tracker: str | None) -> str:
     """Return the message on a directory without checkpoints."""
     fact = "" if tracker is None else f", although {TRACKER} names {tracker!r}"
-    if (writer := claim.read(storage)) is not None and writer.state != claim.ENDED:
+    if (writer := _claim(storage)) is not None and writer.state != claim.ENDED:
         return (
             f"{directory}: holds no checkpoint yet{fact}; it is claimed by {writer.writer}"
             f"{claim.DOING[writer.state]}: wait until a save is committed"
@@ -153,8 +154,17 @@ def _rules(entry: listing.IterationEntry, kept_by: dict[int, list[str]] | None) 
     return kept_by.get(entry.iteration)
 
 
+def _claim(storage: Storage) -> claim.Claim | None:
+    """Return the claim to the directory; None without one, and after a line on a damaged one."""
+    try:
+        return claim.read(storage)
+    except CorruptCheckpointError as error:
+        complain(str(error), 0)
+        return None
+
+
 def _claimant(storage: Storage) -> Claimant | None:
-    writer = claim.read(storage)
+    writer = _claim(storage)
     if writer is None:
         return None
     return Claimant(
