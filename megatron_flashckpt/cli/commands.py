@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain("standard output is closed; nothing was done", 1)
     # Rich assumes 80 columns for a pipe, in which tables have all their columns.
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    out = Console(markup=False, highlight=False, soft_wrap=True, width=width)
+    out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True, width=width)
     try:
         with log_as_complaints():
             status: int = args.run(args, out)

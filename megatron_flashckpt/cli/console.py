@@ -73,7 +73,7 @@ def complain(message: str, status: int) -> int:
 @functools.cache
 def _stderr() -> Console:
     """Return the console of stderr; only one can print a line while it shows a progress bar."""
-    return Console(stderr=True, markup=False, highlight=False)
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 class _Complaints(logging.Handler):

@@ -125,6 +125,17 @@ def test_wide_characters_take_two_places() -> None:
     assert lines == ["key  size", "層      1", "ab     10"]
 
 
+@pytest.mark.parametrize("command", ["ls", "inspect", "report", "prune"])
+def test_names_of_emoji_are_text(run: Run, tmp_path: Path, command: str) -> None:
+    save = tmp_path / ":100:"
+    made = make(save)
+    made.change_manifest(lambda manifest: manifest["description"].update(name=":smile:"))
+    more = ["--latest", "1"] if command == "prune" else []
+    assert run(command, save, *more).out.isascii()
+    assert run(command, save, "--json", *more).out.isascii()
+    assert ":100:: is not" in run(command, tmp_path / "no:100:", *more).err
+
+
 def test_inspect_shows_the_metrics_of_a_checkpoint(run: Run, save: Path) -> None:
     made = make(save)
     assert "metrics" not in [line.split()[0] for line in run("inspect", save).lines if line]
