@@ -194,14 +194,14 @@ def run(args: argparse.Namespace, out: Console) -> int:
             f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "
             "give Megatron's --save directory"
         )
+    if args.png:  # before the output, which is empty after an error
+        draw(report_rows, args.png, args.directory)
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
-    else:
-        _print(report_rows, out, with_rules=reasons is not None)
+        return 0
+    _print(report_rows, out, with_rules=reasons is not None)
     if args.png:
-        draw(report_rows, args.png, args.directory)
-        if not args.json:
-            say(out, f"drawn: {args.png}")
+        say(out, f"drawn: {args.png}")
     return 0
 
 

@@ -194,5 +194,7 @@ def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "a drawing is replaced"
-    assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert main(["report", str(saves), "--json", "--png", str(tmp_path / "no/x.png")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "cannot be written" in printed.err
