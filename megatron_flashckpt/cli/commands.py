@@ -27,6 +27,7 @@ from megatron_flashckpt.cli.console import (
     Columns,
     busy,
     complain,
+    directory_argument,
     human_size,
     is_pipe,
     json_help,
@@ -122,7 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         "FLASHCKPT_CONFIG and FLASHCKPT_* variables, as trainers do.",
     )
     agent.add_argument(
-        "--save", required=True, metavar="DIR", help="save directory (Megatron's --save)"
+        "--save",
+        type=directory_argument,
+        required=True,
+        metavar="DIR",
+        help="save directory (Megatron's --save)",
     )
     mode = agent.add_mutually_exclusive_group(required=True)
     mode.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import functools
@@ -26,7 +27,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megatron_flashckpt.errors import for_command
+from megatron_flashckpt.errors import ConfigError, for_command
+from megatron_flashckpt.storage.opening import refuse_url
 
 #: Width of a pipe: whatever the width of a table, its rows are lines.
 PIPE_COLUMNS = 10**6
@@ -60,6 +62,17 @@ def _fields(kind: inspect.Type) -> str:
         case inspect.UnionType():
             return "".join(map(_fields, kind.types))
     return ""
+
+
+def directory_argument(text: str) -> str:
+    """Return the argument `text`, which names a directory to write; for argparse."""
+    if not text.strip():  # an unset shell variable; as a path, the working directory
+        raise argparse.ArgumentTypeError(f"{text!r} names no directory")
+    try:
+        refuse_url(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def complain(message: str, status: int) -> int:
