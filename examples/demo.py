@@ -52,6 +52,7 @@ class Job:
     def run(self, *, kill_at: int | None = None, kill_agent: bool = False) -> None:
         """Train to the end, or kill the job when it has logged iteration `kill_at`."""
         self.starts += 1
+        begun = len(self.log)
         losses = self.where / self.name / f"losses-{self.starts}"
         process = subprocess.Popen(
             self._command(),
@@ -71,9 +72,9 @@ class Job:
                     if int(match[1]) == kill_at:
                         kill(process.pid)
         process.wait()
+        log = self.where / self.name / f"log-{self.starts}"
+        log.write_text(self.log[begun:])
         if kill_at is None and process.returncode != 0:
-            log = self.where / f"{self.name}.log"
-            log.write_text(self.log)
             raise SystemExit(f"demo: {self.name} ended with {process.returncode}; see {log}")
         if kill_agent:
             for agent in agents(self.where):
@@ -183,6 +184,9 @@ def main() -> int:
             job.run(kill_at=KILLED_AT, kill_agent=job is node)
             job.run()
         good = show(whole, [trainers, node])
+    except SystemExit:  # its message names a log
+        keep = True
+        raise
     finally:
         for agent in agents(where):
             kill(agent)

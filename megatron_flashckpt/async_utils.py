@@ -25,7 +25,8 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     also finalizes Megatron's own asynchronous saves.
 
     Raises:
-        SaveFailedError: a save failed and `on_failure` is `raise`.
+        SaveFailedError: a save failed, and `on_failure`, `failures_in_a_row` or
+            `stop_on_failed_first_save` stops training.
     """
     stock = original("async_utils", "maybe_finalize_async_save")
     named = bind(stock, args, kwargs)

@@ -46,8 +46,8 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     `Checkpointer.save`.
 
     Raises:
-        SaveFailedError: the call waited for a durable save that failed, and `on_failure` is
-            `raise`.
+        SaveFailedError: the call waited for a durable save that failed, and `on_failure`,
+            `failures_in_a_row` or `stop_on_failed_first_save` stops training.
         UnsupportedError: the job uses a feature that this release does not save.
         TypeError: Megatron's own function has no such argument.
     """

@@ -70,7 +70,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Keep checkpoints whose iteration is a multiple of this number."""
 
     best: Best | None = None
-    """Keep the best checkpoints by a metric."""
+    """Keep the best checkpoints by a metric. The variable sets the whole section: `{metric: lm loss
+    validation, keep: 2}`."""
 
     max_age_hours: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
     """Keep checkpoints that were committed within this many hours."""
@@ -97,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slots: Count = 2
     """Checkpoints that a rank keeps in host memory. With 2 or more the last one stays in memory
     while the next one is staged. With 1 a save waits until the last one is committed or has failed
-    (see `busy`). A job that crashes while a save copies then resumes from storage."""
+    (see `busy`), and a job that crashes while a save copies resumes from storage."""
 
     staging: Literal["deferred", "blocking"] = "deferred"
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
@@ -147,8 +148,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     probe_wait_s: Seconds | None = 60.0
     """Seconds that rank 0 waits for the storage probe. Before the first step every node writes,
     renames and reads a small file in the save directory. Rank 0 waits until it sees the files of
-    all nodes. `None`: no probe. After a crash a load waits as long for a tracker that storage may
-    show late, and then believes it."""
+    all nodes. `None`: no probe. After a crash a load waits at most as long if storage shows an
+    older tracker than agents have written, and then loads what the tracker names."""
 
     other_writer: Literal["refuse", "take_over"] = "refuse"
     """Action if another running job saves to this directory: `refuse` to start, or `take_over`,
@@ -206,8 +207,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Saves that `flashckpt-history.jsonl` in the save directory records for `flashckpt report`,
-    one line per save, including failed and removed ones. 0: the file is not written."""
+    """Last saves that `flashckpt-history.jsonl` in the save directory records for `flashckpt
+    report`, one line per save, including failed and removed ones. 0: the file is not written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()

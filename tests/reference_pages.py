@@ -54,7 +54,9 @@ COMMAND_LINE = f"""\
 # Command line
 
 `flashckpt` needs no GPU, and only `convert` needs torch and megatron-core. Results go to standard
-output, and an error is one line on standard error. In a pipe no row of a table is folded.
+output, and an error is one line on standard error. No row of a table is folded: a terminal gets the
+columns that fit, a pipe gets all columns. Work of more than a second shows its progress on a
+terminal.
 
 | exit status | meaning |
 |---|---|
@@ -69,8 +71,8 @@ output, and an error is one line on standard error. In a pipe no row of a table 
 With `--json` standard output is one JSON document and nothing else. The table of a command names
 its fields, whose names change only as those of [settings](versions.md#configuration) do. Points in
 time are seconds since 1970, and sizes are bytes. After an error standard output is empty. Damage
-that `verify` finds, and a checkpoint that `prune` cannot remove, are results and stand in the
-document.
+that `verify` finds, a checkpoint that `prune` cannot remove, and a `plan` for which the memory does
+not suffice are results and stand in the document.
 
 These three start the same script with the arguments `ARGS` through the launcher:
 

@@ -165,7 +165,7 @@ class _ClaimWatcher:
         try:
             claim = claims.read(self._storage)
         except CorruptCheckpointError as error:
-            logger.warning("%s; this start replaces it", error)
+            logger.warning("%s; it is ignored", error)
             return None
         now = time.monotonic()
         if claim is None or claim != self._last:

@@ -346,6 +346,8 @@ class Summary(msgspec.Struct, frozen=True):
     version: int
     world_size: int
     tracked: bool
+    metrics: dict[str, float]
+    """Metrics that training code has reported."""
     differing: tuple[str, ...]
     """Keys of tensors whose copies differ between ranks."""
     nbytes: int
@@ -373,6 +375,7 @@ def summary(stored: StoredCheckpoint) -> Summary:
         version=manifest.version,
         world_size=manifest.world_size,
         tracked=tracked_iteration(stored.storage) == manifest.iteration,
+        metrics=manifest.metrics,
         differing=manifest.differing,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         description=manifest.description,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import Console
@@ -22,14 +23,22 @@ from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report
 from megatron_flashckpt.cli.console import (
-    add_row,
+    PIPE_COLUMNS,
+    Columns,
+    busy,
     complain,
+    directory_argument,
     human_size,
+    is_pipe,
     json_help,
     log_as_complaints,
-    new_table,
+    print_facts,
+    print_table,
+    print_titles,
+    printable,
     progress_bar,
     say,
+    table_lines,
 )
 from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import (
@@ -41,8 +50,6 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.storage.base import Storage
-
-_PIPE_COLUMNS = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if sys.stdout is None:  # the shell closed stdout: `flashckpt ls DIR >&-`
         return complain("standard output is closed; nothing was done", 1)
-    # Rich assumes 80 columns for a pipe; tables in a pipe must not be folded.
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    out = Console(markup=False, highlight=False, soft_wrap=True, width=width)
+    # Rich assumes 80 columns for a pipe, in which tables have all their columns.
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    out = Console(markup=False, emoji=False, highlight=False, soft_wrap=True, width=width)
     try:
         with log_as_complaints():
             status: int = args.run(args, out)
@@ -116,7 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         "FLASHCKPT_CONFIG and FLASHCKPT_* variables, as trainers do.",
     )
     agent.add_argument(
-        "--save", required=True, metavar="DIR", help="save directory (Megatron's --save)"
+        "--save",
+        type=directory_argument,
+        required=True,
+        metavar="DIR",
+        help="save directory (Megatron's --save)",
     )
     mode = agent.add_mutually_exclusive_group(required=True)
     mode.add_argument(
@@ -147,52 +158,66 @@ def _iteration(text: str) -> int:
 
 
 def _inspect(args: argparse.Namespace, out: Console) -> int:
-    storage = listing.save_directory(args.directory)
-    iteration = args.iteration
-    if iteration is None:
-        iteration = listing.chosen_iteration(storage)
-    summary = listing.summary(listing.open_checkpoint(storage, iteration))
+    with busy("reading the manifest"):
+        storage = listing.save_directory(args.directory)
+        iteration = args.iteration
+        if iteration is None:
+            iteration = listing.chosen_iteration(storage)
+        summary = listing.summary(listing.open_checkpoint(storage, iteration))
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
+    metrics = (f"{name}: {value:g}" for name, value in summary.metrics.items())
     facts = {
         "checkpoint": summary.place,
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names this checkpoint" if summary.tracked else "does not name this checkpoint",
         "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
+        **({"metrics": ", ".join(metrics)} if summary.metrics else {}),
         **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(value) for name, value in summary.description.items() if value is not None},
     }
-    table = new_table("", "")
-    table.show_header = False
-    for name, value in facts.items():
-        add_row(table, out, name, value)
-    out.print(table)
+    print_facts(out, facts)
+    _print_tensors(summary.tensors, out)
     out.print()
-    table = new_table("kind", "key", "dtype", "global shape", "size", "pieces")
-    for tensor in summary.tensors:
-        shape = str(list(tensor.global_shape))
-        add_row(
-            table,
-            out,
-            tensor.kind,
-            tensor.key,
-            tensor.dtype,
-            shape,
-            human_size(tensor.nbytes),
-            str(tensor.pieces),
-        )
-    out.print(table)
-    out.print()
-    table = new_table("rank", "at", "file", "size", "pieces")
-    for file in summary.files:
-        coordinates = msgspec.structs.asdict(file.coordinates)
-        place = " ".join(f"{name}{number}" for name, number in coordinates.items())
-        add_row(
-            table, out, str(file.rank), place, file.file, human_size(file.nbytes), str(file.pieces)
-        )
-    out.print(table)
+    print_table(out, _tables_of_files(summary.files))
     return 0
+
+
+def _print_tensors(tensors: Sequence[listing.TensorSummary], out: Console) -> None:
+    """Print a row per tensor; on a terminal each key has a line of its own, above its tensors."""
+    columns = {
+        "kind": [tensor.kind for tensor in tensors],
+        "key": [tensor.key for tensor in tensors],
+        "dtype": [tensor.dtype for tensor in tensors],
+        "global shape": [str(list(tensor.global_shape)) for tensor in tensors],
+        "size": [human_size(tensor.nbytes) for tensor in tensors],
+        "pieces": [str(tensor.pieces) for tensor in tensors],
+    }
+    if is_pipe(out):
+        print_table(out, [columns])
+        return
+    keys = columns.pop("key")
+    titles, *rows = table_lines(columns, out)
+    print_titles(out, f"key\n  {titles}")
+    for key, group in itertools.groupby(zip(keys, rows, strict=True), key=lambda pair: pair[0]):
+        say(out, "\n  ".join([printable(key, out.encoding), *(row for _, row in group)]))
+
+
+def _tables_of_files(files: Sequence[listing.FileSummary]) -> Iterator[Columns]:
+    """Yield tables of shard files: one with all columns, then those for narrow terminals."""
+    places = [msgspec.structs.asdict(file.coordinates) for file in files]
+    columns = {
+        "rank": [str(file.rank) for file in files],
+        "at": [" ".join(f"{name}{number}" for name, number in at.items()) for at in places],
+        "file": [file.file for file in files],
+        "size": [human_size(file.nbytes) for file in files],
+        "pieces": [str(file.pieces) for file in files],
+    }
+    yield columns
+    for name in ("pieces", "rank"):  # the name of a file has the rank
+        del columns[name]
+        yield columns
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +267,8 @@ def _verdict(storage: Storage, iteration: int, among_others: bool) -> Verdict:
     """
     files = nbytes = None
     try:
-        stored = listing.open_checkpoint(storage, iteration)
+        with busy("reading the manifest"):
+            stored = listing.open_checkpoint(storage, iteration)
     except FlashCkptError as error:
         if isinstance(error, NotCommittedError) and not among_others:
             raise
@@ -280,9 +306,11 @@ def _print_verdict(verdict: Verdict, out: Console) -> None:
 
 
 def _agent(args: argparse.Namespace, out: Console) -> int:
+    config = load_config()
     if args.foreground:
-        foreground.become(args.save, load_config())
-    pid = foreground.wait_for_agent(args.save, load_config())
+        foreground.become(args.save, config)
+    with busy("waiting for the agent"):
+        pid = foreground.wait_for_agent(args.save, config)
     # The pid is unknown if the agent runs in another container.
     say(out, f"{f'agent {pid}' if pid else 'an agent'} serves {args.save}")
     return 0

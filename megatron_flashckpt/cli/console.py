@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
+import functools
+import itertools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import inspect
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,12 +22,22 @@ from rich.progress import (
     ProgressColumn,
     Task,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
-from megatron_flashckpt.errors import for_command
+from megatron_flashckpt.errors import ConfigError, for_command
+from megatron_flashckpt.storage.opening import refuse_url
+
+#: Width of a pipe: whatever the width of a table, its rows are lines.
+PIPE_COLUMNS = 10**6
+Columns = Mapping[str, Sequence[str]]
+"""Cells of a table by the titles of its columns."""
+
+_RIGHT = ("ranks", "size", "pieces", "iteration", "rank")
+#: Seconds of silent work after which a terminal shows that the command is busy.
+_SILENT_S = 1.0
 
 
 def json_help(kind: Any) -> str:
@@ -49,12 +64,29 @@ def _fields(kind: inspect.Type) -> str:
     return ""
 
 
+def directory_argument(text: str) -> str:
+    """Return the argument `text`, which names a directory to write; for argparse."""
+    if not text.strip():  # an unset shell variable; as a path, the working directory
+        raise argparse.ArgumentTypeError(f"{text!r} names no directory")
+    try:
+        refuse_url(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def complain(message: str, status: int) -> int:
     """Print `message` as one line to stderr; return `status`."""
     one_line = " ".join(line.strip() for line in for_command(message).splitlines())
-    err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    err.print(f"flashckpt: {printable(one_line, err.encoding)}")
+    err = _stderr()
+    err.print(f"flashckpt: {printable(one_line, err.encoding)}", soft_wrap=True)
     return status
+
+
+@functools.cache
+def _stderr() -> Console:
+    """Return the console of stderr; only one can print a line while it shows a progress bar."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 class _Complaints(logging.Handler):
@@ -92,29 +124,87 @@ class _Speed(ProgressColumn):
 
 def progress_bar() -> Progress:
     """Return a progress bar in bytes; a terminal shows it until it is done, a pipe never."""
-    err = Console(stderr=True)
+    err = _stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), _Speed())
     return Progress(
         *columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal
     )
 
 
-def new_table(*columns: str) -> Table:
-    """Return an empty table without borders, so that `cut` and `awk` can split its rows."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        right = column in ("ranks", "size", "pieces", "iteration", "rank")
-        table.add_column(
-            column,
-            justify="right" if right else "left",
-            no_wrap=column in ("date", "state"),
-            overflow="fold",
-        )
-    return table
+@contextlib.contextmanager
+def busy(description: str) -> Iterator[None]:
+    """Show `description` on a terminal while the context is not left within a second."""
+    err = _stderr()
+    if not err.is_terminal:
+        yield
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=err, transient=True)
+    progress.add_task(description, total=None)
+    timer = threading.Timer(_SILENT_S, progress.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if progress.live.is_started:
+            progress.stop()
 
 
-def add_row(table: Table, out: Console, *cells: str) -> None:
-    table.add_row(*(Text(printable(cell, out.encoding)) for cell in cells))
+def is_pipe(out: Console) -> bool:
+    """Return whether programs read the output, which need a line with all cells for each row."""
+    return out.width >= PIPE_COLUMNS
+
+
+def table_lines(columns: Columns, out: Console) -> list[str]:
+    """Return the titles and the rows of a table, each as one line; no cell is folded.
+
+    The table has no borders, so that `cut` and `awk` can split its rows.
+    """
+    padded = []
+    for title, cells in columns.items():
+        texts = [printable(text, out.encoding) for text in (title, *cells)]
+        width = max(map(cell_len, texts))
+        spaces = [" " * (width - cell_len(text)) for text in texts]
+        pairs = zip(spaces, texts, strict=True)
+        padded.append([s + t if title in _RIGHT else t + s for s, t in pairs])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
+def print_table(
+    out: Console, choices: Iterable[Columns], remarks: Sequence[str] | None = None
+) -> None:
+    """Print the first table of `choices` that fits into the lines of `out`, or else the last.
+
+    Args:
+        remarks: a text for each row, printed below the row if the chosen table has no column
+            `remark`.
+    """
+    columns: Columns = {}
+    lines: list[str] = []
+    for columns in choices:
+        lines = table_lines(columns, out)
+        if is_pipe(out) or max(map(cell_len, lines)) <= out.width:
+            break
+    print_titles(out, lines[0])
+    below = [] if remarks is None or "remark" in columns else remarks
+    for line, remark in itertools.zip_longest(lines[1:], below, fillvalue=""):
+        say(out, line)
+        if remark:
+            say(out, "  " + printable(remark, out.encoding))
+
+
+def print_titles(out: Console, line: str) -> None:
+    out.print(Text(line, style="bold"))
+
+
+def print_facts(out: Console, facts: Mapping[str, str]) -> None:
+    """Print names and their values, a line each, and an empty line."""
+    columns = {"": list(facts), " ": list(facts.values())}
+    for line in table_lines(columns, out)[1:]:
+        say(out, line)
+    out.print()
 
 
 def say(out: Console, text: str) -> None:

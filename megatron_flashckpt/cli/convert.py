@@ -16,7 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_flashckpt.cli.console import complain, human_size, human_time, progress_bar, say
+from megatron_flashckpt.cli.console import (
+    complain,
+    directory_argument,
+    human_size,
+    human_time,
+    progress_bar,
+    say,
+)
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.errors import UnsupportedError
 
@@ -141,9 +148,7 @@ def _formats() -> ModuleType:
 
 
 def _path(text: str) -> Path:
-    if not text.strip():  # an unset shell variable; Path("") is the working directory
-        raise argparse.ArgumentTypeError(f"{text!r} names no directory")
-    return Path(text)
+    return Path(directory_argument(text))
 
 
 def _size(text: str) -> int:

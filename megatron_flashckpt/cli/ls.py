@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
@@ -13,13 +13,20 @@ from megatron_flashckpt.agent import claim
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.cli import report
-from megatron_flashckpt.cli.console import add_row, clock, human_size, json_help, new_table, say
-from megatron_flashckpt.errors import NotCommittedError
+from megatron_flashckpt.cli.console import (
+    Columns,
+    busy,
+    clock,
+    complain,
+    human_size,
+    json_help,
+    print_table,
+    say,
+)
+from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.base import Storage
 
-#: Terminals with fewer characters per line get dates without the year, and rules without layouts.
-_WIDE = 100
 #: Names of a writer's states in JSON, in the order of `claim.TRAINING` and the following ones.
 _STATES = ("training", "finishing", "idle", "ended")
 
@@ -85,13 +92,14 @@ def run(args: argparse.Namespace, out: Console) -> int:
         NotCommittedError: the directory holds no checkpoint of any format.
     """
     storage = listing.save_directory(args.directory)
-    found = listing.checkpoints(storage)
-    tracker = tracker_text(storage)
-    tracked = iteration_in(tracker or "")
-    tracked_name = tracker if tracked is None else iteration_dir(tracked)
-    if not found:
-        raise NotCommittedError(_nothing(args.directory, storage, tracker))
-    kept_by = report.kept_by(storage, tracked)
+    with busy("reading the checkpoints"):
+        found = listing.checkpoints(storage)
+        tracker = tracker_text(storage)
+        tracked = iteration_in(tracker or "")
+        tracked_name = tracker if tracked is None else iteration_dir(tracked)
+        if not found:
+            raise NotCommittedError(_nothing(args.directory, storage, tracker))
+        kept_by = report.kept_by(storage, tracked)
     entries = [
         Entry(
             directory=entry.directory,
@@ -116,14 +124,15 @@ def run(args: argparse.Namespace, out: Console) -> int:
         )
         say(out, json.dumps(msgspec.to_builtins(result), indent=2))
         return 0
-    _print(entries, out, with_rules=kept_by is not None)
+    remarks = [entry.remark for entry in entries]
+    print_table(out, _tables(entries, with_rules=kept_by is not None), remarks)
     if tracker is None:
         say(out, f"{TRACKER} is missing: a job would start from scratch")
     elif any(entry.tracked for entry in entries):
         say(out, f"* named by {TRACKER}")
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is missing")
-    if (writer := claim.read(storage)) is not None:
+    if (writer := _claim(storage)) is not None:
         say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
     return 0
 
@@ -131,7 +140,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 def _nothing(directory: str, storage: Storage, tracker: str | None) -> str:
     """Return the message on a directory without checkpoints."""
     fact = "" if tracker is None else f", although {TRACKER} names {tracker!r}"
-    if (writer := claim.read(storage)) is not None and writer.state != claim.ENDED:
+    if (writer := _claim(storage)) is not None and writer.state != claim.ENDED:
         return (
             f"{directory}: holds no checkpoint yet{fact}; it is claimed by {writer.writer}"
             f"{claim.DOING[writer.state]}: wait until a save is committed"
@@ -145,8 +154,17 @@ def _rules(entry: listing.IterationEntry, kept_by: dict[int, list[str]] | None) 
     return kept_by.get(entry.iteration)
 
 
+def _claim(storage: Storage) -> claim.Claim | None:
+    """Return the claim to the directory; None without one, and after a line on a damaged one."""
+    try:
+        return claim.read(storage)
+    except CorruptCheckpointError as error:
+        complain(str(error), 0)
+        return None
+
+
 def _claimant(storage: Storage) -> Claimant | None:
-    writer = claim.read(storage)
+    writer = _claim(storage)
     if writer is None:
         return None
     return Claimant(
@@ -158,24 +176,30 @@ def _claimant(storage: Storage) -> Claimant | None:
     )
 
 
-def _print(entries: list[Entry], out: Console, *, with_rules: bool) -> None:
-    is_wide = out.width >= _WIDE
-    columns = ["", "iteration", "state", "date", "ranks", "size", "layout", "kept by", "remark"]
-    hidden = {"kept by"} if not with_rules else set() if is_wide else {"layout"}
-    shown = [column not in hidden for column in columns]
-    table = new_table(*itertools.compress(columns, shown))
-    for entry in entries:
-        rules = entry.kept_by
-        cells = [
-            "*" if entry.tracked else "",
-            entry.directory if entry.iteration is None else str(entry.iteration),
-            entry.state,
-            clock(entry.committed_at, "%Y-%m-%d %H:%M" if is_wide else "%m-%d %H:%M"),
-            "" if entry.ranks is None else str(entry.ranks),
-            "" if entry.nbytes is None else human_size(entry.nbytes),
-            entry.layout,
-            "" if rules is None else ", ".join(rules) or "nothing",
-            entry.remark,
-        ]
-        add_row(table, out, *itertools.compress(cells, shown))
-    out.print(table)
+def _tables(entries: list[Entry], *, with_rules: bool) -> Iterator[Columns]:
+    """Yield tables of checkpoints: one with all columns, then those for narrow terminals."""
+    rules = [
+        "" if entry.kept_by is None else ", ".join(entry.kept_by) or "nothing" for entry in entries
+    ]
+    columns = {
+        "": ["*" if entry.tracked else "" for entry in entries],
+        "iteration": [
+            entry.directory if entry.iteration is None else str(entry.iteration)
+            for entry in entries
+        ],
+        "state": [entry.state for entry in entries],
+        "date": [clock(entry.committed_at, "%Y-%m-%d %H:%M") for entry in entries],
+        "ranks": ["" if entry.ranks is None else str(entry.ranks) for entry in entries],
+        "size": ["" if entry.nbytes is None else human_size(entry.nbytes) for entry in entries],
+        "layout": [entry.layout for entry in entries],
+        **({"kept by": rules} if with_rules else {}),
+        "remark": [entry.remark for entry in entries],
+    }
+    yield columns
+    del columns["remark"]
+    yield columns
+    columns["date"] = [clock(entry.committed_at, "%m-%d %H:%M") for entry in entries]
+    yield columns
+    for name in ("layout", "ranks"):
+        del columns[name]
+        yield columns

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import typing
+from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
 
 from megatron_flashckpt.cli.console import (
-    add_row,
+    Columns,
     complain,
     human_size,
     human_time,
     json_help,
-    new_table,
+    print_facts,
+    print_table,
     say,
 )
 from megatron_flashckpt.config import Config, Redundancy, Weights
@@ -220,19 +222,25 @@ def _host_memory(args: argparse.Namespace, cluster: Cluster) -> list[HostMemory]
 
 def _print_host_memory(choices: list[HostMemory], cluster: Cluster, out: Console) -> None:
     """Print a table: a row per number of GPUs, a column per choice of settings."""
-    columns = [(slots, kind) for slots in (1, 2) for kind in typing.get_args(Redundancy)]
-    cells = {(choice.gpus, choice.slots, choice.redundancy): choice for choice in choices}
     say(
         out,
         "host memory per node, by slots and redundancy; !: more than the node's "
         f"{cluster.host_memory_gb:g} GB",
     )
-    table = new_table("GPUs", *(f"{_slots(slots)}, {kind}" for slots, kind in columns))
-    for gpus in sorted({choice.gpus for choice in choices}):
-        add_row(
-            table, out, f"{gpus:,}", *(_cell(cells.get((gpus, *setting))) for setting in columns)
-        )
-    out.print(table)
+    print_table(out, _tables_of_memory(choices))
+
+
+def _tables_of_memory(choices: list[HostMemory]) -> Iterator[Columns]:
+    """Yield the table with whole titles, then the one for narrow terminals."""
+    settings = [(slots, kind) for slots in (1, 2) for kind in typing.get_args(Redundancy)]
+    gpus = sorted({choice.gpus for choice in choices})
+    known = {(choice.gpus, choice.slots, choice.redundancy): choice for choice in choices}
+    for title in ("{slots}, {kind}", "{number} {kind}"):
+        columns = {"GPUs": [f"{number:,}" for number in gpus]}
+        for slots, kind in settings:
+            name = title.format(slots=_slots(slots), number=slots, kind=kind)
+            columns[name] = [_cell(known.get((number, slots, kind))) for number in gpus]
+        yield columns
 
 
 def _cell(choice: HostMemory | None) -> str:
@@ -271,36 +279,26 @@ def sizes_of(
 
 def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) -> None:
     size, ours, gather = result.sizes, result.ours, result.gather
-    table = new_table("", "")
-    table.show_header = False
     memory = f"{human_size(int(result.host_memory_nbytes))} per node"
     if not result.fits:
         memory += f": MORE than the node's {cluster.host_memory_gb:g} GB"
-    for name, value in (
-        ("parameters", f"{size.parameters / 1e9:.3f} billion"),
-        ("checkpoint", human_size(size.total_nbytes)),
-        (
-            "per rank",
-            f"{human_size(int(size.rank_nbytes))} (at most {human_size(size.largest_nbytes)})",
-        ),
-        ("per node", f"{human_size(int(result.node_nbytes))}, {result.nodes} nodes"),
-        ("host memory", f"{memory} ({_slots(cluster.slots)}, redundancy: {redundancy})"),
-        ("stage", f"{human_time(result.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU"),
-        (
-            "persist",
-            f"{human_time(result.persist_s)}, {size.total_nbytes / GB / result.persist_s:.1f} GB/s",
-        ),
-        ("interruption", f"every {human_time(result.mtbf_s)}"),
-    ):
-        add_row(table, out, name, value)
-    out.print(table)
-    out.print()
-    table = new_table(
-        "save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day"
-    )
-    for name, strategy in (("flashckpt", ours), ("gather", gather)):
-        add_row(table, out, name, *_cells(strategy))
-    out.print(table)
+    speed = size.total_nbytes / GB / result.persist_s
+    facts = {
+        "parameters": f"{size.parameters / 1e9:.3f} billion",
+        "checkpoint": human_size(size.total_nbytes),
+        "per rank": f"{human_size(int(size.rank_nbytes))} (at most "
+        f"{human_size(size.largest_nbytes)})",
+        "per node": f"{human_size(int(result.node_nbytes))}, {result.nodes} nodes",
+        "host memory": f"{memory} ({_slots(cluster.slots)}, redundancy: {redundancy})",
+        "stage": f"{human_time(result.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU",
+        "persist": f"{human_time(result.persist_s)}, {speed:.1f} GB/s",
+        "interruption": f"every {human_time(result.mtbf_s)}",
+    }
+    print_facts(out, facts)
+    titles = ("save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day")
+    rows = [("flashckpt", *_cells(ours)), ("gather", *_cells(gather))]
+    cells = [list(column) for column in zip(*rows, strict=True)]
+    print_table(out, [dict(zip(titles, cells, strict=True))])
     out.print()
     every = result.memory_interval_iterations
     per_day = ours.nbytes_per_day

@@ -14,7 +14,7 @@ from megatron_flashckpt.agent_config import MOST
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.retention import removable, retire
 from megatron_flashckpt.catalog.tracker import tracked_iteration
-from megatron_flashckpt.cli.console import human_size, json_help, say
+from megatron_flashckpt.cli.console import busy, human_size, json_help, say
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import ConfigError, OtherWriterError
 from megatron_flashckpt.file_format import file_names
@@ -117,21 +117,25 @@ def run(args: argparse.Namespace, out: Console) -> int:
         "tracked": tracked_iteration(storage),
         "previous": None,
     }
-    if not args.dry_run and (writer := is_live(storage)) is not None:
-        raise OtherWriterError(
-            f"{args.directory}: nothing was removed, because {writer.writer} saves there and "
-            "applies its own 'retention'; end that job first"
-        )
-    # A removal that was interrupted has moved the manifest away; `retire` completes it.
-    interrupted = sorted(filter(None, map(file_names.parse_removal_name, storage.list(""))))
-    chosen = [_Chosen(storage, *names, hidden=True) for names in interrupted]
-    chosen += [
-        _Chosen(storage, commit.iteration, commit.save_id)
-        for commit in removable(storage, rules, **context)
-    ]
     if not args.dry_run:
-        retire(storage, rules, **context)
-    removals = [checkpoint.removal(args.dry_run) for checkpoint in chosen]
+        with busy("looking whether a job saves there"):
+            writer = is_live(storage)
+        if writer is not None:
+            raise OtherWriterError(
+                f"{args.directory}: nothing was removed, because {writer.writer} saves there and "
+                "applies its own 'retention'; end that job first"
+            )
+    with busy("removing checkpoints" if not args.dry_run else "reading the checkpoints"):
+        # A removal that was interrupted has moved the manifest away; `retire` completes it.
+        interrupted = sorted(filter(None, map(file_names.parse_removal_name, storage.list(""))))
+        chosen = [_Chosen(storage, *names, hidden=True) for names in interrupted]
+        chosen += [
+            _Chosen(storage, commit.iteration, commit.save_id)
+            for commit in removable(storage, rules, **context)
+        ]
+        if not args.dry_run:
+            retire(storage, rules, **context)
+        removals = [checkpoint.removal(args.dry_run) for checkpoint in chosen]
     result = Result(
         directory=args.directory,
         dry_run=args.dry_run,

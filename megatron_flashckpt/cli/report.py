@@ -7,10 +7,10 @@ removed since. The command needs neither torch nor a running job.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,12 +20,13 @@ from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.retention import committed, survey, why_kept
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.cli.console import (
-    add_row,
+    Columns,
+    busy,
     clock,
     human_size,
     human_time,
     json_help,
-    new_table,
+    print_table,
     printable,
     say,
 )
@@ -184,45 +185,34 @@ def run(args: argparse.Namespace, out: Console) -> int:
     Raises:
         NotCommittedError: the directory has no record of a save.
     """
-    storage = listing.save_directory(args.directory)
-    reasons = kept_by(storage, tracked_iteration(storage))
-    report_rows = rows(storage, reasons or {})
+    with busy("reading the checkpoints"):
+        storage = listing.save_directory(args.directory)
+        reasons = kept_by(storage, tracked_iteration(storage))
+        report_rows = rows(storage, reasons or {})
     if not report_rows:
         raise NotCommittedError(
             f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "
             "give Megatron's --save directory"
         )
+    if args.png:  # before the output, which is empty after an error
+        draw(report_rows, args.png, args.directory)
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
-    else:
-        _print(report_rows, out, with_rules=reasons is not None)
+        return 0
+    _print(report_rows, out, with_rules=reasons is not None)
     if args.png:
-        draw(report_rows, args.png, args.directory)
-        if not args.json:
-            say(out, f"drawn: {args.png}")
+        say(out, f"drawn: {args.png}")
     return 0
 
 
-#: Terminals with fewer characters per line get a table without `_DETAILS`: rich would fold cells.
-_WIDE = 130
-_DETAILS = ("size", "persisted", "GB/s", "slowest rank", "plans")
+_TIMINGS = ("size", "blocked", "staged", "persisted", "durable", "GB/s", "slowest rank", "plans")
+#: Columns that a terminal lacks if its lines are too short, in the order in which they go.
+_DETAILS = ("plans", "slowest rank", "persisted", "GB/s", "size", "staged", "ended")
 
 
 def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
-    columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
-    columns += ["GB/s", "slowest rank", "plans", *(["kept by"] if with_rules else []), "remark"]
-    is_wide = out.width >= _WIDE
-    shown = [is_wide or column not in _DETAILS for column in columns]
-    table = new_table(*itertools.compress(columns, shown))
-    for row in report_rows:
-        ended = clock(row.ended_at, "%Y-%m-%d %H:%M:%S" if is_wide else "%m-%d %H:%M")
-        cells = [str(row.iteration), row.state, ended, *_cells(row)]
-        if with_rules:
-            nothing = "nothing" if row.state == listing.COMMITTED else ""
-            cells.append(", ".join(row.kept_by) or nothing)
-        cells.append(row.error or row.remark)
-        add_row(table, out, *itertools.compress(cells, shown))
-    out.print(table)
+    remarks = [row.error or row.remark for row in report_rows]
+    print_table(out, _tables(report_rows, remarks, with_rules=with_rules), remarks)
     failed = f"{sum(row.state == FAILED for row in report_rows)} failed"
     problems = sum(row.state in (listing.DAMAGED, listing.UNREADABLE) for row in report_rows)
     damaged = f", {problems} damaged or unreadable" if problems else ""
@@ -231,13 +221,40 @@ def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     say(out, f"{len(report_rows)} saves, {failed}{damaged}{median}")
 
 
-def _cells(row: Row) -> list[str]:
+def _tables(report_rows: list[Row], remarks: list[str], *, with_rules: bool) -> Iterator[Columns]:
+    """Yield tables of saves: one with all columns, then those for narrow terminals."""
+    details = [_details(row) for row in report_rows]
+    columns = {
+        "iteration": [str(row.iteration) for row in report_rows],
+        "state": [row.state for row in report_rows],
+        "ended": [clock(row.ended_at, "%Y-%m-%d %H:%M:%S") for row in report_rows],
+        **{name: [cells.get(name, "") for cells in details] for name in _TIMINGS},
+        **({"kept by": [_rules(row) for row in report_rows]} if with_rules else {}),
+        "remark": remarks,
+    }
+    yield columns
+    del columns["remark"]
+    yield columns
+    columns["ended"] = [clock(row.ended_at, "%m-%d %H:%M") for row in report_rows]
+    yield columns
+    for name in _DETAILS:
+        del columns[name]
+        yield columns
+
+
+def _rules(row: Row) -> str:
+    nothing = "nothing" if row.state == listing.COMMITTED else ""
+    return ", ".join(row.kept_by) or nothing
+
+
+def _details(row: Row) -> dict[str, str]:
+    """Return the cells of `_TIMINGS`; none without timings."""
     if (cost := row.cost) is None:
-        return [""] * 8
+        return {}
     times = (cost.blocked_s, cost.staged_s, cost.persisted_s, cost.durable_s)
     speed = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
-    slowest = str(cost.slowest)
-    return [human_size(cost.nbytes), *map(human_time, times), speed, slowest, _plans(cost)]
+    texts = [human_size(cost.nbytes), *map(human_time, times), speed, str(cost.slowest)]
+    return dict(zip(_TIMINGS, [*texts, _plans(cost)], strict=True))
 
 
 def _plans(cost: SaveCost) -> str:

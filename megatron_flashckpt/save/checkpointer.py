@@ -18,7 +18,6 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
     AgentRefusedError,
-    ConfigError,
     FlashCkptError,
     UnsupportedError,
 )
@@ -40,6 +39,7 @@ from megatron_flashckpt.save.planner import Planner, rerun_state
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
+from megatron_flashckpt.storage.opening import refuse_url
 from megatron_flashckpt.tracing import SAVE, Recorder, phase
 
 _BUSY = (
@@ -81,12 +81,7 @@ class Checkpointer:
         Raises:
             ConfigError: `root` is a URL.
         """
-        if "://" in str(root):  # Megatron's own tests pass `Path` objects
-            # As a path, the URL would become a directory on a local disk of each node.
-            raise ConfigError(
-                f"{root}: is not a path, and object stores are not supported yet; mount the store, "
-                "or save to a shared file system"
-            )
+        refuse_url(root)
         self.root = os.path.abspath(root)
         self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -20,7 +20,6 @@ from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import log_level
 from megatron_flashckpt.tracing import Recorder, phase
 
 logger = logging.getLogger(__name__)
@@ -105,8 +104,7 @@ class HandOver:
             self.client.staged(self.slot.index, cost, self.recorder.first_sent())
 
     def _log(self, seconds: float) -> None:
-        logger.log(
-            log_level(self.rank, logging.INFO),
+        logger.debug(
             "rank %d: staged iteration %d, %d bytes in %.3f s",
             self.rank,
             self.header.iteration,

@@ -21,6 +21,15 @@ def log_level(rank: int, level: int) -> int:
     return level if rank == 0 else logging.DEBUG
 
 
+def say(rank: int, line: str) -> None:
+    """Print a line of the job's log, on rank 0 only.
+
+    The line is one write, because other threads and ranks write to the same log.
+    """
+    if rank == 0:
+        print(f"  flashckpt: {line}\n", end="", flush=True)
+
+
 class SaveReports:
     """Reports on the saves of this process to `root`, over all its checkpointers."""
 
@@ -55,20 +64,15 @@ class SaveReports:
         self._durable = max(outcome.iteration, self._durable or 0)
         if self._open == outcome.iteration:
             self._open = None
-        if self.rank == 0:
-            print(
-                f"  flashckpt: iteration {outcome.iteration} durable after {outcome.seconds:.3f} s",
-                flush=True,
-            )
+        say(self.rank, f"iteration {outcome.iteration} durable after {outcome.seconds:.3f} s")
 
     def kept(self, outcome: Outcome) -> None:
         """Report a checkpoint that was saved to host memory only."""
-        if self.rank == 0:
-            print(
-                f"  flashckpt: iteration {outcome.iteration} kept in host memory, not in storage, "
-                f"after {outcome.seconds:.3f} s",
-                flush=True,
-            )
+        say(
+            self.rank,
+            f"iteration {outcome.iteration} kept in host memory, not in storage, after "
+            f"{outcome.seconds:.3f} s",
+        )
 
     def failed(self, outcome: Outcome) -> None:
         """Report a failed save, on rank 0 and on the first rank whose part failed."""

@@ -24,7 +24,7 @@ from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.loop_timer import LoopTimer
-from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.reports import SaveReports, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
@@ -224,12 +224,10 @@ class Session:
             return
         opened.reports.requested(save.iteration)
         opened.announced[save.iteration] = save
-        if opened.checkpointer.rank == 0:
-            print(
-                f"  flashckpt: the last save, iteration {save.iteration}, is written to storage "
-                "before the job ends",
-                flush=True,
-            )
+        say(
+            opened.checkpointer.rank,
+            f"the last save, iteration {save.iteration}, is written to storage before the job ends",
+        )
 
     def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
         """Log one outcome; return True for a success."""

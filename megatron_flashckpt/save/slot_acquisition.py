@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 
@@ -20,10 +19,8 @@ from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotSt
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import log_level
+from megatron_flashckpt.save.reports import say
 from megatron_flashckpt.save.request import SaveRequest
-
-logger = logging.getLogger(__name__)
 
 #: Longest wait of one request to the agent, in seconds; a longer wait consists of several requests.
 WAIT_SLICE_S = 5.0
@@ -91,11 +88,15 @@ class SlotAcquisition:
         """Return the index of a free slot, or None if all are busy and the save may be skipped."""
         client = self._link.client()
         index = client.acquire(iteration, save_id, 0.0)
+        if index < 0 and not may_skip:
+            say(
+                self._rank,
+                f"iteration {iteration} waits for a free slot, because earlier saves are still "
+                "being written",
+            )
         while index < 0:
             if may_skip:
                 return None
-            level = log_level(self._rank, logging.INFO)
-            logger.log(level, "iteration %d: waiting for a free slot", iteration)
             self._saves.put_back(self._saves.poll())  # polled only for its log lines
             left_s = self.ends_at - time.monotonic()
             if left_s <= 0:

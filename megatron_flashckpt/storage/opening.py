@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import os
 
+from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
+
+
+def refuse_url(root: str | os.PathLike[str]) -> None:
+    """Raise if `root` is a URL, which as a path would be a directory on a local disk of each node.
+
+    Raises:
+        ConfigError: `root` is a URL.
+    """
+    if "://" in str(root):
+        raise ConfigError(
+            f"{root}: is not a path, and object stores are not supported yet; mount the store, or "
+            "save to a shared file system"
+        )
 
 
 def open_storage(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Storage:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
+from tests.support import terminal
 from tests.support.trainer import eventually, new_save_id
 
 PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: None}
@@ -154,14 +154,23 @@ def test_a_drawing_replaces_only_png_files(saves: Path, capsys: pytest.CaptureFi
 def test_a_narrow_terminal_gets_one_line_per_save(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (saves / "iter_0000003").unlink()
-    (saves / HISTORY).unlink()
-    for width, has_details in ((80, False), (200, True)):
-        monkeypatch.setattr(commands, "_PIPE_COLUMNS", width)
-        lines = report(capsys, saves).splitlines()
-        assert len(lines) == 4, "the report has a header, a line per save and the sum"
-        assert ("slowest rank" in lines[0]) is has_details
-        assert all(len(line.rstrip()) <= width for line in lines)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "2")
+    error = json.loads(report(capsys, saves, "--json"))[2]["error"]
+    everything = re.split(r"\s{2,}", report(capsys, saves).splitlines()[0])
+    few = ["iteration", "state", "blocked", "durable", "kept by"]
+    for width in (70, 80, 100, 120, 160):
+        terminal.pretend(monkeypatch, width)
+        lines = [line.rstrip() for line in report(capsys, saves).splitlines()]
+        assert len(lines) == 7, "titles, a line per save, the error, and the sum"
+        assert lines.pop(4) == f"  {error}", "the error is below its save"
+        assert all(len(line) <= width for line in lines), width
+        titles = re.split(r"\s{2,}", lines[0])
+        assert [title for title in everything if title in titles] == titles, "no title is folded"
+        assert set(few) <= set(titles)
+        assert ("slowest rank" in titles) == (width > 120)
+        assert "staged" in titles or width < 100
+    assert titles == everything[:-1], "a wide terminal has all columns, and remarks below"
 
 
 def test_a_drawing_names_directory_and_states_and_has_red_for_failures_only(
@@ -185,5 +194,7 @@ def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "a drawing is replaced"
-    assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert main(["report", str(saves), "--json", "--png", str(tmp_path / "no/x.png")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "cannot be written" in printed.err

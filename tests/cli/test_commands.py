@@ -696,6 +696,32 @@ def test_wrong_usage_is_explained_with_status_2(
     assert re.search(r"^flashckpt.*: error: ", printed.err, re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", ["", " ", "s3://bucket/save"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["agent", "--foreground", "--save"],
+        ["agent", "--wait", "--save"],
+        ["convert", "--to", "torch", "save"],
+    ],
+    ids=" ".join,
+)
+def test_a_directory_to_write_must_be_a_path(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    path: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, path])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert ("names no directory" if not path.strip() else "mount the store") in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_call_without_command_shows_the_help_with_status_2(run: Run) -> None:
     ran = run()
     assert (ran.status, ran.out) == (2, "")

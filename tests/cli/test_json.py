@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.file_format.file_names import CLAIM, TRACKER
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.test_fence import OLD, claim_of
 from tests.cli.conftest import Run
@@ -70,6 +70,17 @@ def test_ls_prints_a_missing_tracker_and_a_missing_claim_as_null(run: Run, save:
     document = json.loads(run("ls", save, "--json").out)
     assert (document["tracker"], document["claim"]) == (None, None)
     assert [entry["tracked"] for entry in document["checkpoints"]] == [False]
+
+
+def test_a_damaged_claim_hides_no_checkpoint(run: Run, save: Path) -> None:
+    make(save)
+    (save / CLAIM).write_bytes(b"x" * 1024)
+    for output in ([], ["--json"]):
+        ran = run("ls", save, *output)
+        assert ran.status == 0
+        assert re.fullmatch(rf"flashckpt: {save}/{CLAIM}: is not a claim .*\n", ran.err)
+    assert json.loads(ran.out)["claim"] is None
+    assert len(json.loads(ran.out)["checkpoints"]) == 1
 
 
 def test_every_state_of_a_writer_has_a_name(run: Run, save: Path) -> None:

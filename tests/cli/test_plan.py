@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
+from tests.support import terminal
 
 PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
 FP8 = "--bf16 --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"
@@ -59,7 +59,7 @@ def test_an_unsupported_job_gets_all_reasons_and_no_figures(
 def test_a_narrow_terminal_gets_one_line_per_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "_PIPE_COLUMNS", 80)
+    terminal.pretend(monkeypatch, 80)
     words = ["plan", "--gpus", "64", "--parameters", "70e9", "--host-memory-gb", "64"]
     assert main([*words, "--", "--bf16", "--use-distributed-optimizer"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -67,7 +67,11 @@ def test_a_narrow_terminal_gets_one_line_per_row(
     assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["flashckpt", "gather"]
     assert not lines[start + 3].strip()
     assert [line.split()[0] for line in lines[-5:]] == ["16", "32", "64", "128", "256"]
+    titles = [f"{slots} {kind}" for slots in (1, 2) for kind in ("none", "copy", "xor")]
+    assert lines[-6].split() == ["GPUs", *" ".join(titles).split()]
     assert any("913.2 GiB!" in line for line in lines[-5:])
+    table = [*lines[start : start + 3], *lines[-6:]]
+    assert all(len(line.rstrip()) <= 80 for line in table)
 
 
 def test_reasons_are_reported_before_missing_sizes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_an_agent_ends_with_an_orderly_job_and_survives_a_crashed_one(
 def test_the_log_distinguishes_blocked_staged_and_durable(runs: Runs) -> None:
     log = runs.whole.log
     assert re.search(r"iteration 8 staged, [\d.]+ MiB on rank 0, blocked [\d.]+ ms", log)
-    assert re.findall(r"rank (\d): staged iteration 8, \d+ bytes in [\d.]+ s", log) == ["0"]
+    assert "INFO:megatron_flashckpt" not in log, "each event has one line"
     assert re.search(r"iteration 8 durable after [\d.]+ s", log)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.save.reports import SaveReports, log_level
+from megatron_flashckpt.save.slot_acquisition import SlotAcquisition
 
 RANKS, PER_NODE = 1024, 8
 ERROR = f"/ckpt/iter_0000008/rank_00017-0.safetensors: {'cannot write; ' * 18}free some space"
@@ -76,6 +80,23 @@ def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
     ]
     assert lines(caplog) == ["iteration 8 is not saved: busy"]
     assert [log_level(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
+
+
+def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for rank in range(3):
+        answers = iter([-1, -1, -1, 1])
+        client = SimpleNamespace(acquire=lambda *_: next(answers))  # noqa: B023
+        link: Any = SimpleNamespace(client=lambda: client)  # noqa: B023
+        saves: Any = SimpleNamespace(poll=list, put_back=lambda outcomes: None)
+        state: Any = None
+        slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, state, saves)
+        assert slots._granted(8, "id8", may_skip=False) == 1
+    assert capsys.readouterr().out == (
+        "  flashckpt: iteration 8 waits for a free slot, because earlier saves are still being "
+        "written\n"
+    )
 
 
 def test_the_last_save_decides_the_verdict_of_a_job() -> None:
