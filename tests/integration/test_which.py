@@ -17,9 +17,12 @@ MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def train(tmp_path: Path, name: str, env: dict[str, str] | None = None) -> Result:
+def train(
+    tmp_path: Path, name: str, env: dict[str, str] | None = None, iterations: int = 6
+) -> Result:
     save = str(tmp_path / "save")
-    arguments = ["--train-iters", "6", "--save", save, "--load", save, "--save-interval", "2"]
+    arguments = ["--train-iters", str(iterations), "--save-interval", "2"]
+    arguments += ["--save", save, "--load", save]
     return run_job(tmp_path, name, [*MODEL, *arguments], ranks=1, env=env)
 
 
@@ -46,6 +49,18 @@ def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     assert 0.9 * stored < float(message[1]) <= stored
     assert int(message[2]) > 0
     assert min(result.losses()) == 5
+
+
+def test_a_crash_in_the_save_after_the_loop_resumes_from_memory(tmp_path: Path) -> None:
+    """The loop's end terminates Megatron's own saves, and must not give the slots up."""
+    env = {"FLASHCKPT_FAULT": "rank0:stage.copied:3"}
+    result = train(tmp_path, "crash", env, iterations=5)
+    assert result.returncode != 0
+    assert "after training is done" in result.log
+    assert (tmp_path / "save" / TRACKER).read_text() == "4"
+    result = succeeded(train(tmp_path, "again", iterations=5))
+    assert "iteration 4 was restored from memory" in result.log
+    assert (tmp_path / "save" / TRACKER).read_text() == "5"
 
 
 def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
