@@ -24,8 +24,11 @@ from megatron_flashckpt.config import Config
 HOME = Path(megatron_flashckpt.__file__).parent
 #: Options of Megatron releases other than the installed one.
 OTHER_RELEASES = {
+    "--freeze-all-layers",
+    "--logits-save-dir",
     "--moe-use-legacy-grouped-gemm",
     "--offload-optimizer-states",
+    "--override-ckpt-iteration",
     "--retro-add-retriever",
     "--standalone-embedding-stage",
     "--use-custom-fsdp",
