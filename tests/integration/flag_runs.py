@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.megatron_jobs import REPO, run_job, succeeded
+from tests.support.megatron_jobs import REPO, differing, run_job, succeeded, tensors
 
 CELLS = REPO / "tests/support/jobs/flag_cells.py"
 ENTRY_POINTS = ("stock", "ours")
@@ -89,7 +89,8 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
                 "arguments": flags.split(),
                 "copy": copy,
             }
-            cells.append({**cell, **job.options})
+            options = json.dumps(job.options).replace("{save}", str(save))
+            cells.append({**cell, **json.loads(options)})
     (where / "cases.json").write_text(json.dumps(cells))
     done = succeeded(
         run_job(
@@ -113,3 +114,21 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
         elif not runs[name][entry_point].losses:  # under pipelining only the last stage has losses
             runs[name][entry_point].losses = event["losses"]
     return runs
+
+
+def assert_equal_ends(runs: Runs, name: str) -> None:
+    stock, ours = (runs[name][entry_point] for entry_point in ENTRY_POINTS)
+    assert ours.ended == stock.ended, ours.output[-3000:]
+    assert ours.losses == stock.losses
+    assert ours.iteration == stock.iteration
+    assert ours.left == stock.left
+
+
+def assert_nothing_lost(runs: Runs, name: str) -> None:
+    assert [runs[job]["ours"].ended for job in (name, f"{name}-2")] == ["end", "end"]
+    whole, later = (runs[job]["ours"] for job in (name, f"{name}-2"))
+    for ran in (whole, later):
+        assert "was not saved" not in ran.logged, ran.logged
+    assert later.iteration == 2
+    assert later.losses == whole.losses[len(whole.losses) // 2 :]
+    assert differing(tensors(whole.save, 4), tensors(later.save, 4)) == []

@@ -25,10 +25,12 @@ from tests.integration.flag_runs import (
     TORCH,
     Job,
     Runs,
+    assert_equal_ends,
+    assert_nothing_lost,
     resumed,
     run_jobs,
 )
-from tests.support.megatron_jobs import assemble, differing, tensors
+from tests.support.megatron_jobs import assemble, tensors
 
 #: Multi-token prediction with tied embeddings.
 _MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
@@ -181,24 +183,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
-
-
-def assert_equal_ends(runs: Runs, name: str) -> None:
-    stock, ours = (runs[name][entry_point] for entry_point in ENTRY_POINTS)
-    assert ours.ended == stock.ended, ours.output[-3000:]
-    assert ours.losses == stock.losses
-    assert ours.iteration == stock.iteration
-    assert ours.left == stock.left
-
-
-def assert_nothing_lost(runs: Runs, name: str) -> None:
-    assert [runs[job]["ours"].ended for job in (name, f"{name}-2")] == ["end", "end"]
-    whole, later = (runs[job]["ours"] for job in (name, f"{name}-2"))
-    for ran in (whole, later):
-        assert "was not saved" not in ran.logged, ran.logged
-    assert later.iteration == 2
-    assert later.losses == whole.losses[len(whole.losses) // 2 :]
-    assert differing(tensors(whole.save, 4), tensors(later.save, 4)) == []
 
 
 @pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)

@@ -43,6 +43,10 @@ from typing import Any
 import cells
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import (
     checkpointing,
@@ -109,6 +113,17 @@ def dense_config(args: Any) -> Any:
 
 
 tiny.core_transformer_config_from_args = dense_config
+
+
+def layer_spec(num_experts: int | None, moe_grouped_gemm: bool, *_: Any) -> Any:
+    """Return the layers that the arguments ask for."""
+    args = get_args()
+    if isinstance(args.moe_layer_freq, list):
+        return get_gpt_decoder_block_spec(dense_config(args), use_transformer_engine=False)
+    return get_gpt_layer_local_spec(num_experts, moe_grouped_gemm, args.qk_layernorm, False)
+
+
+tiny.get_gpt_layer_local_spec = layer_spec
 
 
 token_prediction.install()
@@ -231,6 +246,12 @@ class Recorder:
         return lambda *args, **kwargs: None
 
 
+def without(arguments: list[str], names: list[str]) -> list[str]:
+    """Return `arguments` without those of these names and their values."""
+    former = (None, *arguments)
+    return [a for a, before in zip(arguments, former, strict=False) if not {a, before} & {*names}]
+
+
 def load_by_either_name(load: Any, *args: Any, **kwargs: Any) -> Any:
     return load(*([kwargs.pop("model")] if "model" in kwargs else []), *args, **kwargs)
 
@@ -241,7 +262,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
             truncated_copy(Path(source), Path(destination), iteration)
     use(cell["entry_point"])
     recorder = Recorder(cell)
-    sys.argv = [*COMMAND_LINE, *cell["arguments"]]
+    sys.argv = [*without(COMMAND_LINE, cell.get("drop", ())), *cell["arguments"]]
     now = time.time() - cell.get("started_ago", 0)
     load_checkpoint = training.load_checkpoint
     if cell["entry_point"] == "stock":

@@ -4,7 +4,7 @@
 `fused_adam` is TransformerEngine's optimizer as Megatron sees it under
 --use-precision-aware-optimizer. `devices` distinguishes parameters on "the GPU" from host copies,
 as --optimizer-cpu-offload requires; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
-random generator, whose state CUDA graphs can replay.
+random generator, whose state CUDA graphs can replay. `saving_loader` is a data loader with a state.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from unittest import mock
 import megatron.core.optimizer as optimizers
 import megatron.core.utils as core_utils
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, muon
 from megatron.training import training
 from packaging.version import Version
@@ -180,6 +181,22 @@ def devices() -> Iterator[None]:
         yield
 
 
+def all_gather(
+    gathered: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Gather tensors of unequal sizes, as NCCL does and gloo does not."""
+    if len({tensor.numel() for tensor in gathered}) == 1:
+        return _all_gather(gathered, own, group, async_op)
+    gathered[dist.get_rank(group)].copy_(own)
+    for rank, tensor in enumerate(gathered):
+        if tensor.numel():
+            dist.broadcast(tensor, dist.get_global_rank(group, rank), group)
+    return None
+
+
+_all_gather = dist.all_gather
+
+
 @contextlib.contextmanager
 def emerging() -> Iterator[None]:
     """Let Megatron find emerging_optimizers 0.2."""
@@ -187,6 +204,7 @@ def emerging() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02"):
             stack.enter_context(mock.patch.object(optimizers, name, True))
+        stack.enter_context(mock.patch.object(dist, "all_gather", all_gather))
         lion = importlib.import_module("emerging_optimizers.scalar_optimizers").Lion
         stack.enter_context(mock.patch.object(optimizers, "Lion", lion, create=True))
         make = importlib.reload(muon).get_megatron_muon_optimizer
@@ -194,7 +212,19 @@ def emerging() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def saving_loader() -> Iterator[None]:
+    """Give data loaders a state to save, as those of Megatron Energon have."""
+    kind = torch.utils.data.dataloader._BaseDataLoaderIter
+    kind.save_state = lambda loader: {"rows": loader._num_yielded}
+    try:
+        yield
+    finally:
+        del kind.save_state
+
+
 STAND_INS = {
+    "saving_loader": saving_loader,
     "emerging": emerging,
     "fused_adam": fused_adam,
     "devices": devices,
