@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.catalog.verify import verify
@@ -16,6 +19,7 @@ from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
@@ -55,6 +59,35 @@ def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
     write_ours(dataclasses.replace(made, rng=states), tmp_path, Options(shard_nbytes=500))
     reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
     assert same({place: of_place[:2] for place, of_place in reopened.rng.items()}, states)
+
+
+def test_files_of_differing_replicas_have_the_coordinates_of_megatrons_ranks(
+    tmp_path: Path,
+) -> None:
+    layout = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+    }
+    replicas, world_size = 2, 16
+    expected = set()
+    for rank in range(world_size):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
+            expected.add(parallel.coordinates())
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+    made = contents(data_parallel_random_init=True)
+    vars(made.args).update(layout)
+    states = {place: of_place * replicas for place, of_place in made.rng.items()}
+    write_ours(dataclasses.replace(made, rng=states), tmp_path, Options())
+    storage = PosixStorage(tmp_path)
+    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    assert {shard.coordinates for shard in stored.manifest.shards} == expected
 
 
 @pytest.mark.parametrize("memory_nbytes", [1, 2**30])
