@@ -174,11 +174,14 @@ class Job:
             use_distributed_optimizer=args.use_distributed_optimizer,
         )
         self.case = case
-        self.model = Model(config, case, seed)
+        self.model = self.make_model(config, seed)
         self.chunks = [DistributedDataParallel(config, ddp, self.model)]
         settings, overrides = get_megatron_optimizer_config(args)
         self.optimizer = get_megatron_optimizer(settings, self.chunks, overrides)
         self.scheduler = get_optimizer_param_scheduler(self.optimizer)
+
+    def make_model(self, config: Any, seed: Any) -> Any:
+        return Model(config, self.case, seed)
 
     def step(self, number: int) -> None:
         unused = {

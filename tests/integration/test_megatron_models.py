@@ -1,0 +1,81 @@
+"""Every kind of model that Megatron has is saved and loaded bit for bit, under every layout.
+
+The models are Megatron's own classes: BERT, T5, latent attention, experts with shared experts,
+Mamba with attention, and LLaVA with a frozen vision tower. One rank, two replicas, two tensor ranks
+and two expert ranks save each of them; new processes load it under each of these layouts and save
+it again, unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.megatron_jobs import REPO, assemble, run_job, succeeded
+
+TP2 = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+#: Megatron wants experts in its arguments before it takes an expert parallel size.
+EXPERTS = ["--num-experts", "4", "--disable-bias-linear"]
+#: Layouts: name -> ranks, flags.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "replicas": (2, []),
+    "tensors": (2, [*TP2, "--sequence-parallel"]),
+    "experts": (2, ["--expert-model-parallel-size", "2", *EXPERTS]),
+}
+KINDS = ("bert", "t5", "t5 relative", "mla", "experts", "mamba", "llava")
+
+Wrong = dict[tuple[str, str, str], list[str]]
+"""Differences by kind, layout and event."""
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def ran(where: Path) -> Wrong:
+    cases = [
+        {"kind": kind, "name": kind, "number": number, "optimizer": "bf16 distributed"}
+        for number, kind in enumerate(KINDS, 1)
+    ]
+    (where / "cases.json").write_text(json.dumps(cases))
+    wrong: Wrong = {}
+    for mode in ("save", "load"):
+        for layout, (ranks, flags) in LAYOUTS.items():
+            done = run_job(
+                *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "20", *flags]),
+                ranks=ranks,
+                entry_point="stock",
+                script=REPO / "tests/support/jobs/megatron_models.py",
+                env={
+                    "CASES": str(where / "cases.json"),
+                    "ROOT": str(where),
+                    "MODE": mode,
+                    "LAYOUT": layout,
+                    "SAVED_BY": " ".join(LAYOUTS),
+                },
+            )
+            for event in succeeded(done).events:
+                wrong.setdefault((event["case"], layout, event["event"]), []).extend(event["wrong"])
+    return wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_model_is_loaded_bit_for_bit_under_every_layout(
+    ran: Wrong, where: Path, kind: str
+) -> None:
+    number = 1 + KINDS.index(kind)
+    for layout in LAYOUTS:
+        assert ran[kind, layout, "saved"] == []
+        whole = assemble(where / layout / "save", number)
+        for loaded_by in LAYOUTS:
+            assert ran[kind, loaded_by, f"from {layout}"] == []
+            again = assemble(where / loaded_by / f"from-{layout}", number)
+            assert again.keys() == whole.keys()
+            unequal = [name for name in whole if not torch.equal(whole[name], again[name])]
+            assert unequal == [], f"saved by {layout}, loaded by {loaded_by}"
