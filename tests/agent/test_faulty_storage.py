@@ -82,13 +82,26 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     made.heal()
 
 
+def _upkeep(node: Node, root: Path) -> Upkeep:
+    """Return the upkeep of an agent; the kernel frees the lock of a killed agent a little later."""
+    made: list[Upkeep] = []
+
+    def begin() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            made.append(Upkeep(node.directory(root), str(node.runtime_dir)))
+        return bool(made)
+
+    eventually("the lock of the agent before", begin)
+    return made[0]
+
+
 @contextlib.contextmanager
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     """Serve trainers of `root` from a thread of this process, with any settings of theirs."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
-    upkeep = Upkeep(node.directory(root), str(node.runtime_dir))
+    upkeep = _upkeep(node, root)
     agent = Agent(upkeep, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
     server.start()

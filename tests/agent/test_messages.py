@@ -97,9 +97,9 @@ def test_an_error_explains_an_agent_whose_child_was_killed(
     assert MEMORY in str(raised.value)
 
 
-def test_an_error_explains_a_full_file_system_of_the_socket(small_disk: Path, root: Path) -> None:
+def test_a_full_disk_is_named(small_disk: Path, root: Path) -> None:
     """Before, the message said that the kernel or a scheduler had killed the agent."""
-    node = Node(small_disk / "run")
+    node = Node(small_disk / "r")
     log = node.directory(root) / LOG
     log.touch()
     with contextlib.suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:

@@ -24,8 +24,8 @@ from tests.simulated_gpu.eager import on_device
 
 #: Size of the parts in which copies are requested: dozens of parts for the tiny model.
 PART_NBYTES = 32 * 1024
-#: While training computes, each part takes 50 ms, so no save ends before the next step is due.
-SLOW = PART_NBYTES / 0.05
+#: While training computes, each part takes 250 ms: no save ends before the next step is due.
+SLOW = PART_NBYTES / 0.25
 #: While training waits, each part takes 5 ms, so a step that does not wait changes what is copied.
 FAST = PART_NBYTES / 0.005
 
