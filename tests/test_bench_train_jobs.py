@@ -261,3 +261,13 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
             assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
     after = published.stat().st_mtime_ns if published.exists() else None
     assert after == before, "a quick run has replaced the published figures"
+
+
+def test_a_later_job_keeps_the_clock_that_an_agent_has_mapped(tmp_path: Path) -> None:
+    """A truncated file kills a process that uses its mapping (SIGBUS)."""
+    limit = StorageLimit(tmp_path / "limited.so", 100.0)
+    clock = Path(limit.environment(tmp_path / "checkpoints")["TRAIN_LIMIT_CLOCK"])
+    assert clock.read_bytes() == bytes(8)
+    clock.write_bytes(b"occupied")
+    limit.environment(tmp_path / "checkpoints")
+    assert clock.read_bytes() == b"occupied"

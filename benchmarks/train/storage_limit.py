@@ -38,7 +38,9 @@ class StorageLimit:
     def environment(self, root: Path) -> dict[str, str]:
         """Return environment variables that limit a process's reads and writes below `root`."""
         clock = root.with_suffix(".clock")
-        clock.write_bytes(bytes(8))
+        if not clock.exists():
+            # Never truncated: an agent of an earlier job may have it mapped, and would be killed.
+            clock.write_bytes(bytes(8))
         return {
             "LD_PRELOAD": str(self.library),
             "TRAIN_LIMIT_ROOT": str(root.resolve()),
