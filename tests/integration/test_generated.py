@@ -17,7 +17,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.integration.generated import KNOWN, REFUSED, Model, drawn
-from tests.support.megatron_jobs import REPO, run_job, succeeded
+from tests.support.layout_jobs import Wrong, run_layouts
 
 #: Layouts: name -> ranks, flags.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -27,9 +27,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 MODELS: list[Model] = [*KNOWN, *map(drawn, range(16))]
 ALL = [*MODELS, *(made for made, _ in REFUSED)]
-
-Wrong = dict[tuple[str, str, str], list[str]]
-"""Differences by case, layout and event; for a refusal the refusal's text."""
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +39,8 @@ def ran(where: Path) -> Wrong:
     numbered = [{**made, "number": number} for number, made in enumerate(ALL, 1)]
     (where / "all.json").write_text(json.dumps(numbered))
     (where / "accepted.json").write_text(json.dumps(numbered[: len(MODELS)]))
-    wrong: Wrong = {}
-    for mode, cases in (("save", "all.json"), ("load", "accepted.json")):
-        for layout, (ranks, flags) in LAYOUTS.items():
-            done = run_job(
-                *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "10", *flags]),
-                ranks=ranks,
-                entry_point="stock",
-                script=REPO / "tests/support/jobs/generated_models.py",
-                env={
-                    "CASES": str(where / cases),
-                    "ROOT": str(where),
-                    "MODE": mode,
-                    "LAYOUT": layout,
-                    "SAVED_BY": " ".join(LAYOUTS),
-                },
-            )
-            for event in succeeded(done).events:
-                errors = wrong.setdefault((event["case"], layout, event["event"]), [])
-                errors += [event["error"]] if "error" in event else event["wrong"]
-    return wrong
+    cases = {"save": "all.json", "load": "accepted.json"}
+    return run_layouts(where, "generated_models.py", LAYOUTS, cases, iterations=10)
 
 
 @pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])

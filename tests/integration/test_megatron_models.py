@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.megatron_jobs import REPO, assemble, run_job, succeeded
+from tests.support.layout_jobs import Wrong, run_layouts
+from tests.support.megatron_jobs import assemble
 
 TP2 = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 #: Megatron wants experts in its arguments before it takes an expert parallel size.
@@ -27,9 +28,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "experts": (2, ["--expert-model-parallel-size", "2", *EXPERTS]),
 }
 KINDS = ("bert", "t5", "t5 relative", "mla", "experts", "mamba", "llava")
-
-Wrong = dict[tuple[str, str, str], list[str]]
-"""Differences by kind, layout and event."""
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +42,8 @@ def ran(where: Path) -> Wrong:
         for number, kind in enumerate(KINDS, 1)
     ]
     (where / "cases.json").write_text(json.dumps(cases))
-    wrong: Wrong = {}
-    for mode in ("save", "load"):
-        for layout, (ranks, flags) in LAYOUTS.items():
-            done = run_job(
-                *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "20", *flags]),
-                ranks=ranks,
-                entry_point="stock",
-                script=REPO / "tests/support/jobs/megatron_models.py",
-                env={
-                    "CASES": str(where / "cases.json"),
-                    "ROOT": str(where),
-                    "MODE": mode,
-                    "LAYOUT": layout,
-                    "SAVED_BY": " ".join(LAYOUTS),
-                },
-            )
-            for event in succeeded(done).events:
-                wrong.setdefault((event["case"], layout, event["event"]), []).extend(event["wrong"])
-    return wrong
+    modes = dict.fromkeys(("save", "load"), "cases.json")
+    return run_layouts(where, "megatron_models.py", LAYOUTS, modes, iterations=20)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""What Megatron does once a checkpoint is durable."""
+"""The announcements of a durable checkpoint follow Megatron's own finalizers."""
 
 from __future__ import annotations
 
