@@ -27,6 +27,7 @@ from megatron_flashckpt.cli.console import (
     Columns,
     busy,
     complain,
+    counted,
     directory_argument,
     human_size,
     is_pipe,
@@ -172,7 +173,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         "checkpoint": summary.place,
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names this checkpoint" if summary.tracked else "does not name this checkpoint",
-        "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
+        "size": f"{human_size(summary.nbytes)} in {counted(len(summary.files), 'file')}",
         **({"metrics": ", ".join(metrics)} if summary.metrics else {}),
         **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(value) for name, value in summary.description.items() if value is not None},
@@ -298,10 +299,10 @@ def _print_verdict(verdict: Verdict, out: Console) -> None:
     for problem in verdict.problems:
         say(out, f"{problem.state}: {problem.message}")
     count = len(verdict.problems)
-    words = f"{count} problem{'s' if count > 1 else ''}" if count else "intact"
+    words = counted(count, "problem") if count else "intact"
     amount_read = ""
-    if verdict.nbytes is not None:
-        amount_read = f" ({verdict.files} shard files, {human_size(verdict.nbytes)})"
+    if verdict.files is not None and verdict.nbytes is not None:
+        amount_read = f" ({counted(verdict.files, 'shard file')}, {human_size(verdict.nbytes)})"
     say(out, f"{verdict.directory}: {words}{amount_read}")
 
 

@@ -212,6 +212,11 @@ def say(out: Console, text: str) -> None:
         out.print(printable(line, out.encoding))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `number` with `noun` in its singular or plural, such as `1 file` or `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def human_size(nbytes: int) -> str:
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:

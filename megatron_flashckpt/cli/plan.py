@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_flashckpt.cli.console import (
     Columns,
     complain,
+    counted,
     human_size,
     human_time,
     json_help,
@@ -172,17 +173,13 @@ def run(args: argparse.Namespace, out: Console) -> int:
             complain(f"note: {note}", 0)
     if not result.fits:
         return complain(
-            f"{_slots(cluster.slots)} of a node's ranks{_redundant(args.redundancy)} need "
+            f"{counted(cluster.slots, 'slot')} of a node's ranks{_redundant(args.redundancy)} need "
             f"{human_size(int(result.host_memory_nbytes))} of host memory, more than "
             f"--host-memory-gb {cluster.host_memory_gb:g}: the job would stop before its first "
             f"step; use more nodes{_less_memory(args, cluster)}",
             1,
         )
     return 0
-
-
-def _slots(number: int) -> str:
-    return f"{number} slot{'s' if number > 1 else ''}"
 
 
 def _redundant(redundancy: Redundancy) -> str:
@@ -238,7 +235,7 @@ def _tables_of_memory(choices: list[HostMemory]) -> Iterator[Columns]:
     for title in ("{slots}, {kind}", "{number} {kind}"):
         columns = {"GPUs": [f"{number:,}" for number in gpus]}
         for slots, kind in settings:
-            name = title.format(slots=_slots(slots), number=slots, kind=kind)
+            name = title.format(slots=counted(slots, "slot"), number=slots, kind=kind)
             columns[name] = [_cell(known.get((number, slots, kind))) for number in gpus]
         yield columns
 
@@ -288,8 +285,8 @@ def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console)
         "checkpoint": human_size(size.total_nbytes),
         "per rank": f"{human_size(int(size.rank_nbytes))} (at most "
         f"{human_size(size.largest_nbytes)})",
-        "per node": f"{human_size(int(result.node_nbytes))}, {result.nodes} nodes",
-        "host memory": f"{memory} ({_slots(cluster.slots)}, redundancy: {redundancy})",
+        "per node": f"{human_size(int(result.node_nbytes))}, {counted(result.nodes, 'node')}",
+        "host memory": f"{memory} ({counted(cluster.slots, 'slot')}, redundancy: {redundancy})",
         "stage": f"{human_time(result.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU",
         "persist": f"{human_time(result.persist_s)}, {speed:.1f} GB/s",
         "interruption": f"every {human_time(result.mtbf_s)}",

@@ -23,6 +23,7 @@ from megatron_flashckpt.cli.console import (
     Columns,
     busy,
     clock,
+    counted,
     human_size,
     human_time,
     json_help,
@@ -218,7 +219,7 @@ def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     damaged = f", {problems} damaged or unreadable" if problems else ""
     costs = sorted(row.cost.blocked_s for row in report_rows if row.cost is not None)
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
-    say(out, f"{len(report_rows)} saves, {failed}{damaged}{median}")
+    say(out, f"{counted(len(report_rows), 'save')}, {failed}{damaged}{median}")
 
 
 def _tables(report_rows: list[Row], remarks: list[str], *, with_rules: bool) -> Iterator[Columns]:

@@ -121,7 +121,8 @@ def missing_state(
     lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unexpected)]
     differences = tuple(dict.fromkeys([*lines, *problems]))
     error = MissingStateError(
-        f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
+        f"{place} does not hold what this model needs ({len(differences)} "
+        f"difference{'' if len(differences) == 1 else 's'}):\n  "
         + "\n  ".join(differences)
         + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
         f"{ANOTHER}; nothing was loaded"

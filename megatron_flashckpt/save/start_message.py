@@ -37,14 +37,13 @@ def print_start(
     needed = sum(needs[rank].nbytes for rank in node.ranks)
     ranks = f"{len(node.ranks)} rank{'s' if len(node.ranks) > 1 else ''}"
     check_s = time.perf_counter() - started
-    interval = getattr(margs, "save_interval", None)
+    slots = f"{config.slots} slot{'s' if config.slots > 1 else ''}"
     lines = [
         f"{megatron_flashckpt.__version__}, {stock.entry_point()}; megatron-core "
         f"{package_info.__version__}, torch {torch.__version__}",
-        f"saves to {checkpointer.root}{f' every {interval} iterations' if interval else ''}"
-        f"{_memory_saves(margs)}; {_retention(config.retention, margs)}; "
-        f"redundancy: {config.redundancy}",
-        f"host memory: {config.slots} slots of {shown(expected.nbytes)} on rank 0, at most "
+        f"saves to {checkpointer.root}{_interval(margs)}{_memory_saves(margs)}; "
+        f"{_retention(config.retention, margs)}; redundancy: {config.redundancy}",
+        f"host memory: {slots} of {shown(expected.nbytes)} on rank 0, at most "
         f"{shown(largest)} per rank; {shown(needed)} on this node ({ranks}) "
         f"of {shown(node.left_nbytes)} available",
         f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * check_s:.0f} ms; "
@@ -70,17 +69,25 @@ def print_start(
         stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
 
 
+def _interval(margs: Any) -> str:
+    interval = getattr(margs, "save_interval", None)
+    if not interval:
+        return ""
+    return " every iteration" if interval == 1 else f" every {interval} iterations"
+
+
 def _memory_saves(margs: Any) -> str:
     interval = getattr(margs, "non_persistent_save_interval", None)
     return f", to host memory only every {interval}" if interval else ""
 
 
 def _retention(rules: Retention, margs: Any) -> str:
+    hours = rules.max_age_hours
     given = {
         "latest": rules.latest,
         "every": rules.every,
-        "best": rules.best and f"{rules.best.keep} by {rules.best.metric}",
-        "hours": rules.max_age_hours,
+        "best": rules.best and f"{rules.best.keep} by '{rules.best.metric}'",
+        "age below": None if hours is None else f"{hours:g} h",
         "--save-retain-interval": getattr(margs, "save_retain_interval", None),
     }
     kept = [f"{name} {value}" for name, value in given.items() if value is not None]

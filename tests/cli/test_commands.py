@@ -21,7 +21,7 @@ from megatron_flashckpt import FORMAT_VERSION, __version__, config
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.cli.console import printable, progress_bar
+from megatron_flashckpt.cli.console import counted, printable, progress_bar
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
@@ -827,6 +827,10 @@ def test_printable_escapes_only_characters_that_cannot_be_shown(
     text: str, encoding: str, shown: str
 ) -> None:
     assert printable(text, encoding) == shown
+
+
+def test_a_number_of_things_has_its_singular() -> None:
+    assert [counted(number, "file") for number in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
 
 
 def test_characters_outside_the_terminals_encoding_are_escaped(save: Path) -> None:

@@ -73,3 +73,4 @@ def test_rank_0_logs_once_the_drawback_of_one_slot(whole: tuple[Path, Result]) -
         "crash during its copies into host memory resumes from storage"
     )
     assert whole[1].log.count(line) == 1
+    assert "flashckpt: host memory: 1 slot of " in whole[1].log

@@ -80,7 +80,8 @@ def problems(
         missing_state(PLACE, caught.value.differences, unexpected) if unexpected else caught.value
     )
     head, *lines, remedy = str(error).splitlines()
-    assert head == f"{PLACE} does not hold what this model needs ({len(lines)} differences):"
+    count = "1 difference" if len(lines) == 1 else f"{len(lines)} differences"
+    assert head == f"{PLACE} does not hold what this model needs ({count}):"
     assert "nothing was loaded" in remedy
     return [line.strip() for line in lines]
 

@@ -213,6 +213,13 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     assert printed["cluster"]["gpus_per_node"] == 8
 
 
+def test_the_command_counts_one_node_and_one_slot(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--gpus", "8", "--slots", "1", "--parameters", "1e9"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^per node .*, 1 node$", table, re.MULTILINE)
+    assert "(1 slot, redundancy: none)" in table
+
+
 def test_the_command_refuses_ranks_that_do_not_divide(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--gpus", "100", "--", *MODEL]) == 2
     assert "replicas of 32 ranks" in capsys.readouterr().err
