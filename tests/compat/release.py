@@ -179,7 +179,7 @@ class Release:
             stock = self.run("J", (*TP2, *self._format.split()), save=save, entry_point="stock")
             if stock.figures.get(END) == self.stock.figures[END]:
                 raise
-            raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
+            raise NotHereError(stock.reason("stock itself does not resume from it here")) from None
         return f"from its torch format; {self._unwritten}" if self._unwritten else None
 
     # ------------------------------------------------------------------ runs that features share
@@ -326,5 +326,5 @@ FEATURES: dict[str, Callable[[Release], str | None]] = {
     "overlapped reduce and gather": Release.overlaps,
     "`--async-save`": Release.saves_asynchronously,
     "experts (EP2): resumes bit for bit": Release.mixes_experts,
-    "goes on from Megatron's own checkpoint": Release.takes_over,
+    "resumes from Megatron's own checkpoint": Release.takes_over,
 }
