@@ -134,7 +134,7 @@ def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> 
 
 
 def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
-    """Allocate all pages of `memory`, which maps `fd` from its begin.
+    """Allocate all pages of `memory`, which maps `fd` from its start.
 
     One page written into each stretch of 2 MiB makes `MADV_COLLAPSE` accept the stretch; the call
     zeroes the other pages. It ignores the system's settings (except `deny`) and skips stretches for

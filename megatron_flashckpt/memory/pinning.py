@@ -44,7 +44,7 @@ def unlock_closed() -> None:
 
 
 class PinnedSlab:
-    """Locks the pages of one slab, from its begin on, in a thread of its own.
+    """Locks the pages of one slab, from its start on, in a thread of its own.
 
     That thread makes all calls and launches no kernel. CUDA keeps the error of a failed call and
     raises it in the next kernel of the same thread.
@@ -60,7 +60,7 @@ class PinnedSlab:
                 None: the rank is alone.
         """
         self.nbytes = 0
-        """Bytes from the begin of the slab that are locked; grows."""
+        """Bytes from the start of the slab that are locked; grows."""
         self._memory = memoryview(slab.memory)
         self._device = device
         self._lock_directory = lock_directory

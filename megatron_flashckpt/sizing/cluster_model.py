@@ -223,7 +223,7 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval: compute time from the end of a save to the begin of the next."""
+    """Return Daly's interval: compute time from the end of a save to the start of the next."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     x = cost_s / (2 * mtbf_s)

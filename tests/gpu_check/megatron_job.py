@@ -9,7 +9,7 @@ Environment:
     TRACE     file that gets one JSON line for each event
     LOSS_LOG  see `pretrain_gpt_tiny`
 
-Times are taken at the begin of iterations. So the time of an iteration includes the save that
+Times are taken at the start of iterations. So the time of an iteration includes the save that
 follows it, with the work of the training loop around that save.
 """
 

@@ -1,7 +1,7 @@
 """Calls of the CUDA runtime that the package makes below torch: page-locking and capture mode.
 
 Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
-`cudaGetLastError`): a range is registered once and unregistered by its begin. A call that fails
+`cudaGetLastError`): a range is registered once and unregistered by its beginning. A call that fails
 returns its status and keeps it in the calling thread; torch's next kernel launch there reports it.
 The simulation refuses a copy from memory of two registrations, blocking or not. Hardware may allow
 such a copy.

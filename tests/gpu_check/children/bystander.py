@@ -1,6 +1,6 @@
 """Another process of the node, which calls the GPU's driver continuously.
 
-It records the begin and the duration of each call, and ends when the file `stop` appears.
+It records the start and the duration of each call, and ends when the file `stop` appears.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def _kernels() -> Iterator[list[tuple[float, float]]]:
 
 
 def _calls(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the begin and the seconds of the bystander's calls, by name."""
+    """Return the start and the seconds of the bystander's calls, by name."""
     calls: dict[str, list[tuple[float, float]]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         name, begin, seconds = line.split()
