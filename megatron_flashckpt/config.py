@@ -136,8 +136,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     never stop."""
 
     stop_on_failed_first_save: bool = True
-    """With `on_failure: warn`: stop training if a save fails before this start of the job has
-    committed one, and only a person can remove the cause. Such causes are no space, no quota, a
+    """With `on_failure: warn`: stop training if a save fails, none was committed since the last
+    start of the job, and only a person can remove the cause. Such causes are no space, no quota, a
     read-only file system, no permission, and an operation that the file system lacks."""
 
     exit_nonzero_unless_durable: bool = True
