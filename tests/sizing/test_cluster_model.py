@@ -213,6 +213,23 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     assert printed["cluster"]["gpus_per_node"] == 8
 
 
+@pytest.mark.parametrize("gpus", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["--parameters", "1e9"],
+        ["--", *"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 64".split()],
+    ],
+)
+def test_a_job_of_few_gpus_gets_figures(
+    capsys: pytest.CaptureFixture, gpus: str, model: list[str]
+) -> None:
+    assert main(["plan", "--gpus", gpus, *model]) == 0
+    rows = capsys.readouterr().out.partition("GPUs ")[2].splitlines()[1:]
+    expected = {"1": ["1", "2", "4"], "2": ["1", "2", "4", "8"], "3": ["3", "6", "12"]}
+    assert [row.split()[0] for row in rows] == expected[gpus]
+
+
 def test_the_command_counts_one_node_and_one_slot(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--gpus", "8", "--slots", "1", "--parameters", "1e9"]) == 0
     table = capsys.readouterr().out
