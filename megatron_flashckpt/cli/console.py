@@ -114,6 +114,13 @@ def log_as_complaints() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+class _Amount(DownloadColumn):
+    """Column of the bytes so far and in total; empty until the total is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
 class _Speed(ProgressColumn):
     """Column of the transfer speed, in the binary units of the sizes next to it."""
 
@@ -125,7 +132,7 @@ class _Speed(ProgressColumn):
 def progress_bar() -> Progress:
     """Return a progress bar in bytes; a terminal shows it until it is done, a pipe never."""
     err = _stderr()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), _Speed())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(True), _Speed())
     return Progress(
         *columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal
     )

@@ -420,6 +420,8 @@ def test_a_progress_bar_shows_one_unit_system_and_the_time_left() -> None:
     shown = [str(column.render(task)) for column in columns]
     assert shown[2:4] == ["0.0/1.0 GiB", "3.0 MiB/s"]
     assert isinstance(columns[4], TimeRemainingColumn)
+    task.total = None  # the source is not open yet
+    assert str(columns[2].render(task)) == ""
 
 
 def test_an_interrupted_verify_reports_the_interruption(
