@@ -52,9 +52,12 @@ def main(argv: list[str] | None = None) -> None:
     is_module = argv[:1] == ["-m"]
     if is_module:
         argv = argv[1:]
-    if not argv or (argv[0] in ("-h", "--help") and not is_module):
+    if argv[:1] in (["-h"], ["--help"]) and not is_module:
+        print(__doc__)
+        raise SystemExit(0)
+    if not argv:
         print(__doc__, file=sys.stderr)
-        raise SystemExit(0 if argv else 2)
+        raise SystemExit(2)
     target = argv[0]
     if not is_module and not os.path.isfile(target):
         raise SystemExit(
