@@ -78,7 +78,7 @@ class PosixWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o666)
         try:
-            with _storage_errors(path, f"reserve {nbytes} bytes for"):
+            with _storage_errors(path, f"reserve its {nbytes} bytes"):
                 self._reserve(nbytes)
             with _storage_errors(path, "open", makes=True):
                 self._file_system = direct_io.of(self._fd, path)

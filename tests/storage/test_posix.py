@@ -309,7 +309,9 @@ def test_a_read_only_file_system_is_named_with_the_remedy(tmpfs, operation):
 
 def test_a_full_disk_is_reported_before_the_first_byte(tmpfs):
     root = tmpfs("size=1m")
-    with pytest.raises(StorageError, match=f"{root}/shard: cannot reserve 2097152") as caught:
+    with pytest.raises(
+        StorageError, match=f"{root}/shard: cannot reserve its 2097152 bytes "
+    ) as caught:
         PosixStorage(root).create("shard", 2 * MIB)
     assert caught.value.errno == errno.ENOSPC
     assert "free space there or save elsewhere" in str(caught.value)
