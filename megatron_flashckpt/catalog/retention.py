@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 8
 #: Prefix of NFS for a deleted file that a process on the same node still has open.
 _OPEN_ELSEWHERE = ".nfs"
-#: Directories with only such files that were logged already.
+#: Directories with only such files for which a line was logged already.
 _told_open: set[str] = set()
 #: Start of this process: seconds since 1970, and seconds of a clock that cannot be set.
 _STARTED = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -41,7 +41,7 @@ def why_left(flag: str) -> str:
 
 
 def converts_format(args: Any) -> bool:
-    """Return whether the job loads a checkpoint, saves it in a format of Megatron's, and exits."""
+    """Return whether the job loads a checkpoint, saves it in Megatron's own format, and exits."""
     return getattr(args, "ckpt_convert_format", None) is not None
 
 
