@@ -24,7 +24,7 @@ from megatron_flashckpt.agent import frames, process
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory, holder, leave
 from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.config import Config
@@ -86,6 +86,7 @@ def wait_for_agent(root: str, config: Config) -> int:
             sock.connect(str(directory / SOCKET))
             return frames.peer(sock).pid
         if time.monotonic() > deadline:
+            leave(directory, config.runtime_dir)
             raise AgentError(
                 f"no agent for {root} answered on this node within "
                 f"{config.agent.start_timeout_s:g} s; look at the output of 'flashckpt agent "

@@ -326,11 +326,12 @@ def test_a_foreground_agent_restores_files_that_a_cleaner_removed(
     assert "committed iteration 1" in (directory / LOG).read_text()
 
 
-def test_a_wait_for_a_missing_agent_ends_with_an_error(foreground: Foreground) -> None:
+def test_a_wait_for_a_missing_agent_ends_with_an_error(node: Node, foreground: Foreground) -> None:
     waiting = foreground.command("--wait", agent__start_timeout_s="0.2")
     status, (line,) = ended(waiting)
     assert status == 1
     assert "no agent for" in line
+    assert list(node.runtime_dir.iterdir()) == [], "the directory of the agent that never came"
 
 
 def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
