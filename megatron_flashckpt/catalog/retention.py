@@ -252,7 +252,10 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
     directory = file_names.iteration_dir(iteration)
     remaining = []
-    if save_id in {facts.save_id for facts in committed(storage, [directory])}:
+    present, unreadable = survey(storage, [directory])
+    if unreadable:  # it may be that of this checkpoint, put back
+        raise unreadable[iteration]
+    if save_id in {facts.save_id for facts in present}:
         logger.warning(
             "%s/%s: stays, because its manifest was put back after retention had moved it away",
             *(storage.place, directory),
