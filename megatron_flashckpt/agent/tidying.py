@@ -65,6 +65,12 @@ class CommittedSave:
             run=save.run,
         )
 
+    def under_rules_of(self, later: CommittedSave) -> CommittedSave:
+        """Return these facts with the rules of a save of a later run."""
+        return dataclasses.replace(
+            self, retention=later.retention, retain_interval=later.retain_interval
+        )
+
     @property
     def directory(self) -> str:
         return file_names.iteration_dir(self.iteration)
