@@ -228,8 +228,15 @@ class Committer:
             else:
                 due = [save for save in waiting if run == newest and save.iteration <= iteration]
                 self._unretired = [save for save in waiting if save not in due]
+
+        def is_current() -> bool:
+            return self._node.fence.newest == newest
+
         for save in due:
-            retire_expired(save)
+            retire_expired(save, is_current)
+        if not is_current():  # storage may hang until the job has been started again
+            with self._node.changed:
+                self._unretired += due
 
     def _pending_ids(self) -> set[str]:
         with self._node.changed:

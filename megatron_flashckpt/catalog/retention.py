@@ -131,10 +131,14 @@ def hide(
     tracked: int | None,
     previous: int | None,
     manifests: KnownManifests | None = None,
+    is_current: Callable[[], bool] = lambda: True,
 ) -> None:
     """Move away the manifests of checkpoints that no rule keeps, so that none can be loaded.
 
     The committing agent calls this while the tracker cannot move.
+
+    Args:
+        is_current: returns whether the next manifest may be moved.
     """
     for commit in removable(
         storage,
@@ -144,6 +148,8 @@ def hide(
         previous=previous,
         manifests=manifests,
     ):
+        if not is_current():
+            return
         hit("retain.chosen")
         _attempt(storage, commit.iteration, commit.save_id, _hide)
 

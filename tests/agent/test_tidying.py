@@ -307,6 +307,34 @@ def test_the_rules_of_a_new_run_decide_what_a_former_run_left(node: Node, root: 
         assert iterations_in(root) == [1, 2, 3]
 
 
+def test_a_removal_ends_when_another_job_starts(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage may hang in a removal until the job has been started again."""
+    ended, second = threading.Event(), []
+
+    def start(name: str) -> None:
+        if name == "retain.chosen" and not second:
+            assert ended.wait(PATIENCE_S)
+            second.append(node.trainer(root, retention=Retention(latest=1)))
+            second[0].claim()
+
+    with agent_here(node, root) as agent:
+        first = node.trainer(root)
+        first.claim()
+        for iteration in (1, 2):
+            assert first.save(iteration).error is None
+        first.retention = Retention(latest=1)
+        monkeypatch.setattr(retention_module, "hit", start)
+        assert first.save(3).error is None
+        first.hang_up()
+        ended.set()
+        _await_tidied(agent._committer._tidier)
+        assert len(iterations_in(root)) == 2
+        second[0].client.resume_from(stored(root, 3).manifest.save_id, 3)
+        eventually("the removal of the other one", lambda: iterations_in(root) == [3])
+
+
 def _await_tidied(tidier: Tidier) -> None:
     """Wait for all removals that are queued now."""
     done = threading.Event()
