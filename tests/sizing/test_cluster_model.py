@@ -52,6 +52,14 @@ def test_a_single_rank_holds_everything() -> None:
     assert result.rank_nbytes == result.total_nbytes == result.group_nbytes
 
 
+@pytest.mark.parametrize("gpus", ["1", "2", "3"])
+def test_the_command_plans_for_fewer_than_four_gpus(
+    capsys: pytest.CaptureFixture, gpus: str
+) -> None:
+    assert main(["plan", "--gpus", gpus, "--parameters", "1e9"]) == 0
+    assert re.search(rf"^{gpus} +[\d.]+ GiB ", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_only_a_gathering_save_stores_derived_weights() -> None:
     stored, derived = sizes(), sizes_of(MODEL, 1024, None, "derive")
     assert derived.total_nbytes == 12 * derived.parameters
