@@ -117,6 +117,20 @@ def test_prune_names_a_skipped_checkpoint_once(
     )
 
 
+@pytest.mark.parametrize("tracked", ["damaged", "missing"])
+def test_prune_keeps_the_newest_whole_checkpoint_if_the_tracked_one_cannot_be_loaded(
+    run: Run, save: Path, tracked: str
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    manifest = save / "iter_0000020/manifest.json"
+    manifest.write_text("{") if tracked == "damaged" else manifest.unlink()
+    ran = run("prune", save, "--every", "100")
+    assert ran.status == 0
+    assert "iter_0000010: removed, " in ran.out
+    assert run("verify", save, "--iteration", "15").status == 0
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
