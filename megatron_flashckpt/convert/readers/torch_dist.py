@@ -262,10 +262,15 @@ def _shards(reader: Reader) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _random_states(reader: Reader) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the random states by pipeline and tensor rank.
+
+    With expert parallelism core 0.16 saves them by data-parallel rank, too. The first rank's are
+    returned, which are all that other releases save.
+    """
     return {
         (offset[0], offset[1]): reader.object(name)[0]
         for name, key, offset in _shards(reader)
-        if key == "rng_state" and len(offset) == 2
+        if key == "rng_state" and len(offset) in (2, 3) and not any(offset[2:])
     }
 
 
