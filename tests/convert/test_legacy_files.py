@@ -357,3 +357,7 @@ def test_weights_alone_can_be_written(save: Path, tmp_path: Path) -> None:
     state = torch.load(next((tmp_path / "weights").rglob("*.pt")), weights_only=False)
     assert "optimizer" not in state
     assert not list((tmp_path / "weights").rglob("distrib_optim.pt"))
+    reopened = open_source(tmp_path / "weights", None, Options()).contents
+    assert (reopened.optimizer, reopened.rng) == (None, {})
+    assert reopened.args.no_save_optim
+    assert reopened.args.no_save_rng
