@@ -79,12 +79,13 @@ def _replace(final: Path, fresh: Path, aside: Path) -> None:
     if not final.exists():
         fresh.rename(final)
         return
+    # Check again, because users may have added files during the conversion, which takes hours. Do
+    # this before the first rename: a killed command must not leave `final` missing meanwhile.
+    former_export.refuse_others(final)
     final.rename(aside)
     try:
-        # Check again, because users may have added files during the conversion, which takes hours.
-        former_export.refuse_others(aside, final)
         fresh.rename(final)
-    except (OSError, ConfigError):
+    except OSError:
         aside.rename(final)
         raise
     if not former_export.remove(aside):
