@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import former_export
-from megatron_flashckpt.errors import ConfigError, StorageError
+from megatron_flashckpt.error_classes import class_of
+from megatron_flashckpt.errors import ConfigError, FlashCkptError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -42,8 +43,8 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
     suffix = uuid.uuid4().hex[:8]
     temporary = final.with_name(f".{final.name}.{suffix}.tmp")
     fresh = temporary / final.name
-    fresh.mkdir(parents=True)
     try:
+        fresh.mkdir(parents=True)
         yield fresh
         if mark:
             former_export.mark(fresh)
@@ -52,12 +53,19 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
         _replace(final, fresh, final.with_name(f".{final.name}.{suffix}.replaced"))
         _sync(final.parent)
     except OSError as error:
-        # Errors of the source and of storage name a file; others come from writes to open files.
-        if isinstance(error, StorageError) or error.filename is not None:
+        # Errors of the source name a file elsewhere; writes to open files name none.
+        if isinstance(error, FlashCkptError) or not _is_of(error.filename, final, temporary):
             raise
         raise _unwritable(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # its name is random, so it is ours
+
+
+def _is_of(filename: str | None, final: Path, temporary: Path) -> bool:
+    """Return whether the file of an error is new, is `final`, or is a directory above it."""
+    return filename is None or (
+        Path(filename).is_relative_to(temporary) or final.is_relative_to(filename)
+    )
 
 
 def _refuse(final: Path, *, overwrite: bool) -> None:
@@ -111,9 +119,7 @@ def save(value: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        error.errno,
-        f"{path}: cannot be written ({error.strerror}); free space there, or convert to another "
-        "file system",
+        error.errno, f"{path}: cannot be written ({error.strerror}); {class_of(error).remedy}"
     )
 
 
