@@ -19,6 +19,7 @@ from megatron_flashckpt.convert.formats import DESTINATIONS, open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole, with_tensor
 from tests.support.checkpoints import snapshot
@@ -246,3 +247,14 @@ def test_a_destination_that_cannot_be_made_is_named_with_the_remedy(
         err,
     )
     assert snapshot(tmp_path) == before
+
+
+def test_a_tracker_without_an_iteration_in_the_destination_is_replaced(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`int` refuses so many digits."""
+    (tmp_path / "other").mkdir()
+    tracker = tmp_path / "other" / TRACKER
+    tracker.write_text("9" * 5000)
+    assert run(capsys, save, tmp_path / "other", "--to", "torch_dist")[0] == 0
+    assert tracker.read_text() == str(ITERATION)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.convert.common import former_export
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import ConfigError, FlashCkptError, StorageError
@@ -129,11 +130,8 @@ def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
     Called when the checkpoint is complete.
     """
     storage = open_storage(root)
-    try:
-        text = storage.read(TRACKER).decode(errors="replace").strip()
-    except FileNotFoundError:
-        text = ""
-    if not (text.isdecimal() and int(text) > iteration):
+    tracked = tracked_iteration(storage)
+    if tracked is None or tracked <= iteration:
         new_text = RELEASE if megatron and iteration == 0 else str(iteration)
         storage.put(TRACKER, new_text.encode())
 
