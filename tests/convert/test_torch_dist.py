@@ -210,6 +210,17 @@ def test_random_states_that_core_0_16_saves_by_replica_are_read(tmp_path: Path) 
     assert same(open_torch_dist(directory, ITERATION, Options()).rng, made.rng)
 
 
+def test_random_states_of_experts_have_the_keys_of_core_0_16_too(tmp_path: Path) -> None:
+    sizes = {"expert_model_parallel_size": 4, "data_parallel_size": 2, "context_parallel_size": 2}
+    made = contents(**sizes)
+    reader = Reader(write_torch_dist(made, tmp_path, Options()))
+    for (pp, tp), states in made.rng.items():
+        keys = [f"{pp}.{tp}_2.2", *(f"{pp}.{tp}.{replica}_2.2.4" for replica in range(4))]
+        for key in keys:
+            assert same(reader.object(f"rng_state/shard_{key}"), [states])
+    assert same(open_torch_dist(reader.directory, ITERATION, Options()).rng, made.rng)
+
+
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
 def test_reading_a_pickle_runs_no_code(tmp_path: Path, file: str) -> None:
     directory = write_torch_dist(contents(), tmp_path / "save", Options())
