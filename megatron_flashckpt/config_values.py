@@ -66,7 +66,7 @@ def _is_of(value: Any, kind: inspect.Type) -> bool:
         case inspect.LiteralType():
             return value in kind.values
         case inspect.IntType():
-            return type(value) is int or (type(value) is float and value.is_integer())
+            return type(value) is int
         case inspect.FloatType():
             return type(value) in (int, float)
         case inspect.BoolType():

@@ -174,6 +174,7 @@ def test_a_plain_value_for_a_section_is_refused(write, text):
     [
         ("slots", "two"),
         ("slots", "2.5"),
+        ("slots", "2.0"),
         ("slots", "true"),
         ("slots", "null"),
         ("slots", "[2]"),
