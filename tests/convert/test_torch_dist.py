@@ -201,6 +201,20 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     assert reopened.args.no_save_rng
 
 
+def test_masters_of_untrained_norms_are_not_taken_for_low_halves(tmp_path: Path) -> None:
+    """Norms of all layers are one matrix of ones before the first step that changes them."""
+    made, key = contents(use_precision_aware_optimizer=True), "decoder.layers.mlp.linear_fc2.bias"
+    made = with_tensor(made, f"master/{key}", torch.ones(2, 7))
+    made.tensors.sort(key=lambda tensor: tensor.key != key)
+    directory = write_torch_dist(made, tmp_path, Options())
+    masters = {
+        tensor.key: whole(tensor)
+        for tensor in open_torch_dist(directory, ITERATION, Options()).tensors
+        if tensor.kind == "master"
+    }
+    assert torch.equal(masters[key], torch.ones(2, 7))
+
+
 def test_random_states_that_core_0_16_saves_by_replica_are_read(tmp_path: Path) -> None:
     """With expert parallelism their objects have an axis for the data-parallel rank."""
     made = contents()

@@ -110,7 +110,9 @@ def _refuse_another_backend(directory: Path) -> None:
 
 def _refuse_low_halves_in_fp32(directory: Path, tensors: list[GlobalTensor]) -> None:
     """Raise if masters hold low halves: integers, which Megatron writes as fp32 numbers."""
-    matrices = (tensor for tensor in tensors if tensor.kind == MASTER and len(tensor.shape) > 1)
+    # Not norms, which are whole numbers before the first step that changes them: 1 or 0.
+    masters = (tensor for tensor in tensors if tensor.kind == MASTER)
+    matrices = (tensor for tensor in masters if len(tensor.shape) > 1 + tensor.stacking_axes)
     master = next(matrices, None)
     if master is not None and master.boxes:
         sample = master.read(master.boxes[0])
