@@ -79,6 +79,9 @@ def why_kept(
     if rules == Retention():
         keep("no rule against it", lambda facts: not retain_interval or facts.iteration != previous)
     past = [commit for commit in newest_first if commit.iteration <= tracked]
+    if rules != Retention() and past and past[0].iteration != tracked:
+        # The tracker names a checkpoint that is missing, damaged or not ours; a load falls back.
+        keep("newest below the tracker", lambda facts: facts is past[0])
     if rules.latest is not None:
         latest = past[: rules.latest]
         keep(f"latest {rules.latest}", lambda facts: facts in latest)

@@ -205,11 +205,11 @@ def _host_memory(args: argparse.Namespace, cluster: Cluster) -> list[HostMemory]
     """Return the host memory of each choice of slots and redundancy, for several job sizes."""
     results: list[HostMemory] = []
     for gpus in (times * args.gpus for times in _TIMES):
+        if gpus % 1:
+            continue
         try:
             size = sizes_of(args.megatron, int(gpus), args.parameters, args.weights)
         except ConfigError:  # the model cannot be sharded over this number of GPUs
-            continue
-        if gpus < 1 or gpus % 1:
             continue
         results += [
             host_memory(size, cluster, slots, redundancy, args.redundancy_group)
