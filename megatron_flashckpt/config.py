@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent_config import MOST, AgentConfig, Count, CountOrZero, Seconds
-from megatron_flashckpt.config_values import suggestion, wrong_values
+from megatron_flashckpt.config_values import repeated_names, suggestion, wrong_values
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from megatron_flashckpt.waits import Wait
@@ -302,13 +302,17 @@ def _keys_of_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        loaded = msgspec.yaml.decode(path.read_bytes())
+        encoded = path.read_bytes()
+        loaded = msgspec.yaml.decode(encoded)
+        repeated = repeated_names(encoded)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); unset {FILE_VARIABLE} or correct the path"
         ) from error
     except Exception as error:  # PyYAML raises other classes, too: a ValueError for 2020-99-99
         raise ConfigError(f"{path}: is not valid YAML ({error})") from error
+    if repeated:  # of two sections of one name, only the last would count
+        raise ConfigError(f"{path}: holds {', '.join(repeated)} more than once; keep one of each")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -1,16 +1,18 @@
 """Checks of setting values and names, with messages that list the allowed ones.
 
 `msgspec.convert` refuses wrong values too, but stops at the first, and does not name the allowed
-values.
+values. Of a name that a YAML file has twice, PyYAML drops the first value without a word.
 """
 
 from __future__ import annotations
 
+import collections
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
+import yaml
 from msgspec import inspect
 
 
@@ -64,7 +66,7 @@ def _is_of(value: Any, kind: inspect.Type) -> bool:
         case inspect.LiteralType():
             return value in kind.values
         case inspect.IntType():
-            return type(value) is int or (type(value) is float and value.is_integer())
+            return type(value) is int
         case inspect.FloatType():
             return type(value) in (int, float)
         case inspect.BoolType():
@@ -121,3 +123,18 @@ def suggestion(name: str, known: Sequence[str], shown: Callable[[str], str] = st
     """
     similar = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {shown(similar[0])}?)" if similar else ""
+
+
+def repeated_names(encoded: bytes) -> list[str]:
+    """Return the dotted names that a mapping of the YAML `encoded` holds more than once."""
+    return _repeated(yaml.compose(encoded, Loader=yaml.SafeLoader), "")
+
+
+def _repeated(node: yaml.Node | None, prefix: str) -> list[str]:
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    names = [f"{prefix}{key.value}" for key, _ in node.value]
+    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
+    for name, (_, value) in zip(names, node.value, strict=True):
+        repeated += _repeated(value, f"{name}.")
+    return repeated

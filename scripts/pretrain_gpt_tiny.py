@@ -20,7 +20,11 @@ import megatron.core.datasets.utils as dataset_utils
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -28,6 +32,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 
+# A tiny job sees a few hundred samples; the indices of Megatron's 100,000 documents take longer.
+MockGPTLowLevelDataset.size = 1000
 # The wheel ships the compiled dataset helper, but not the Makefile that Megatron would run.
 dataset_utils.compile_helpers = lambda: None
 

@@ -174,6 +174,7 @@ def test_a_plain_value_for_a_section_is_refused(write, text):
     [
         ("slots", "two"),
         ("slots", "2.5"),
+        ("slots", "2.0"),
         ("slots", "true"),
         ("slots", "null"),
         ("slots", "[2]"),
@@ -324,6 +325,20 @@ def test_a_file_that_is_not_yaml_is_refused(write, text):
 def test_a_file_that_holds_no_fields_is_refused(write, text, kind):
     with pytest.raises(ConfigError, match=f"must hold 'field: value' lines, holds {kind}"):
         load_config(write(text), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("slots: 2\nslots: 3", "slots"),
+        ("agent:\n  grace_s: 60\nslots: 2\nagent:\n  cpus: all", "agent"),
+        ("slots: 2\nagent:\n  cpus: all\n  cpus: inherit\nslots: 2", "slots, agent.cpus"),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(write, text, names):
+    path = write(text)
+    with pytest.raises(ConfigError, match=rf"{path}: holds {names} more than once; keep one"):
+        load_config(path, {})
 
 
 def test_a_settings_file_cannot_call_anything(write, tmp_path):

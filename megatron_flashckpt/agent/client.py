@@ -342,10 +342,21 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket that forked children close, because they must not act for this rank."""
-    with forks.forks_blocked():
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        forks.close_in_children(sock)
+    """Return a socket that forked children close, because they must not act for this rank.
+
+    Raises:
+        AgentError: this process has no descriptor left for it.
+    """
+    try:
+        with forks.forks_blocked():
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            forks.close_in_children(sock)
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise AgentError(
+            f"no socket for the agent of this node ({error.strerror}): this process may open "
+            f"{limit} files; raise its limit ('ulimit -n')"
+        ) from error
     return sock
 
 

@@ -218,17 +218,25 @@ class Committer:
 
         If a job has started since the save was staged, it may be loading an older checkpoint. So
         the removal waits until that job has resumed from this save or a later one, or has committed
-        a save of its own.
+        a save of its own. In the second case its rules count, which may keep more.
         """
         with self._node.changed:
             newest, (run, iteration) = self._node.fence.newest, self._resumed
             waiting = [*self._unretired, *([] if committed is None else [committed])]
-            due = waiting
-            if committed is None or committed.run != newest:
+            if committed is not None and committed.run == newest:
+                due, self._unretired = [save.under_rules_of(committed) for save in waiting], []
+            else:
                 due = [save for save in waiting if run == newest and save.iteration <= iteration]
-            self._unretired = [save for save in waiting if save not in due]
+                self._unretired = [save for save in waiting if save not in due]
+
+        def is_current() -> bool:
+            return self._node.fence.newest == newest
+
         for save in due:
-            retire_expired(save)
+            retire_expired(save, is_current)
+        if not is_current():  # storage may hang until the job has been started again
+            with self._node.changed:
+                self._unretired += due
 
     def _pending_ids(self) -> set[str]:
         with self._node.changed:

@@ -78,17 +78,28 @@ def start_agent(directory: Path, root: str, config: Config) -> None:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return  # an agent has just left and removed the directory: the caller tries again
+    except OSError as error:
+        raise AgentError(
+            f"{directory / LOG}: cannot be opened ({error.strerror}), so no agent can be started; "
+            "free space there, or set 'runtime_dir' to a directory on another file system"
+        ) from error
     with open(fd, "ab") as log:
         begun = log.tell()
-        status = subprocess.run(
-            process.command(directory, root, config),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=process.environment(os.environ, config.agent.environment),
-            start_new_session=True,
-            cwd="/",
-            check=False,
-        ).returncode
+        try:
+            status = subprocess.run(
+                process.command(directory, root, config),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=process.environment(os.environ, config.agent.environment),
+                start_new_session=True,
+                cwd="/",
+                check=False,
+            ).returncode
+        except OSError as error:
+            raise AgentError(
+                f"the agent could not be started ({error.strerror}); if this node has no process "
+                "left, end others, or raise its limit ('ulimit -u', or that of the control group)"
+            ) from error
     if status:
         raise AgentError(why_not_started(status, directory / LOG, begun))

@@ -65,6 +65,12 @@ class CommittedSave:
             run=save.run,
         )
 
+    def under_rules_of(self, later: CommittedSave) -> CommittedSave:
+        """Return these facts with the rules of a save of a later run."""
+        return dataclasses.replace(
+            self, retention=later.retention, retain_interval=later.retain_interval
+        )
+
     @property
     def directory(self) -> str:
         return file_names.iteration_dir(self.iteration)
@@ -93,8 +99,13 @@ def remove_obsolete(save: CommittedSave, pending: Callable[[], set[str]]) -> Non
         hit("commit.tidy")
 
 
-def retire_expired(save: CommittedSave) -> None:
-    """Remove the checkpoints that no rule keeps after the commit of `save`."""
+def retire_expired(save: CommittedSave, is_current: Callable[[], bool] = lambda: True) -> None:
+    """Remove the checkpoints that no rule keeps after the commit of `save`.
+
+    Args:
+        is_current: returns whether no job has started since. A later job may load a checkpoint that
+            was to be removed here.
+    """
     storage = save.storage
     with _errors_logged(save):
         with phase("retention"):
@@ -106,6 +117,7 @@ def retire_expired(save: CommittedSave) -> None:
                     tracked=tracked_before_commit(storage),
                     previous=save.previous,
                     manifests=save.manifests,
+                    is_current=is_current,
                 )
             finish(storage)
         hit("commit.done")

@@ -5,6 +5,7 @@ This module needs no torch and changes no file.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import msgspec
@@ -53,8 +54,9 @@ def dlrover_remark(storage: Storage, directory: str) -> str:
     """Return the remark on a checkpoint of DLRover: files that are missing, or how to use it."""
     present = storage.list(directory)
     ranks = {int(match[1]) for name in present if (match := _RANK_DIR.fullmatch(name))}
-    missing = sorted(set(range(max(ranks))) - ranks)
-    faults = [f"no rank_{rank:05d}" for rank in missing[:1]]
+    # Not range(max(ranks)): the name of a foreign directory may have a number of any size.
+    first_missing = next(rank for rank in itertools.count() if rank not in ranks)
+    faults = [f"no rank_{first_missing:05d}"] if first_missing < max(ranks) else []
     if not any(name.startswith(_MODEL_DIR) for name in present):
         faults.append(f"no {_MODEL_DIR}*")
     if faults:

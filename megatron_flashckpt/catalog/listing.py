@@ -221,12 +221,12 @@ def _directories(storage: Storage) -> list[tuple[int | None, str]]:
 
 def _committed(stored: StoredCheckpoint, present: set[str]) -> IterationEntry:
     manifest = stored.manifest
-    damage = _damage(stored, present)
+    problem = damage(stored, present)
     return IterationEntry(
         directory=stored.directory,
         iteration=manifest.iteration,
-        state=DAMAGED if damage else COMMITTED,
-        remark=damage,
+        state=DAMAGED if problem else COMMITTED,
+        remark=problem,
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
@@ -234,7 +234,7 @@ def _committed(stored: StoredCheckpoint, present: set[str]) -> IterationEntry:
     )
 
 
-def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
+def damage(stored: StoredCheckpoint, present: set[str]) -> str:
     """Return the files that are missing or have another length; empty if none. Reads no file."""
     shards = stored.manifest.shards
     files = [file_names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]

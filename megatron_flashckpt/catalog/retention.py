@@ -79,6 +79,9 @@ def why_kept(
     if rules == Retention():
         keep("no rule against it", lambda facts: not retain_interval or facts.iteration != previous)
     past = [commit for commit in newest_first if commit.iteration <= tracked]
+    if rules != Retention() and past and past[0].iteration != tracked:
+        # The tracker names a checkpoint that is missing, damaged or not ours; a load falls back.
+        keep("newest below the tracker", lambda facts: facts is past[0])
     if rules.latest is not None:
         latest = past[: rules.latest]
         keep(f"latest {rules.latest}", lambda facts: facts in latest)
@@ -131,10 +134,14 @@ def hide(
     tracked: int | None,
     previous: int | None,
     manifests: KnownManifests | None = None,
+    is_current: Callable[[], bool] = lambda: True,
 ) -> None:
     """Move away the manifests of checkpoints that no rule keeps, so that none can be loaded.
 
     The committing agent calls this while the tracker cannot move.
+
+    Args:
+        is_current: returns whether the next manifest may be moved.
     """
     for commit in removable(
         storage,
@@ -144,6 +151,8 @@ def hide(
         previous=previous,
         manifests=manifests,
     ):
+        if not is_current():
+            return
         hit("retain.chosen")
         _attempt(storage, commit.iteration, commit.save_id, _hide)
 
@@ -252,7 +261,10 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
     directory = file_names.iteration_dir(iteration)
     remaining = []
-    if save_id in {facts.save_id for facts in committed(storage, [directory])}:
+    present, unreadable = survey(storage, [directory])
+    if unreadable:  # it may be that of this checkpoint, put back
+        raise unreadable[iteration]
+    if save_id in {facts.save_id for facts in present}:
         logger.warning(
             "%s/%s: stays, because its manifest was put back after retention had moved it away",
             *(storage.place, directory),

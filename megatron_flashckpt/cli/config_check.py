@@ -40,10 +40,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "file",
         metavar="FILE",
         nargs="?",
+        type=_file,
         help="YAML file; default: the file that FLASHCKPT_CONFIG names",
     )
     parser.add_argument("--json", action="store_true", help=json_help(list[Setting]))
     parser.set_defaults(run=run)
+
+
+def _file(text: str) -> str:
+    if not text.strip():  # an unset shell variable; the check would be of the defaults
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return text
 
 
 def run(args: argparse.Namespace, out: Console) -> int:

@@ -239,14 +239,15 @@ def human_time(seconds: float) -> str:
 
 
 def clock(seconds: float | None, form: str) -> str:
-    """Return a time (seconds since 1970) in local time; empty for None.
+    """Return a time (seconds since 1970) in local time; empty for None, or a time of no calendar.
 
     Args:
         form: format of `strftime`.
     """
-    if seconds is None:
+    try:
+        return "" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime(form)
+    except (OverflowError, ValueError, OSError):  # a damaged history, which has no digests
         return ""
-    return datetime.datetime.fromtimestamp(seconds).strftime(form)
 
 
 def printable(text: str, encoding: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_flashckpt.catalog.retention import removable, retire
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.cli.console import busy, human_size, json_help, say
 from megatron_flashckpt.config import Retention, load_config
-from megatron_flashckpt.errors import ConfigError, OtherWriterError
+from megatron_flashckpt.errors import ConfigError, FlashCkptError, OtherWriterError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.parallel import for_all
@@ -112,11 +113,11 @@ def run(args: argparse.Namespace, out: Console) -> int:
             "'retention' has no rule, so every checkpoint is kept; give a rule such as --latest 3, "
             "or set one in the file that FLASHCKPT_CONFIG names"
         )
-    context: dict[str, Any] = {
-        "retain_interval": None,
-        "tracked": tracked_iteration(storage),
-        "previous": None,
-    }
+    tracked = tracked_iteration(storage)
+    if tracked is not None:
+        # Only checkpoints below this one are removed, so that one which loads stays.
+        tracked = _newest_whole(storage, tracked)
+    context: dict[str, Any] = {"retain_interval": None, "tracked": tracked, "previous": None}
     if not args.dry_run:
         with busy("looking whether a job saves there"):
             writer = is_live(storage)
@@ -147,6 +148,20 @@ def run(args: argparse.Namespace, out: Console) -> int:
     else:
         _print(result, out)
     return 0 if args.dry_run or all(removal.removed for removal in removals) else 1
+
+
+def _newest_whole(storage: Storage, tracked: int) -> int:
+    """Return the iteration that a load takes: `tracked`, or else the newest whole one below it.
+
+    A checkpoint is whole if it has a valid manifest and all its files, with their lengths.
+    """
+    below = [number for number in listing.committed_iterations(storage) if number < tracked]
+    for iteration in (tracked, *reversed(below)):
+        with contextlib.suppress(FlashCkptError):  # `ls` and `verify` report the reason
+            stored = listing.open_checkpoint(storage, iteration)
+            if not listing.damage(stored, set(storage.list(stored.directory))):
+                return iteration
+    return tracked
 
 
 class _Chosen:

@@ -29,7 +29,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.save import claiming, run_id
+from megatron_flashckpt.save import claiming, equal_settings, run_id
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
@@ -132,9 +132,14 @@ class Checkpointer:
 
         With `redundancy` the agents of all nodes are also introduced to each other. This runs in a
         load or before the first step, so that no save needs a collective.
+
+        Raises:
+            ConfigError: settings that must be equal differ between ranks; on all ranks.
         """
         if self._has_begun:
             return
+        if self.run.id is None:  # otherwise a load has checked
+            equal_settings.check(self.config)
         self._has_begun = True
         self.agree()
         if self.config.redundancy == "none":

@@ -1,7 +1,8 @@
 """Check that all ranks have equal values of the settings that decide on their collective calls.
 
 Ranks of different nodes may read different files and variables. Without this check, the first rank
-that takes another branch would leave the others waiting until they time out.
+that takes another branch would leave the others waiting until they time out. Agents with different
+parity groups would refuse each other's copies.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
 
 _NAMES = (
-    *("busy", "damaged", "memory_interval", "redundancy", "restore_from_memory"),
-    *("share_reads", "slots"),
+    *("busy", "damaged", "memory_interval", "redundancy", "redundancy_group"),
+    *("restore_from_memory", "share_reads", "slots", "wait"),
 )
 
 

@@ -47,6 +47,14 @@ class _OpenCheckpointer:
     """The last save if it was skipped or is for memory only; else None."""
     failures_in_a_row: int = 0
 
+    def expects_save_of(self, iteration: int) -> bool:
+        """Return whether Megatron still saves `iteration` after its loop, if the job does not exit.
+
+        The loop may end with an exit in the last iteration, too.
+        """
+        is_due = announcements.saves_after_training(checkpointing().get_args(), iteration)
+        return is_due and self.reports.last_requested != iteration
+
     def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
         """Return why training must stop after a failed save, or None if training continues.
 
@@ -178,11 +186,14 @@ class Session:
         for opened in self._open.values():
             opened.checkpointer.link.stager.wait_copied()
 
-    def finalize(self, *, blocking: bool, last: bool = False, announces: bool = True) -> None:
+    def finalize(
+        self, *, blocking: bool, last: bool = False, exits: bool = False, announces: bool = True
+    ) -> None:
         """Report the outcomes of saves; with `blocking`, wait for all pending saves.
 
         Args:
             last: True at the end of training: the last save must go to storage.
+            exits: True if the process ends now, so that Megatron saves no more.
             announces: print Megatron's own line if there are saves to wait for.
 
         Raises:
@@ -194,7 +205,7 @@ class Session:
         failures = []
         for opened in self._open.values():
             if last:
-                self._write_last(opened)
+                self._write_last(opened, exits=exits)
             if blocking and announces and opened.checkpointer.pending:
                 announcements.announce_drain(checkpointing().get_args())
             outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
@@ -208,13 +219,12 @@ class Session:
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
-    def _write_last(self, opened: _OpenCheckpointer) -> None:
+    def _write_last(self, opened: _OpenCheckpointer, *, exits: bool) -> None:
         """Save the last state to storage, if its save was skipped or went to memory only."""
-        save, opened.unwritten = opened.unwritten, None
-        if save is None or announcements.saves_after_training(
-            checkpointing().get_args(), save.iteration
-        ):
+        save = opened.unwritten
+        if save is None or (not exits and opened.expects_save_of(save.iteration)):
             return
+        opened.unwritten = None
         try:
             if opened.checkpointer.write_last() is None:
                 return
@@ -254,9 +264,9 @@ class Session:
         """
         margs = checkpointing().get_args()
         last: int | None = getattr(margs, "train_iters", None)
-        if last is None or not announcements.saves_after_training(margs, last):
-            return False
-        return any(opened.reports.last_requested != last for opened in self._open.values())
+        return last is not None and any(
+            opened.expects_save_of(last) for opened in self._open.values()
+        )
 
     def close(self, *, leave: bool) -> None:
         """Close all checkpointers; with `leave`, free the host memory (no restart is expected)."""
@@ -282,7 +292,7 @@ class Session:
         """
         crashed = getattr(sys, "last_value", None) is not None
         try:
-            self.finalize(blocking=not crashed, last=not crashed)
+            self.finalize(blocking=not crashed, last=not crashed, exits=True)
         except SaveFailedError as error:
             logger.error("%s", error)
         if crashed:

@@ -66,9 +66,13 @@ def sizes(
     """
     replicas = world // (tp * len(stages))
     expert_replicas = world // (etp * ep * len(stages))
-    heaviest = max(stages, key=lambda part: part.numel)
-    dense = heaviest.sharded + heaviest.replicated
-    rank = dense / replicas + heaviest.experts / expert_replicas
+
+    def own_share(part: RankPart) -> float:
+        # Experts have fewer replicas, so their stage may store most although it is not the largest.
+        return (part.sharded + part.replicated) / replicas + part.experts / expert_replicas
+
+    heaviest = max(stages, key=own_share)
+    rank = own_share(heaviest)
     # At least one bucket per data type and stage; with overlap one per 40 million parameters.
     buckets = 1 + heaviest.numel // max(40_000_000, 1_000_000 * replicas)
     padding = _ALIGN * heaviest.tensors + buckets * math.lcm(_ALIGN_BUFFER, replicas)
@@ -81,7 +85,7 @@ def sizes(
         largest_nbytes=math.ceil((rank + padding / min(replicas, expert_replicas)) * stored.ours),
         total_nbytes=total * stored.ours,
         gathered_nbytes=total * stored.gathered,
-        group_nbytes=(dense + heaviest.experts) * float(stored.gathered),
+        group_nbytes=max(part.numel for part in stages) * float(stored.gathered),
     )
 
 

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-model-parallel-size", type=_count, default=1)
     parser.add_argument("--make-vocab-size-divisible-by", type=_count, default=128)
-    for name in ("tokenizer-type", "pipeline-model-parallel-layout"):
+    for name in ("tokenizer-type", "pipeline-model-parallel-layout", "logits-save-dir"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         *("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2", "use-legacy-models"),
         *("fp8-param-gather", "fp4-param-gather", "no-load-optim", "finetune"),
         *("optimizer-cpu-offload", "moe-use-legacy-grouped-gemm", "vision-pretraining"),
-        *("perform-rl-step", "offload-optimizer-states"),
+        *("perform-rl-step", "offload-optimizer-states", "inprocess-restart", "freeze-all-layers"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
     return parser

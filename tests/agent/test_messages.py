@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +116,37 @@ def test_a_full_disk_is_named(small_disk: Path, root: Path) -> None:
         assert node.trainer(root).save(1).error is None
     finally:
         node.close()
+
+
+def test_an_agent_without_a_log_file_is_explained(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the rank got an error that is none of this package, and training stopped."""
+    log, opens = node.directory(root) / LOG, os.open
+
+    def refuse(path: Any, *rest: Any, **more: Any) -> int:
+        if path == log:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return opens(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(AgentError) as raised:
+        connect(str(root), 0, 0, node.config())
+    assert f"{log}: cannot be opened (Disk quota exceeded)" in str(raised.value)
+    assert "'runtime_dir'" in str(raised.value)
+
+
+def test_a_rank_without_a_free_process_explains_that_it_has_no_agent(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(AgentError) as raised:
+        connect(str(root), 0, 0, node.config())
+    assert "the agent could not be started (Resource temporarily unavailable)" in str(raised.value)
+    assert "'ulimit -u'" in str(raised.value)
 
 
 @pytest.fixture

@@ -131,6 +131,19 @@ def test_a_restarted_rank_gets_its_slab_despite_a_lack_of_descriptors(
     assert [offer.iteration for offer in trainer.take()] == [1]
 
 
+def test_a_rank_without_a_descriptor_has_no_agent(node: Node, root: Path) -> None:
+    """Before, the rank got an error that is none of this package, and training stopped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    node.directory(root)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(AgentError, match=r"this process may open 3 files.*'ulimit -n'"):
+            node.trainer(root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert node.trainer(root).save(1).error is None
+
+
 def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

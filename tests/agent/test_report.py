@@ -133,6 +133,18 @@ def test_a_directory_without_any_record_of_a_save_is_an_error(
     assert not (tmp_path / "x.png").exists()
 
 
+@pytest.mark.parametrize("ended_at", ["1e300", "-1e300", "1e18"])
+def test_a_time_beyond_the_calendar_in_a_damaged_history_is_not_shown(
+    root: Path, capsys: pytest.CaptureFixture, ended_at: str
+) -> None:
+    root.mkdir(exist_ok=True)
+    fields = '"iteration": 5, "save_id": "aaaaaaaaaaaa", "seconds": 1, "world_size": 1'
+    line = f'{{{fields}, "error": "full", "ended_at": {ended_at}}}\n'
+    (root / "flashckpt-history.jsonl").write_text(line)
+    assert re.search(r"^ +5  failed  .*full", report(capsys, root), re.MULTILINE)
+    assert json.loads(report(capsys, root, "--json"))[0]["ended_at"] == float(ended_at)
+
+
 def test_a_drawing_without_matplotlib_names_the_missing_package(
     saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

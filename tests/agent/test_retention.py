@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -27,6 +28,7 @@ from megatron_flashckpt.catalog.retention import (
 )
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Best, Retention
+from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.metrics import Metrics, reported
@@ -463,6 +465,30 @@ def test_a_checkpoint_that_a_user_put_back_stays(
     assert verify(stored(root, 5)) == []
     assert not moved.exists()
     assert "iter_0000005: stays, because its manifest was put back" in caplog.text
+
+
+def test_a_removal_waits_while_a_manifest_that_was_put_back_cannot_be_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(persisted(PosixStorage(root), "a" * 12))
+    directory = root / file_names.iteration_dir(5)
+    moved = root / file_names.removal_name(5, "a" * 12)
+    moved.write_bytes((directory / file_names.MANIFEST).read_bytes())
+    read = PosixStorage.read
+
+    def fail(self: PosixStorage, name: str, *rest: int) -> bytes:
+        if name.endswith(file_names.MANIFEST):
+            raise StorageError(errno.EIO, f"{name}: Input/output error")
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(PosixStorage, "read", fail)
+    finish(PosixStorage(root))
+    assert "cannot remove the checkpoint of iteration 5" in caplog.text
+    monkeypatch.undo()
+    assert moved.exists()
+    finish(PosixStorage(root))
+    assert verify(stored(root, 5)) == []
+    assert not moved.exists()
 
 
 # ---------------------------------------------------------------------- what is reported

@@ -286,6 +286,55 @@ def test_no_checkpoint_is_removed_while_a_restarted_job_loads(
         eventually("the removal of both", lambda: iterations_in(root) == [3])
 
 
+def test_the_rules_of_a_new_run_decide_what_a_former_run_left(node: Node, root: Path) -> None:
+    """The job resumes from an older checkpoint, and its rules keep more than before."""
+    with agent_here(node, root) as agent:
+        tidier = agent._committer._tidier
+        first = node.trainer(root, retention=Retention(latest=1))
+        first.claim()
+        assert first.save(1).error is None
+        save_id = new_save_id()
+        with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
+            first.stage(2, save_id)
+            first.hang_up()
+            second = node.trainer(root, retention=Retention(latest=9))
+            second.claim()
+        eventually("the commit", lambda: (root / file_names.TRACKER).read_text() == "2")
+        second.client.resume_from(stored(root, 1).manifest.save_id, 1)
+        assert second.save(3).error is None
+        eventually("the end of records", lambda: not list(root.rglob("*.commit")))
+        _await_tidied(tidier)
+        assert iterations_in(root) == [1, 2, 3]
+
+
+def test_a_removal_ends_when_another_job_starts(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage may hang in a removal until the job has been started again."""
+    ended, second = threading.Event(), []
+
+    def start(name: str) -> None:
+        if name == "retain.chosen" and not second:
+            assert ended.wait(PATIENCE_S)
+            second.append(node.trainer(root, retention=Retention(latest=1)))
+            second[0].claim()
+
+    with agent_here(node, root) as agent:
+        first = node.trainer(root)
+        first.claim()
+        for iteration in (1, 2):
+            assert first.save(iteration).error is None
+        first.retention = Retention(latest=1)
+        monkeypatch.setattr(retention_module, "hit", start)
+        assert first.save(3).error is None
+        first.hang_up()
+        ended.set()
+        _await_tidied(agent._committer._tidier)
+        assert len(iterations_in(root)) == 2
+        second[0].client.resume_from(stored(root, 3).manifest.save_id, 3)
+        eventually("the removal of the other one", lambda: iterations_in(root) == [3])
+
+
 def _await_tidied(tidier: Tidier) -> None:
     """Wait for all removals that are queued now."""
     done = threading.Event()

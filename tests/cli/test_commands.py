@@ -678,6 +678,7 @@ def test_a_directory_without_permission_gives_a_one_line_error(run: Run, save: P
         ["ls", "a", "b"],
         ["config"],
         ["config", "frobnicate"],
+        ["config", "check", ""],
         ["verify", "a", "--all", "--iteration", "3"],
         ["verify", "a", "--iteration", "three"],
         ["verify", "a", "--iteration", "-3"],

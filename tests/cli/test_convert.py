@@ -16,8 +16,11 @@ from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.convert import FORMATS
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import DESTINATIONS, open_source
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.file_format.file_names import TRACKER
+from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole, with_tensor
 from tests.support.checkpoints import snapshot
 
@@ -224,3 +227,34 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_files(
     assert "File too large" in done.stderr
     assert str(other) in done.stderr
     assert list(other.rglob("*")) == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("below", ["file/deep", "file/deeper/still", "broken/link"])
+def test_a_destination_that_cannot_be_made_is_named_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, below: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "file/nowhere")
+    source = tmp_path / "model"
+    write_ours(rebuilt.contents(rebuilt.arguments()), source, Options())
+    before = snapshot(tmp_path)
+    status, out, err = run(capsys, source, tmp_path / below, "--to", to)
+    assert (status, out) == (1, "")
+    assert re.fullmatch(
+        rf"flashckpt: \[Errno \d+\] {tmp_path}/\S+: cannot be written \(.*\); a file stands "
+        r"where a directory should be: move it away\n",
+        err,
+    )
+    assert snapshot(tmp_path) == before
+
+
+def test_a_tracker_without_an_iteration_in_the_destination_is_replaced(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`int` refuses so many digits."""
+    (tmp_path / "other").mkdir()
+    tracker = tmp_path / "other" / TRACKER
+    tracker.write_text("9" * 5000)
+    assert run(capsys, save, tmp_path / "other", "--to", "torch_dist")[0] == 0
+    assert tracker.read_text() == str(ITERATION)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.megatron_lm import job_flags
 from tests.support import terminal
 
 PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
@@ -54,6 +55,15 @@ def test_an_unsupported_job_gets_all_reasons_and_no_figures(
         assert err[0].startswith("flashckpt: no figures, because flashckpt does not serve this job")
         for reason in reasons:
             assert reason in err[0]
+
+
+@pytest.mark.parametrize("flag", [flag for flag, _ in job_flags._LEFT_TO_MEGATRON.values()])
+def test_every_job_that_is_left_to_megatron_gets_no_figures(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    status, out, err = run(capsys, f"{flag} value")
+    assert (status, out) == (1, "")
+    assert f"with {flag} Megatron's own functions save and load" in err[0]
 
 
 def test_a_narrow_terminal_gets_one_line_per_row(

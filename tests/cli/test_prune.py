@@ -117,6 +117,27 @@ def test_prune_names_a_skipped_checkpoint_once(
     )
 
 
+@pytest.mark.parametrize("tracked", ["damaged", "missing", "incomplete"])
+def test_prune_keeps_the_newest_whole_checkpoint_if_the_tracked_one_cannot_be_loaded(
+    run: Run, save: Path, tracked: str
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    manifest = save / "iter_0000020/manifest.json"
+    if tracked == "damaged":
+        manifest.write_text("{")
+    elif tracked == "missing":
+        manifest.unlink()
+    else:
+        next(manifest.parent.glob("*.safetensors")).unlink()
+    before = sorted(manifest.parent.iterdir())
+    ran = run("prune", save, "--every", "100")
+    assert ran.status == 0
+    assert "iter_0000010: removed, " in ran.out
+    assert run("verify", save, "--iteration", "15").status == 0
+    assert sorted(manifest.parent.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

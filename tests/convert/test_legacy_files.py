@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections import Counter
@@ -357,3 +358,25 @@ def test_weights_alone_can_be_written(save: Path, tmp_path: Path) -> None:
     state = torch.load(next((tmp_path / "weights").rglob("*.pt")), weights_only=False)
     assert "optimizer" not in state
     assert not list((tmp_path / "weights").rglob("distrib_optim.pt"))
+    reopened = open_source(tmp_path / "weights", None, Options()).contents
+    assert (reopened.optimizer, reopened.rng) == (None, {})
+    assert reopened.args.no_save_optim
+    assert reopened.args.no_save_rng
+
+
+def test_a_save_without_optimizer_state_can_be_converted(tmp_path: Path) -> None:
+    """With --no-save-optim Megatron saves no scheduler, which our format demands."""
+    made = dataclasses.replace(contents(arguments()), optimizer=None)
+    del made.common["opt_param_scheduler"], made.common["num_floating_point_operations_so_far"]
+    write_legacy(made, tmp_path / "save", Options())
+    convert(
+        open_source(tmp_path / "save", None, Options()), tmp_path / "ours", "flashckpt", Options()
+    )
+    common = open_source(tmp_path / "ours", None, Options()).contents.common
+    assert common["opt_param_scheduler"] is None
+    assert common["num_floating_point_operations_so_far"] == 0
+
+
+def test_missing_common_state_is_named(save: Path) -> None:
+    change(save, "model_optim_rng.pt", lambda state: state.pop("checkpoint_version"))
+    assert "lacks checkpoint_version; convert another" in refused(save, CorruptCheckpointError)

@@ -422,6 +422,23 @@ def test_a_file_added_to_an_export_during_its_replacement_is_kept(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".hf.")] == []
 
 
+def test_an_export_is_in_place_while_its_files_are_compared(
+    tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison takes seconds on a network file system, and the command may be killed."""
+    to = tmp_path / "hf"
+    assert convert(save, to, "safetensors") == 0
+    refuse_others, compared = output_dir.former_export.refuse_others, []
+
+    def note(directory: Path) -> None:
+        refuse_others(directory)
+        compared.append((directory, (to / INDEX).exists()))
+
+    monkeypatch.setattr(output_dir.former_export, "refuse_others", note)
+    assert convert(save, to, "safetensors", "--overwrite") == 0
+    assert compared == [(to, True), (to, True)]
+
+
 def test_a_file_added_to_an_export_during_its_removal_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

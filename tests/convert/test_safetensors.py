@@ -11,9 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron_flashckpt.convert.common import contents as common_contents
 from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.writers import safetensors
 from megatron_flashckpt.convert.writers.safetensors import INDEX, write_safetensors
 from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.layout.reshard import Box, intersection
 from tests.convert.made import EXPERTS, LAYERS, contents, held, whole
 
 
@@ -94,7 +97,7 @@ def test_an_export_does_not_change_a_directory_in_use(tmp_path: Path) -> None:
 
 
 def test_an_export_reads_each_box_of_the_source_once(tmp_path: Path) -> None:
-    """Rows in several boxes are written box by box; columns need all boxes at once."""
+    """Rows in several boxes are written box by box; columns need all boxes of their layer."""
     made = contents()
     regions = []
     for number, tensor in enumerate(made.tensors):
@@ -109,4 +112,29 @@ def test_an_export_reads_each_box_of_the_source_once(tmp_path: Path) -> None:
     embedding = [r for name, r in regions if name == "weight/embedding.word_embeddings.weight"]
     assert embedding == [((0, 0), (6, 5)), ((6, 0), (6, 5))]
     columns = [r for name, r in regions if name == "weight/decoder.layers.mlp.linear_fc2.weight"]
-    assert columns == [((0, 0, 0), (1, 6, 8)), ((1, 0, 0), (1, 6, 8))]
+    assert columns == [((n, 0, column), (1, 6, 4)) for n in range(LAYERS) for column in (0, 4)]
+
+
+def test_only_the_boxes_of_an_expert_are_searched_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large models have 15,000 experts, and twice as many boxes."""
+    places = [(layer, expert) for layer in range(6) for expert in range(20)]
+    boxes = tuple(((*place, 0, column), (1, 1, 4, 2)) for place in places for column in (0, 2))
+    values = torch.arange(6 * 20 * 16.0).view(6, 20, 4, 4)
+    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    searched = []
+
+    def note(box: Box, region: Box) -> Box | None:
+        searched.append(box)
+        return intersection(box, region)
+
+    monkeypatch.setattr(common_contents, "intersection", note)
+    monkeypatch.setattr(safetensors, "intersection", note)
+    made = dataclasses.replace(contents(), tensors=[held(key, "weight", values, boxes)])
+    write_safetensors(made, tmp_path / "hf", Options())
+    assert len(searched) <= 2 * len(boxes)
+    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    for layer, expert in places:
+        name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+        assert torch.equal(exported[name], values[layer, expert])

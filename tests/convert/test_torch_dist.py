@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import pickle
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from megatron_flashckpt.convert.readers.torch_dist import open_torch_dist
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from tests.convert.made import ITERATION, contents, differing, held, whole, with_tensor
+from tests.convert.made import ITERATION, contents, differing, held, rng, whole, with_tensor
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
 
@@ -198,6 +199,40 @@ def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     assert reopened.rng == {}
     assert reopened.args.no_save_optim
     assert reopened.args.no_save_rng
+
+
+def test_masters_of_untrained_norms_are_not_taken_for_low_halves(tmp_path: Path) -> None:
+    """Norms of all layers are one matrix of ones before the first step that changes them."""
+    made, key = contents(use_precision_aware_optimizer=True), "decoder.layers.mlp.linear_fc2.bias"
+    made = with_tensor(made, f"master/{key}", torch.ones(2, 7))
+    made.tensors.sort(key=lambda tensor: tensor.key != key)
+    directory = write_torch_dist(made, tmp_path, Options())
+    masters = {
+        tensor.key: whole(tensor)
+        for tensor in open_torch_dist(directory, ITERATION, Options()).tensors
+        if tensor.kind == "master"
+    }
+    assert torch.equal(masters[key], torch.ones(2, 7))
+
+
+def test_random_states_that_core_0_16_saves_by_replica_are_read(tmp_path: Path) -> None:
+    """With expert parallelism their objects have an axis for the data-parallel rank."""
+    made = contents()
+    axes = itertools.product(range(2), range(2), range(2))
+    by_replica: dict = {(pp, tp, dp): [rng(100 * dp + 10 * pp + tp)] for pp, tp, dp in axes}
+    directory = write_torch_dist(dataclasses.replace(made, rng=by_replica), tmp_path, Options())
+    assert same(open_torch_dist(directory, ITERATION, Options()).rng, made.rng)
+
+
+def test_random_states_of_experts_have_the_keys_of_core_0_16_too(tmp_path: Path) -> None:
+    sizes = {"expert_model_parallel_size": 4, "data_parallel_size": 2, "context_parallel_size": 2}
+    made = contents(**sizes)
+    reader = Reader(write_torch_dist(made, tmp_path, Options()))
+    for (pp, tp), states in made.rng.items():
+        keys = [f"{pp}.{tp}_2.2", *(f"{pp}.{tp}.{replica}_2.2.4" for replica in range(4))]
+        for key in keys:
+            assert same(reader.object(f"rng_state/shard_{key}"), [states])
+    assert same(open_torch_dist(reader.directory, ITERATION, Options()).rng, made.rng)
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])

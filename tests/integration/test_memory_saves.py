@@ -114,17 +114,22 @@ def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
     assert [save for save in saves if save["calls"]] == []
 
 
+@pytest.mark.parametrize(("last", "interval"), [(6, 4), (8, 3)])
 def test_a_memory_save_right_before_the_exit_is_written_to_storage(
-    tmp_path: Path,
+    tmp_path: Path, last: int, interval: int
 ) -> None:
-    """Megatron counts a save to memory as a save and therefore makes none when it exits."""
+    """Megatron counts a save to memory as a save and therefore makes none when it exits.
+
+    That holds for an exit in the last iteration, too, although a job that ends there without an
+    exit saves once more.
+    """
     save = tmp_path / "save"
-    arguments = [*MODEL, "--save", str(save), "--exit-interval", "6"]
-    arguments += ["--non-persistent-save-interval", "2"]
+    arguments = [*MODEL, "--save", str(save), "--exit-interval", str(last)]
+    arguments += ["--save-interval", str(interval), "--non-persistent-save-interval", "2"]
     result = succeeded(run_job(tmp_path, "exit", arguments, ranks=1))
-    assert max(result.losses()) == 6
-    assert "the last save, iteration 6, is written to storage before the job ends" in result.log
-    assert "successfully saved checkpoint from iteration       6" in result.log
-    assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
-    assert tensors(save, 6)
+    assert max(result.losses()) == last
+    assert f"the last save, iteration {last}, is written to storage before the job" in result.log
+    assert f"successfully saved checkpoint from iteration       {last}" in result.log
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert tensors(save, last)
     await_no_agent(tmp_path)

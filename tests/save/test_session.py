@@ -1,4 +1,4 @@
-"""The end of training: whether Megatron saves once more after its loop."""
+"""The end of training: whether Megatron saves once more, and whether the last state is written."""
 
 from __future__ import annotations
 
@@ -23,6 +23,52 @@ def expects_save(monkeypatch: pytest.MonkeyPatch, requested: list[int], **args: 
     session = Session(Config())
     session._open["save"] = _OpenCheckpointer(None, reports, None)  # type: ignore[arg-type]
     return session.expects_save()
+
+
+class _Checkpointer:
+    """Notes each time that the last state is saved to storage."""
+
+    rank = 0
+    pending = False
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.saves = SimpleNamespace(poll=list)
+
+    def write_last(self) -> object:
+        self.written += 1
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("requested", "written"),
+    [
+        pytest.param([2, 4, 5], [1, 1], id="skipped"),
+        pytest.param([2, 4], [0, 1], id="memory only, or none"),
+    ],
+)
+def test_the_last_state_of_a_job_that_exits_in_its_last_iteration_is_written(
+    monkeypatch: pytest.MonkeyPatch, requested: list[int], written: list[int]
+) -> None:
+    """After the loop Megatron saves a state that it has not yet requested to save to storage.
+
+    But if the loop ends with an exit, Megatron does not.
+    """
+    args = SimpleNamespace(train_iters=5, save_interval=2)
+    megatron = SimpleNamespace(get_args=lambda: args)
+    monkeypatch.setattr(session_module, "checkpointing", lambda: megatron)
+    reports, checkpointer = SaveReports("save", 0), _Checkpointer()
+    for iteration in requested:
+        reports.requested(iteration)
+    opened: Any = _OpenCheckpointer(checkpointer, reports, None)  # type: ignore[arg-type]
+    opened.unwritten = SimpleNamespace(iteration=5)
+    session = Session(Config())
+    session._open["save"] = opened
+    counts = []
+    for exits in (False, True):
+        session.finalize(blocking=False, last=True, exits=exits)
+        counts.append(checkpointer.written)
+    assert counts == written
 
 
 @pytest.mark.parametrize("requested", [[], [2, 4]])

@@ -53,27 +53,23 @@ def mark(directory: Path) -> None:
     (directory / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed), indent=1))
 
 
-def refuse_others(directory: Path, name: Path | None = None) -> None:
+def refuse_others(directory: Path) -> None:
     """Raise if `directory` has content that one earlier conversion did not write.
 
     Files of that conversion may be missing. An empty directory passes.
 
-    Args:
-        name: name of the directory in messages, as the directory may have been moved aside.
-
     Raises:
         ConfigError: the message names the foreign files.
     """
-    name = name or directory
     if directory.is_symlink() or not directory.is_dir():
         raise ConfigError(
-            f"{name}: is not a directory, so no conversion wrote it; name another directory"
+            f"{directory}: is not a directory, so no conversion wrote it; name another directory"
         )
     foreign = sorted(str(path.relative_to(directory)) for path in _foreign(directory))
     if foreign:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         raise ConfigError(
-            f"{name}: holds files that 'flashckpt convert' did not write: "
+            f"{directory}: holds files that 'flashckpt convert' did not write: "
             f"{', '.join(foreign[:_SHOWN])}{more}; nothing was changed; name another "
             "directory, or move these files away"
         )

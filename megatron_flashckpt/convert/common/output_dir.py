@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.convert.common import former_export
-from megatron_flashckpt.errors import ConfigError, StorageError
+from megatron_flashckpt.error_classes import class_of
+from megatron_flashckpt.errors import ConfigError, FlashCkptError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -42,8 +44,8 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
     suffix = uuid.uuid4().hex[:8]
     temporary = final.with_name(f".{final.name}.{suffix}.tmp")
     fresh = temporary / final.name
-    fresh.mkdir(parents=True)
     try:
+        fresh.mkdir(parents=True)
         yield fresh
         if mark:
             former_export.mark(fresh)
@@ -52,12 +54,19 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
         _replace(final, fresh, final.with_name(f".{final.name}.{suffix}.replaced"))
         _sync(final.parent)
     except OSError as error:
-        # Errors of the source and of storage name a file; others come from writes to open files.
-        if isinstance(error, StorageError) or error.filename is not None:
+        # Errors of the source name a file elsewhere; writes to open files name none.
+        if isinstance(error, FlashCkptError) or not _is_of(error.filename, final, temporary):
             raise
         raise _unwritable(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # its name is random, so it is ours
+
+
+def _is_of(filename: str | None, final: Path, temporary: Path) -> bool:
+    """Return whether the file of an error is new, is `final`, or is a directory above it."""
+    return filename is None or (
+        Path(filename).is_relative_to(temporary) or final.is_relative_to(filename)
+    )
 
 
 def _refuse(final: Path, *, overwrite: bool) -> None:
@@ -79,12 +88,13 @@ def _replace(final: Path, fresh: Path, aside: Path) -> None:
     if not final.exists():
         fresh.rename(final)
         return
+    # Check again, because users may have added files during the conversion, which takes hours. Do
+    # this before the first rename: a killed command must not leave `final` missing meanwhile.
+    former_export.refuse_others(final)
     final.rename(aside)
     try:
-        # Check again, because users may have added files during the conversion, which takes hours.
-        former_export.refuse_others(aside, final)
         fresh.rename(final)
-    except (OSError, ConfigError):
+    except OSError:
         aside.rename(final)
         raise
     if not former_export.remove(aside):
@@ -110,9 +120,7 @@ def save(value: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        error.errno,
-        f"{path}: cannot be written ({error.strerror}); free space there, or convert to another "
-        "file system",
+        error.errno, f"{path}: cannot be written ({error.strerror}); {class_of(error).remedy}"
     )
 
 
@@ -122,11 +130,8 @@ def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
     Called when the checkpoint is complete.
     """
     storage = open_storage(root)
-    try:
-        text = storage.read(TRACKER).decode(errors="replace").strip()
-    except FileNotFoundError:
-        text = ""
-    if not (text.isdecimal() and int(text) > iteration):
+    tracked = tracked_iteration(storage)
+    if tracked is None or tracked <= iteration:
         new_text = RELEASE if megatron and iteration == 0 else str(iteration)
         storage.put(TRACKER, new_text.encode())
 

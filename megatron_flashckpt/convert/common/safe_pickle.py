@@ -41,12 +41,15 @@ _ENUM_MODULES = (
 )
 
 
-def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False) -> Any:
-    """Load a file of `torch.save`, with tensors on the CPU.
+def load(
+    file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False, device: str = "cpu"
+) -> Any:
+    """Load a file of `torch.save`.
 
     Args:
         place: name of the file, for messages.
         mmap: read tensors of the file when they are used.
+        device: `cpu`, or `meta` for tensors without elements.
 
     Raises:
         UnsupportedError: the file holds objects of other classes; the message names them.
@@ -55,7 +58,7 @@ def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False
     """
     try:
         with torch.serialization.safe_globals(_allowed()):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
+            return torch.load(file, map_location=device, weights_only=True, mmap=mmap or None)
     except FileNotFoundError:
         raise
     except Exception as error:  # torch.load raises any error for broken bytes

@@ -12,6 +12,9 @@ import functools
 import io
 import pathlib
 import pickle
+import re
+import struct
+import zipfile
 from collections import OrderedDict
 from typing import Any
 
@@ -25,6 +28,10 @@ from megatron_flashckpt.layout.piece import Shape
 METADATA = ".metadata"
 _ANOTHER = "convert another iteration"
 
+#: Name of a tensor's elements in the archive that `torch.save` writes.
+_STORAGE = re.compile(r"[^/]+/data/\d+")
+#: Header of an archive's entry, up to the lengths of the name and the field that follow it.
+_LOCAL_HEADER = struct.Struct("<26xHH")
 #: Modules whose dataclasses and enums `.metadata` may hold.
 _MODULES = {module.__name__: module for module in (metadata, planner, filesystem)} | {
     # Module of TensorProperties in torch 2.1.
@@ -81,6 +88,8 @@ class Reader:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
+        self._data_positions: dict[tuple[str, Shape], int | None] = {}
+        """Results of `_data_position`."""
         place = directory / METADATA
         try:
             with open(place, "rb") as file:
@@ -143,7 +152,56 @@ class Reader:
             raise CorruptCheckpointError(f"{where}: is not a tensor of shape {shape}; {_ANOTHER}")
         return tensor.contiguous()
 
+    def elements(self, name: str, offset: Shape, low: int, high: int) -> torch.Tensor:
+        """Return elements `[low, high)` of the flattened chunk of a tensor, and read no others.
+
+        A rank's chunk of a bucket holds many parameters, and may be as large as the rank's memory.
+        """
+        if (name, offset) not in self._data_positions:
+            self._data_positions[name, offset] = self._data_position(name, offset)
+        position = self._data_positions[name, offset]
+        if position is None:
+            return self.chunk(name, offset).reshape(-1)[low:high]
+        file, _ = self._place(name, offset)
+        dtype = self.tensors[name].dtype
+        begin, end = position + low * dtype.itemsize, position + high * dtype.itemsize
+        return torch.frombuffer(bytearray(self._content(file, begin, end - begin)), dtype=dtype)
+
+    def _data_position(self, name: str, offset: Shape) -> int | None:
+        """Return the position of a chunk's first element in its file.
+
+        None if the elements do not lie there as they are, row by row.
+        """
+        file, info = self._place(name, offset)
+        where = f"{self.directory}: {name} at {offset}"
+        with open(file, "rb") as stream, io.BufferedReader(_Window(stream, info)) as window:
+            tensor = safe_pickle.load(window, where, device="meta")
+            stored = self.tensors[name]
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or (tensor.dtype, tuple(tensor.shape)) != (stored.dtype, stored.chunks[offset])
+                or not tensor.is_contiguous()
+            ):
+                return None
+            try:
+                with zipfile.ZipFile(window) as archive:
+                    entries = [e for e in archive.infolist() if _STORAGE.fullmatch(e.filename)]
+            except zipfile.BadZipFile:  # a form of old releases of torch
+                return None
+            if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
+                return None
+            window.seek(entries[0].header_offset)
+            header = window.read(_LOCAL_HEADER.size)
+        name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+        begin = entries[0].header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        return int(info.offset + begin + tensor.storage_offset() * tensor.itemsize)
+
     def _bytes(self, name: str, offset: Shape | None) -> bytes:
+        file, info = self._place(name, offset)
+        return self._content(file, info.offset, info.length)
+
+    def _place(self, name: str, offset: Shape | None) -> tuple[pathlib.Path, Any]:
+        """Return the file of a chunk or object, and the place in it."""
         try:
             info = self._storage[name, offset]
         except KeyError:
@@ -161,14 +219,44 @@ class Reader:
             raise CorruptCheckpointError(
                 f"{self.directory}/{METADATA}: names {file} outside of it; {_ANOTHER}"
             )
-        try:
-            with open(file, "rb") as stream:
-                stream.seek(info.offset)
-                content = stream.read(info.length)
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{file}: is missing; {_ANOTHER}") from None
-        if len(content) != info.length:
+        if not file.exists():
+            raise CorruptCheckpointError(f"{file}: is missing; {_ANOTHER}")
+        return file, info
+
+    def _content(self, file: pathlib.Path, position: int, nbytes: int) -> bytes:
+        with open(file, "rb") as stream:
+            stream.seek(position)
+            content = stream.read(nbytes)
+        if len(content) != nbytes:
             raise CorruptCheckpointError(
-                f"{file}: ends before {info.offset + info.length} bytes; {_ANOTHER}"
+                f"{file}: ends before {position + nbytes} bytes; {_ANOTHER}"
             )
         return content
+
+
+class _Window(io.RawIOBase):
+    """The part of an open file that holds one chunk, as a file of its own."""
+
+    def __init__(self, stream: io.BufferedReader, info: Any) -> None:
+        self._stream = stream
+        self._begin = info.offset
+        self._nbytes = info.length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._position, 0)]
+        self._stream.seek(self._begin + self._position)
+        nbytes = self._stream.readinto(view)
+        self._position += nbytes
+        return nbytes

@@ -165,8 +165,8 @@ def _ranges(reader: Reader, name: str) -> _Range:
                     f"{reader.directory}: {name} has no element {position}; convert another "
                     "iteration"
                 )
-            chunk = reader.chunk(name, (low,))
-            elements[position - start : high - start] = chunk[position - low : high - low]
+            part = reader.elements(name, (low,), position - low, high - low)
+            elements[position - start : high - start] = part
             position = high
         return elements
 

@@ -38,6 +38,8 @@ _COMMON = (
     "num_floating_point_operations_so_far",
     "opt_param_scheduler",
 )
+#: Values of common state that files lack, with --no-save-optim or of old releases.
+_DEFAULTS = {"num_floating_point_operations_so_far": 0, "opt_param_scheduler": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,7 @@ def contents_of(
         place=str(directory),
         iteration=iteration,
         common={
+            **_DEFAULTS,
             # The state dict of a release may have the last iteration of its training.
             **{name: first[name] for name in _COMMON if name in first},
             "iteration": iteration,

@@ -110,7 +110,9 @@ def _refuse_another_backend(directory: Path) -> None:
 
 def _refuse_low_halves_in_fp32(directory: Path, tensors: list[GlobalTensor]) -> None:
     """Raise if masters hold low halves: integers, which Megatron writes as fp32 numbers."""
-    matrices = (tensor for tensor in tensors if tensor.kind == MASTER and len(tensor.shape) > 1)
+    # Not norms, which are whole numbers before the first step that changes them: 1 or 0.
+    masters = (tensor for tensor in tensors if tensor.kind == MASTER)
+    matrices = (tensor for tensor in masters if len(tensor.shape) > 1 + tensor.stacking_axes)
     master = next(matrices, None)
     if master is not None and master.boxes:
         sample = master.read(master.boxes[0])
@@ -262,10 +264,15 @@ def _shards(reader: Reader) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _random_states(reader: Reader) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the random states by pipeline and tensor rank.
+
+    With expert parallelism core 0.16 saves them by data-parallel rank, too. The first rank's are
+    returned, which are all that other releases save.
+    """
     return {
         (offset[0], offset[1]): reader.object(name)[0]
         for name, key, offset in _shards(reader)
-        if key == "rng_state" and len(offset) == 2
+        if key == "rng_state" and len(offset) in (2, 3) and not any(offset[2:])
     }
 
 

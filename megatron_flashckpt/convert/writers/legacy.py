@@ -55,6 +55,11 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     args = copy.copy(contents.args)
     changes = {"ckpt_format": "torch", "use_dist_ckpt": False}
     vars(args).update({name: value for name, value in changes.items() if hasattr(args, name)})
+    # A reader of weights alone does not take missing state for damage.
+    if contents.optimizer is None:
+        args.no_save_optim = True
+    if not contents.rng:
+        args.no_save_rng = True
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:

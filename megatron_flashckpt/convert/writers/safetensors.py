@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from megatron_flashckpt.convert.common.contents import (
     STACKED_LAYERS,
     Contents,
     GlobalTensor,
+    read_region,
+    several_types,
 )
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import new_directory
@@ -41,6 +44,8 @@ class _NamedRegion:
     source: GlobalTensor
     region: Box
     shape: Shape
+    boxes: tuple[Box, ...]
+    """Boxes of the source that the region needs: of 15,000 experts only those of one."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +53,10 @@ class _NamedRegion:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.source.dtype_at(self.region)
+        dtypes = {self.source.dtype_of(box) for box in self.boxes} or {self.source.dtype}
+        if len(dtypes) > 1:
+            raise several_types(self.name, dtypes)
+        return dtypes.pop()
 
 
 def write_safetensors(contents: Contents, directory: Path, options: Options) -> Path:
@@ -81,12 +89,18 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
 def _unstacked(tensor: GlobalTensor) -> Iterator[_NamedRegion]:
     """Yield the parts of `tensor` that have names of their own."""
     axes = tensor.stacking_axes
+    boxes_at: dict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for box in tensor.boxes:
+        stacked = zip(box[0][:axes], box[1][:axes], strict=True)
+        for numbers in itertools.product(*(range(low, low + n) for low, n in stacked)):
+            boxes_at[numbers].append(box)
     pattern = STACKED_LAYERS.sub(lambda match: f"{match[0]}{{}}.", tensor.key, count=1)
     pattern = STACKED_EXPERTS.sub(".experts.local_experts.{}.", pattern, count=1)
     for numbers in itertools.product(*(range(n) for n in tensor.shape[:axes])):
         inner = tensor.shape[axes:]
         region = (*numbers, *(0 for _ in inner)), (*(1 for _ in numbers), *inner)
-        yield _NamedRegion(pattern.format(*numbers), tensor, region, inner)
+        boxes = tuple(boxes_at[numbers])
+        yield _NamedRegion(pattern.format(*numbers), tensor, region, inner, boxes)
 
 
 def _files(tensors: list[_NamedRegion], limit_nbytes: int) -> Iterator[list[_NamedRegion]]:
@@ -132,19 +146,24 @@ def _slabs(named: _NamedRegion) -> Iterator[torch.Tensor]:
     offset, extent = named.region
     axis = len(extent) - len(named.shape)
     if not named.shape:
-        yield named.source.read(named.region)
+        yield _read(named, named.region)
         return
-    overlaps = [intersection(box, named.region) for box in named.source.boxes]
+    overlaps = [intersection(box, named.region) for box in named.boxes]
     ends = {common[0][axis] + common[1][axis] for common in overlaps if common is not None}
     low = offset[axis]
     for high in sorted(ends):
-        yield named.source.read(
-            (
-                (*offset[:axis], low, *offset[axis + 1 :]),
-                (*extent[:axis], high - low, *extent[axis + 1 :]),
-            )
+        part = (
+            (*offset[:axis], low, *offset[axis + 1 :]),
+            (*extent[:axis], high - low, *extent[axis + 1 :]),
         )
+        yield _read(named, part)
         low = high
+
+
+def _read(named: _NamedRegion, part: Box) -> torch.Tensor:
+    if part in named.boxes:
+        return named.source.read(part)
+    return read_region(part, named.boxes, named.source.read, named.dtype, named.name)
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         files = _Files(fresh, options.shard_nbytes)
-        for name, value in _objects(contents):
-            files.add_object(name, value)
+        for names, value in _objects(contents):
+            files.add_object(names, value)
         for name, tensor in _named(contents, distributed=distributed):
             files.add_tensor(name, tensor)
         files.finish()
@@ -92,10 +93,13 @@ class _Files:
         self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
-    def add_object(self, name: str, value: Any) -> None:
+    def add_object(self, names: Sequence[str], value: Any) -> None:
+        """Write an object once, under several names."""
         # A list, because one rank may hold several objects of one name.
-        self._append(MetadataIndex(name), [value])
-        self._described[name] = BytesStorageMetadata()
+        info = self._append([value])
+        for name in names:
+            self._storage[MetadataIndex(name)] = info
+            self._described[name] = BytesStorageMetadata()
 
     def add_tensor(self, name: str, tensor: GlobalTensor) -> None:
         chunks = []
@@ -103,7 +107,7 @@ class _Files:
             box = tensor.read((offset, shape))
             if box.untyped_storage().nbytes() != box.nbytes:
                 box = box.clone()  # torch.save writes the whole storage of a view
-            self._append(MetadataIndex(name, offset), box)
+            self._storage[MetadataIndex(name, offset)] = self._append(box)
             chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
         properties = TensorProperties(dtype=tensor.dtype)
         self._described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
@@ -112,12 +116,12 @@ class _Files:
         with open(self._directory / METADATA, "wb") as file:
             pickle.dump(Metadata(self._described, storage_data=self._storage), file)
 
-    def _append(self, index: MetadataIndex, value: Any) -> None:
+    def _append(self, value: Any) -> _StorageInfo:
         name = f"__0_{self._number}.distcp"
         start, end = save(value, self._directory / name, append=True)
-        self._storage[index] = _StorageInfo(name, start, end - start)
         if end >= self._limit_nbytes:
             self._number += 1
+        return _StorageInfo(name, start, end - start)
 
 
 def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, GlobalTensor]]:
@@ -136,15 +140,15 @@ def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, Glob
             yield f"optimizer.state.{tensor.kind}.{tensor.key}", tensor
 
 
-def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
-    """Yield random states and extra states by Megatron's unique key.
+def _objects(contents: Contents) -> Iterator[tuple[Sequence[str], Any]]:
+    """Yield random states and extra states, each with its unique keys in Megatron.
 
     Megatron reads an extra state, mostly an empty one, for every module that could have one. The
     set depends on the layer implementation, so all are written; Megatron ignores the others.
     """
     grid = [max(numbers) + 1 for numbers in zip(*contents.rng, strict=True)]
     for place, states in sorted(contents.rng.items()):
-        yield _unique_key("rng_state", place, tuple(grid)), states
+        yield _keys_of_random_states(place, tuple(grid), contents.args), states
     names = dict(contents.objects)
     for tensor in contents.tensors:
         if tensor.kind != WEIGHT:
@@ -158,7 +162,24 @@ def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
             for place in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)):
                 key = _unique_key(f"{module}._extra_state", tuple(place.tolist()), counts)
                 names.setdefault(key, None)
-    yield from names.items()
+    for name, value in names.items():
+        yield (name,), value
+
+
+def _keys_of_random_states(place: tuple[int, ...], grid: tuple[int, ...], args: Any) -> list[str]:
+    """Return the keys under which Megatron reads the random states of a place in the grid.
+
+    With expert parallelism core 0.16 reads them by data-parallel rank, other releases do not.
+    """
+    keys = [_unique_key("rng_state", place, grid)]
+    if (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
+        sizes = ("data_parallel_size", "context_parallel_size")
+        replicas = math.prod(getattr(args, size, None) or 1 for size in sizes)
+        keys += [
+            _unique_key("rng_state", (*place, replica), (*grid, replicas))
+            for replica in range(replicas)
+        ]
+    return keys
 
 
 def _unique_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str:

@@ -1,7 +1,8 @@
 """One Megatron job that calls `load_checkpoint` and `save_checkpoint` many times.
 
 Run by `tests/support/megatron_jobs.py`. Starting Megatron costs most of a test's time, so one job
-runs many cases. `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`.
+runs many cases. `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`;
+other calls are `save`, and `train`, the first call of a job without a load.
 Further fields:
 
 - `args` are set on Megatron's arguments before the call, `config` on our settings, `config_on` by
@@ -34,6 +35,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
 from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.async_utils import maybe_finalize_async_save
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
@@ -159,6 +161,8 @@ def main() -> None:
             if case["call"] == "load":
                 strict = case.get("strict", True)
                 result = load_checkpoint(model, optimizer, scheduler, strict=strict)[0]
+            elif case["call"] == "train":  # Megatron's loop calls this first
+                maybe_finalize_async_save(blocking=False)
             else:
                 save_checkpoint(case["iteration"], model, optimizer, scheduler, 0)
                 if "then_load" in case:
