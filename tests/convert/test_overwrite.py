@@ -467,6 +467,28 @@ def test_a_file_added_to_an_export_during_its_removal_is_kept(
     assert str(left.parent) in caplog.text
 
 
+def test_ctrl_c_between_the_renames_of_a_replacement_leaves_the_earlier_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, rename = tmp_path / "hf", Path.rename
+
+    def write(text: str) -> None:
+        with output_dir.new_directory(final, overwrite=True) as fresh:
+            (fresh / "model").write_text(text)
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if target == final and path.parent.suffix == ".tmp":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    write("one")
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write("two")
+    assert (final / "model").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_a_directory_without_files_does_not_count_as_an_export(tmp_path: Path) -> None:
     (tmp_path / "hf" / "inside").mkdir(parents=True)
     with (

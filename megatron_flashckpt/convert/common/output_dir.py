@@ -94,8 +94,9 @@ def _replace(final: Path, fresh: Path, aside: Path) -> None:
     final.rename(aside)
     try:
         fresh.rename(final)
-    except OSError:
-        aside.rename(final)
+    except BaseException:  # Ctrl-C, too
+        if not final.exists():
+            aside.rename(final)
         raise
     if not former_export.remove(aside):
         logger.warning("%s: kept, because files were added to %s meanwhile", aside, final)
