@@ -223,9 +223,11 @@ class Committer:
         with self._node.changed:
             newest, (run, iteration) = self._node.fence.newest, self._resumed
             waiting = [*self._unretired, *([] if committed is None else [committed])]
+            resumed: int | None = None
             if committed is not None and committed.run == newest:
                 due, self._unretired = [save.under_rules_of(committed) for save in waiting], []
             else:
+                resumed = iteration
                 due = [save for save in waiting if run == newest and save.iteration <= iteration]
                 self._unretired = [save for save in waiting if save not in due]
 
@@ -233,7 +235,7 @@ class Committer:
             return self._node.fence.newest == newest
 
         for save in due:
-            retire_expired(save, is_current)
+            retire_expired(save, is_current, resumed)
         if not is_current():  # storage may hang until the job has been started again
             with self._node.changed:
                 self._unretired += due

@@ -99,22 +99,31 @@ def remove_obsolete(save: CommittedSave, pending: Callable[[], set[str]]) -> Non
         hit("commit.tidy")
 
 
-def retire_expired(save: CommittedSave, is_current: Callable[[], bool] = lambda: True) -> None:
+def retire_expired(
+    save: CommittedSave,
+    is_current: Callable[[], bool] = lambda: True,
+    resumed: int | None = None,
+) -> None:
     """Remove the checkpoints that no rule keeps after the commit of `save`.
 
     Args:
         is_current: returns whether no job has started since. A later job may load a checkpoint that
             was to be removed here.
+        resumed: iteration from which a later job has resumed. Later checkpoints, which it could not
+            load or did not want, do not count as the newest ones.
     """
     storage = save.storage
     with _errors_logged(save):
         with phase("retention"):
             with save.manifests.changing:
+                tracked = tracked_before_commit(storage)
+                if tracked is not None and resumed is not None:
+                    tracked = min(tracked, resumed)
                 hide(
                     storage,
                     save.retention,
                     retain_interval=save.retain_interval,
-                    tracked=tracked_before_commit(storage),
+                    tracked=tracked,
                     previous=save.previous,
                     manifests=save.manifests,
                     is_current=is_current,

@@ -335,6 +335,30 @@ def test_a_removal_ends_when_another_job_starts(
         eventually("the removal of the other one", lambda: iterations_in(root) == [3])
 
 
+def test_removals_that_come_late_spare_the_checkpoint_a_job_has_resumed_from(
+    node: Node, root: Path
+) -> None:
+    """The removals of two commits wait; only the earlier one is due after the resume."""
+    held = threading.Event()
+    with agent_here(node, root) as agent:
+        tidier = agent._committer._tidier
+        tidier.add(lambda: held.wait(PATIENCE_S))
+        first = node.trainer(root, retention=Retention(latest=1))
+        first.claim()
+        for iteration in (1, 2):
+            assert first.save(iteration).error is None
+        first.hang_up()
+        second = node.trainer(root, retention=Retention(latest=1))
+        second.claim()
+        held.set()
+        _await_tidied(tidier)
+        second.client.resume_from(stored(root, 1).manifest.save_id, 1)
+        _await_tidied(tidier)
+        assert iterations_in(root) == [1, 2]
+        assert second.save(3).error is None
+        eventually("the removal of both", lambda: iterations_in(root) == [3])
+
+
 def _await_tidied(tidier: Tidier) -> None:
     """Wait for all removals that are queued now."""
     done = threading.Event()
