@@ -202,8 +202,8 @@ class Session:
                 (`stop_on_failed_first_save`).
         """
         self._forget_inherited()
-        failures = []
-        for opened in self._open.values():
+        reasons: dict[str, str] = {}
+        for root, opened in self._open.items():
             if last:
                 self._write_last(opened, exits=exits)
             if blocking and announces and opened.checkpointer.pending:
@@ -213,11 +213,14 @@ class Session:
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(opened, outcome):
                     opened.failures_in_a_row += 1
-                    failures.append(opened.why_stop(outcome, self.config, last=last))
+                    reason = opened.why_stop(outcome, self.config, last=last)
+                    if reason is not None:
+                        # A slow rank may learn of more failures; all ranks stop with one message.
+                        reasons.setdefault(root, reason)
                 elif not outcome.kept:  # a memory-only save does not show that storage works
                     opened.failures_in_a_row = 0
-        if reasons := [reason for reason in failures if reason]:
-            raise SaveFailedError("; ".join(reasons))
+        if reasons:
+            raise SaveFailedError("; ".join(reasons.values()))
 
     def _write_last(self, opened: _OpenCheckpointer, *, exits: bool) -> None:
         """Save the last state to storage, if its save was skipped or went to memory only."""

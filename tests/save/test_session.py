@@ -1,4 +1,4 @@
-"""The end of training: whether Megatron saves once more, and whether the last state is written."""
+"""The outcomes of saves: the state at the end of training, and failures that end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
@@ -99,3 +101,24 @@ def test_without_an_open_checkpointer_no_save_is_expected(monkeypatch: pytest.Mo
     megatron = SimpleNamespace(get_args=lambda: SimpleNamespace(train_iters=5, save_interval=2))
     monkeypatch.setattr(session_module, "checkpointing", lambda: megatron)
     assert not Session(Config()).expects_save()
+
+
+@pytest.mark.parametrize("failed", [[2], [2, 4]])
+def test_a_rank_that_learns_late_of_failures_stops_with_the_message_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, failed: list[int]
+) -> None:
+    args = SimpleNamespace(train_iters=12, save_interval=2)
+    monkeypatch.setattr(
+        session_module, "checkpointing", lambda: SimpleNamespace(get_args=lambda: args)
+    )
+    checkpointer: Any = _Checkpointer()
+    outcomes = [Outcome(number, f"s{number}", "disk full", 0.1, lasts=True) for number in failed]
+    traces = SimpleNamespace(end=lambda save_id: None)
+    checkpointer.saves = SimpleNamespace(poll=lambda: outcomes, traces=traces)
+    session = Session(Config())
+    session._open["save"] = _OpenCheckpointer(checkpointer, SaveReports("save", 0), None)  # type: ignore[arg-type]
+    with pytest.raises(SaveFailedError) as caught:
+        session.finalize(blocking=False)
+    assert str(caught.value).startswith("training stops")
+    assert "iteration 2 has failed" in str(caught.value)
+    assert "iteration 4" not in str(caught.value)
