@@ -65,7 +65,7 @@ from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.save.stager import Stager
 from scripts import pretrain_gpt_tiny as tiny
-from tests.support import flag_help
+from tests.support import cheap_stock
 from tests.support.jobs import token_prediction
 from tests.support.megatron_jobs import truncated_copy
 
@@ -332,7 +332,8 @@ def forget() -> None:
 
 
 def main() -> None:
-    flag_help.keep()
+    cheap_stock.keep_help()
+    cheap_stock.fork_queues()
     _, all_cells = cells.begin()
     for cell, store in all_cells:
         run(cell, store)
