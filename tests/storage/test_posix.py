@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import subprocess
 import tempfile
@@ -79,6 +80,7 @@ def unprivileged() -> Iterator[None]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # files of earlier tests may wait for it
     return len(os.listdir("/proc/self/fd"))
 
 
