@@ -17,12 +17,12 @@ _TOLERANCE = 0.95
 class StorageLimit:
     """Bandwidth that all processes of a job share, for reads and writes together."""
 
-    library: Path
+    shared_object: Path
     mb_s: float
 
     @classmethod
     def made(cls, directory: Path, mb_s: float) -> StorageLimit:
-        """Compile the library into `directory`.
+        """Compile the shared object into `directory`.
 
         Raises:
             SystemExit: there is no C compiler.
@@ -30,10 +30,19 @@ class StorageLimit:
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise SystemExit("--storage-mb-s needs a C compiler: install gcc or clang")
-        library = directory / "limited.so"
-        command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(_SOURCE), "-ldl"]
+        shared_object = directory / "limited.so"
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-o",
+            str(shared_object),
+            str(_SOURCE),
+            "-ldl",
+        ]
         subprocess.run(command, check=True)
-        return cls(library, mb_s)
+        return cls(shared_object, mb_s)
 
     def environment(self, root: Path) -> dict[str, str]:
         """Return environment variables that limit a process's reads and writes below `root`."""
@@ -42,7 +51,7 @@ class StorageLimit:
             # Never truncated: an agent of an earlier job may have it mapped, and would be killed.
             clock.write_bytes(bytes(8))
         return {
-            "LD_PRELOAD": str(self.library),
+            "LD_PRELOAD": str(self.shared_object),
             "TRAIN_LIMIT_ROOT": str(root.resolve()),
             "TRAIN_LIMIT_BYTES_S": str(self.mb_s * 1e6),
             "TRAIN_LIMIT_CLOCK": str(clock),
