@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import os
 import threading
@@ -33,7 +34,13 @@ from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
 from tests.support.persisting import persisted
-from tests.support.trainer import PATIENCE_S, blocked_open, eventually, new_save_id
+from tests.support.trainer import (
+    PATIENCE_S,
+    FakeTrainer,
+    blocked_open,
+    eventually,
+    new_save_id,
+)
 
 A, B = "a" * 12, "b" * 12
 DIRECTORY = file_names.iteration_dir(5)
@@ -254,6 +261,24 @@ def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
     retention_module._told_open.clear()
 
 
+@contextlib.contextmanager
+def restarted(node: Node, root: Path, retention: Retention) -> Iterator[FakeTrainer]:
+    """Yield a rank of a job that has started again; save 2 of its former run is committed later.
+
+    The former run has saved iterations 1 and 2, and its rule keeps one checkpoint.
+    """
+    first = node.trainer(root, retention=Retention(latest=1))
+    first.claim()
+    assert first.save(1).error is None
+    save_id = new_save_id()
+    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
+        first.stage(2, save_id)
+        first.hang_up()
+        second = node.trainer(root, retention=retention)
+        second.claim()
+        yield second
+
+
 @pytest.mark.parametrize("resumed", [1, 2])
 def test_no_checkpoint_is_removed_while_a_restarted_job_loads(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, resumed: int
@@ -262,15 +287,7 @@ def test_no_checkpoint_is_removed_while_a_restarted_job_loads(
     added: list[object] = []
     with agent_here(node, root) as agent:
         tidier = agent._committer._tidier
-        first = node.trainer(root, retention=Retention(latest=1))
-        first.claim()
-        assert first.save(1).error is None
-        save_id = new_save_id()
-        with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
-            first.stage(2, save_id)
-            first.hang_up()
-            second = node.trainer(root, retention=Retention(latest=1))
-            second.claim()
+        with restarted(node, root, Retention(latest=1)) as second:
             _await_tidied(tidier)
             add = tidier.add
             monkeypatch.setattr(tidier, "add", lambda work: (add(work), added.append(work)))
@@ -290,15 +307,8 @@ def test_the_rules_of_a_new_run_decide_what_a_former_run_left(node: Node, root: 
     """The job resumes from an older checkpoint, and its rules keep more than before."""
     with agent_here(node, root) as agent:
         tidier = agent._committer._tidier
-        first = node.trainer(root, retention=Retention(latest=1))
-        first.claim()
-        assert first.save(1).error is None
-        save_id = new_save_id()
-        with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
-            first.stage(2, save_id)
-            first.hang_up()
-            second = node.trainer(root, retention=Retention(latest=9))
-            second.claim()
+        with restarted(node, root, Retention(latest=9)) as second:
+            pass
         eventually("the commit", lambda: (root / file_names.TRACKER).read_text() == "2")
         second.client.resume_from(stored(root, 1).manifest.save_id, 1)
         assert second.save(3).error is None
