@@ -24,7 +24,7 @@ from megatron_flashckpt.agent import frames, process
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory, holder, leave
+from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder, leave, open_log
 from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.config import Config
@@ -145,13 +145,9 @@ def _enter(root: str, runtime_dir: str | None) -> tuple[Upkeep, _Log]:
     for _ in range(_ATTEMPTS):
         directory = agent_directory(root, runtime_dir)
         try:
-            fd = os.open(
-                directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            fd = open_log(directory)
         except FileNotFoundError:
             continue
-        except OSError as error:
-            raise AgentError(f"{directory / LOG}: cannot be written ({error.strerror})") from error
         try:
             upkeep = Upkeep(directory, runtime_dir, (fd,))
             if upkeep.writes_log:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.endings import why_not_started
-from megatron_flashckpt.agent.socket_dir import LOCK, LOG, holder
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, holder, open_log
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
@@ -75,14 +76,9 @@ def start_agent(directory: Path, root: str, config: Config) -> None:
         AgentError: the agent could not be started; the message has its last log line.
     """
     try:
-        fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_log(directory)
     except FileNotFoundError:
         return  # an agent has just left and removed the directory: the caller tries again
-    except OSError as error:
-        raise AgentError(
-            f"{directory / LOG}: cannot be opened ({error.strerror}), so no agent can be started; "
-            "free space there, or set 'runtime_dir' to a directory on another file system"
-        ) from error
     with open(fd, "ab") as log:
         begun = log.tell()
         try:
@@ -97,9 +93,14 @@ def start_agent(directory: Path, root: str, config: Config) -> None:
                 check=False,
             ).returncode
         except OSError as error:
+            remedy = (
+                "if this node has no process left, end others, or raise its limit ('ulimit -u', or "
+                "that of the control group)"
+            )
+            if class_of(error).kind == "scarce":
+                remedy = class_of(error).remedy
             raise AgentError(
-                f"the agent could not be started ({error.strerror}); if this node has no process "
-                "left, end others, or raise its limit ('ulimit -u', or that of the control group)"
+                f"the agent could not be started ({error.strerror}); {remedy}"
             ) from error
     if status:
         raise AgentError(why_not_started(status, directory / LOG, begun))

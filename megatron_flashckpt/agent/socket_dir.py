@@ -36,6 +36,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_flashckpt.agent.save_directory import identity_of, resolved
+from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
 
 SOCKET = "agent.sock"
@@ -132,6 +133,27 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
     raise AgentError(
         f"{entry}: other processes create and remove it all the time; set 'runtime_dir'"
     )
+
+
+def open_log(directory: Path) -> int:
+    """Return a descriptor that appends to the agent's log in `directory`.
+
+    Raises:
+        FileNotFoundError: an agent has just left and removed the directory.
+        AgentError: the log cannot be opened; the message has the remedy.
+    """
+    log = directory / LOG
+    try:
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        remedy = "free space there, or set 'runtime_dir' to a directory on another file system"
+        if class_of(error).kind == "scarce":
+            remedy = class_of(error).remedy
+        raise AgentError(
+            f"{log}: cannot be opened ({error.strerror}), so no agent can be started; {remedy}"
+        ) from error
 
 
 def leave(directory: Path, runtime_dir: str | None) -> None:

@@ -304,7 +304,10 @@ def draw(report_rows: list[Row], file: str | os.PathLike[str], directory: str) -
     try:
         figure.savefig(file, format="png", dpi=100)
     except OSError as error:
-        raise FlashCkptError(f"{file}: cannot be written ({error.strerror or error})") from error
+        raise FlashCkptError(
+            f"{file}: cannot be written ({error.strerror or error}); free space there, or name a "
+            "file in another directory with --png"
+        ) from error
 
 
 def _tick(row: Row) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.agent import process as process_module
 from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.agent.commit import outcome_of
@@ -118,22 +119,31 @@ def test_a_full_disk_is_named(small_disk: Path, root: Path) -> None:
         node.close()
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EDQUOT, "free space there, or set 'runtime_dir'"), (errno.EMFILE, "(ulimit -n)")],
+    ids=["quota", "descriptors"],
+)
 def test_an_agent_without_a_log_file_is_explained(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
     """Before, the rank got an error that is none of this package, and training stopped."""
     log, opens = node.directory(root) / LOG, os.open
 
     def refuse(path: Any, *rest: Any, **more: Any) -> int:
         if path == log:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            raise OSError(number, os.strerror(number))
         return opens(path, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(AgentError) as raised:
         connect(str(root), 0, 0, node.config())
-    assert f"{log}: cannot be opened (Disk quota exceeded)" in str(raised.value)
-    assert "'runtime_dir'" in str(raised.value)
+    assert f"{log}: cannot be opened ({os.strerror(number)}), so no agent" in str(raised.value)
+    assert str(raised.value).count(";") == 1
+    assert remedy in str(raised.value)
+    with pytest.raises(AgentError) as in_foreground:
+        foreground._enter(str(root), node.config().runtime_dir)
+    assert str(in_foreground.value) == str(raised.value)
 
 
 def test_a_rank_without_a_free_process_explains_that_it_has_no_agent(

@@ -210,3 +210,4 @@ def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "cannot be written" in printed.err
+    assert "name a file in another directory with --png" in printed.err
