@@ -18,7 +18,8 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save import stager as stager_module
-from megatron_flashckpt.save.stager import PART_NBYTES, PARTS_IN_FLIGHT, Stager
+from megatron_flashckpt.save.copy_pace import BUSY_SHARE
+from megatron_flashckpt.save.stager import PART_NBYTES, Stager
 from tests.save.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.support.trainer import eventually
@@ -218,20 +219,62 @@ def test_training_never_uses_the_side_stream(node: Node, stager: Stager) -> None
 # ---------------------------------------------------------------------- overlap
 
 
+def called_by_us(node: Node, name: str) -> bool:
+    return any(call.name == name for call in node.calls if call.thread.startswith("flashckpt-"))
+
+
 def in_parts(count: int) -> list[torch.Tensor]:
     return [torch.full((PART_NUMEL,), float(n), device="cuda") for n in range(count)]
 
 
-def test_at_most_two_parts_are_enqueued_and_unfinished(
-    node: Node, slab: Slab, stager: Stager
-) -> None:
-    tensors = [*in_parts(5), torch.full((9 * PART_NUMEL,), 9.0, device="cuda")]
+def save_once(slab: Slab, stager: Stager, tensors: list[torch.Tensor]) -> None:
+    """Save `tensors`, so that the stager knows the rate of a part."""
     stager.stage(copies(slab, tensors), Finish())
     stager.wait()
+
+
+def test_one_part_is_enqueued_until_the_rate_of_a_part_is_known(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
     engine = node.devices[RANK].to_host
-    assert engine.most_queued_nbytes == PARTS_IN_FLIGHT * PART
-    assert PARTS_IN_FLIGHT * PART_NBYTES == 128 << 20, "2.5 ms at 52 GB/s"
-    assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, in_parts(5)), Finish())
+        eventually("the copy thread waits", lambda: called_by_us(node, "Event.synchronize"))
+        assert engine.queued_nbytes == PART
+    stager.wait()
+    assert PART_NBYTES == 64 << 20, "1.3 ms at 52 GB/s"
+
+
+def test_parts_leave_the_engine_idle_between_them(node: Node, slab: Slab, stager: Stager) -> None:
+    parts, part_s = 12, 0.02
+    tensors = [*in_parts(5), torch.full((7 * PART_NUMEL,), 9.0, device="cuda")]
+    node.d2h_bytes_per_s = PART / part_s
+    save_once(slab, stager, tensors)
+    engine = node.devices[RANK].to_host
+    engine.most_queued_nbytes = 0
+    started = time.perf_counter()
+    save_once(slab, stager, tensors)
+    seconds = time.perf_counter() - started
+    assert engine.most_queued_nbytes <= parts / 3 * PART, "a slow machine may delay the engine"
+    assert seconds > (parts - 1) * part_s / BUSY_SHARE
+    assert torch.equal(staged(slab, parts * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
+
+
+def test_with_one_connection_parts_do_not_wait_for_each_other_behind_kernels(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """A part enqueued after another has ended would wait for all kernels launched meanwhile."""
+    tensors = in_parts(10)
+    save_once(slab, stager, tensors)
+    node.has_one_connection = True
+    kernel = threading.Event()
+    torch.cuda.current_stream().enqueue(lambda: kernel.wait(PATIENCE_S))
+    stager.stage(copies(slab, tensors), Finish())
+    eventually("all parts are enqueued", stager._current.begun.is_set)
+    assert node.devices[RANK].to_host.queued_nbytes == 10 * PART
+    kernel.set()
+    stager.wait()
+    assert torch.equal(staged(slab, 10 * PART_NUMEL)[::PART_NUMEL], torch.arange(10.0))
 
 
 def test_all_remaining_parts_are_enqueued_when_the_step_waits(
@@ -240,6 +283,8 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
     tensors = in_parts(14)
     engine = node.devices[RANK].to_host
     node.d2h_bytes_per_s = PART / 0.05
+    save_once(slab, stager, tensors)
+    engine.most_queued_nbytes = 0
     stager.stage(copies(slab, tensors), Finish())
     with node.devices[RANK].held():
         left = engine.queued_nbytes
@@ -249,8 +294,8 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
         node.devices[RANK].running.set()
         waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
-    assert left <= PARTS_IN_FLIGHT * PART
-    assert engine.most_queued_nbytes > 2 * PARTS_IN_FLIGHT * PART
+    assert left <= 3 * PART
+    assert engine.most_queued_nbytes > 6 * PART
     stager.wait()
     assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
 
@@ -267,6 +312,7 @@ def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     timers("interval-time").stop()
     timers("save-checkpoint", log_level=0).start()
     node.d2h_bytes_per_s = parts * PART / 0.7  # the copies take 700 ms in all
+    save_once(slab, stager, tensors)
 
     def waited_for(work: Callable[[], object]) -> int:
         """Return an upper bound of the copied bytes for which this thread waited in `work`."""
@@ -280,7 +326,7 @@ def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     in_timers = waited_for(timers("save-checkpoint").stop)
     in_timers += waited_for(timers("interval-time").start)
     assert in_timers < parts * PART / 10
-    assert waited_for(loss.item) <= PARTS_IN_FLIGHT * PART + loss.nbytes
+    assert waited_for(loss.item) <= 3 * PART + loss.nbytes, "one part, or more on a slow machine"
     assert waited_for(stager.before_change) == 0, "only the step waits; the thread continues"
     at_step: list[int] = []
     engine = node.devices[RANK].to_host
@@ -431,7 +477,7 @@ def test_training_captures_whole_graphs_during_a_save(node: Node, slab: Slab) ->
 CAPTURE_MODE = "cudaThreadExchangeStreamCaptureMode"
 CALLS_OF_A_SAVE = (
     *("set_device", "Stream.wait_event", "Event.record", "copy to host", "Event.synchronize"),
-    CAPTURE_MODE,
+    *("Event.query", CAPTURE_MODE),
 )
 
 
@@ -465,6 +511,7 @@ def test_a_failed_save_ends_after_its_last_running_copy(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     """After its end the slab may be unmapped, so a running copy would write to foreign memory."""
+    save_once(slab, stager, in_parts(2))
     calls = 0
 
     def refuse_the_second() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import queue
 import threading
@@ -86,6 +87,8 @@ class Node:
         self, devices: int = 8, *, d2h_bytes_per_s: float = 0.0, memory_nbytes: int = 64 << 20
     ) -> None:
         self.d2h_bytes_per_s = d2h_bytes_per_s
+        self.has_one_connection = False
+        """True to simulate CUDA_DEVICE_MAX_CONNECTIONS=1."""
         self.calls: list[Call] = []
         self.waits: list[Wait] = []
         self.refusals: dict[str, Callable[[], None]] = {}
@@ -369,10 +372,23 @@ class Stream:
     def enqueue_to_host(self, nbytes: int, copy: Work) -> None:
         """Enqueue `copy` in this stream and in the device's engine."""
         if self.capture is None:
+            earlier = self._earlier_work()
             with self.gpu.to_host.changed:  # one order in the engine and in the stream
+                for mark in earlier:
+                    self._append(functools.partial(self._await, mark))
                 self._append(self.gpu.to_host.ask(nbytes, copy))
         else:
             self.capture.add(lambda stream: stream.enqueue_to_host(nbytes, copy))
+
+    def _earlier_work(self) -> list[threading.Event]:
+        """Return marks of the work for which a copy waits because it came earlier.
+
+        With one connection all streams share a queue, so a copy begins after all kernels that were
+        launched before it (seen on an H100; CUDA documents the connections, not the order).
+        """
+        if not self.gpu.node.has_one_connection:
+            return []
+        return [stream.mark() for stream in self.gpu.streams if stream is not self]
 
     def mark(self) -> threading.Event:
         """Return an event that is set when all work enqueued before is done."""

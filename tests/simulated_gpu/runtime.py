@@ -3,8 +3,8 @@
 Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
 `cudaGetLastError`): a range is registered once and unregistered by its beginning. A call that fails
 returns its status and keeps it in the calling thread; torch's next kernel launch there reports it.
-The simulation refuses a copy from memory of two registrations, blocking or not. Hardware may allow
-such a copy.
+The simulation refuses a copy from memory of two registrations, blocking or not; so does an H100
+("invalid argument", driver 580).
 """
 
 from __future__ import annotations
