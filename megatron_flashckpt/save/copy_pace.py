@@ -26,10 +26,10 @@ import torch
 #: Share of time in which parts keep the copy engine busy. Training's own copies use the rest.
 BUSY_SHARE = 0.94
 #: One of so many full parts is timed: two events cost as much as enqueueing two small copies.
-_TIMED_EVERY = 4
-#: Timed parts that count. If kernels get between a part's events, that part seems slow, so the
-#: fastest part of these is taken. Ranks that share a bus change each other's rate within a save.
-_COUNTED = 4
+_TIMED_EVERY = 2
+#: Timed parts that count. With one connection, kernels may run between a part's events, so the
+#: fastest of these parts is taken. More parts would hide for longer that ranks share a bus.
+_COUNTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,10 @@ class CopyPace:
         self._enqueued += 1
         if (rate := self.bytes_per_s) is not None:
             interval_s = nbytes / (BUSY_SHARE * rate)
-            # A late thread catches up by one part at most, because a burst would leave no gaps.
-            self._due = max(self._due, time.monotonic() - interval_s) + interval_s
+            # A thread catches up with what it is late, but by no more than a gap: parts that
+            # follow each other closely leave no gaps until the engine has caught up with them.
+            gap_s = interval_s * (1 - BUSY_SHARE)
+            self._due = max(self._due, time.monotonic() - gap_s) + interval_s
 
     def _is_timed(self, nbytes: int) -> bool:
         # The duration of a small part is not that of its bytes.

@@ -244,19 +244,6 @@ def test_one_part_is_enqueued_until_the_rate_of_a_part_is_known(
     assert PART_NBYTES == 64 << 20, "1.3 ms at 52 GB/s"
 
 
-def test_parts_leave_the_engine_idle_between_them(node: Node, slab: Slab, stager: Stager) -> None:
-    parts, part_s = 12, 0.05
-    tensors = [*in_parts(5), torch.full((7 * PART_NUMEL,), 9.0, device="cuda")]
-    node.d2h_bytes_per_s = PART / part_s
-    save_once(slab, stager, tensors)
-    engine = node.devices[RANK].to_host
-    engine.most_queued_nbytes = engine.pauses = 0
-    save_once(slab, stager, tensors)
-    assert engine.most_queued_nbytes <= parts / 3 * PART, "a slow machine may delay the engine"
-    assert engine.pauses >= parts / 3, "once without spaces"
-    assert torch.equal(staged(slab, parts * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
-
-
 def test_with_one_connection_parts_do_not_wait_for_each_other_behind_kernels(
     node: Node, slab: Slab, stager: Stager
 ) -> None:

@@ -520,8 +520,6 @@ class Engine:
         self._served = 0
         self.queued_nbytes = 0
         self.most_queued_nbytes = 0
-        self.pauses = 0
-        """Number of times that a copy has ended and no other was enqueued."""
 
     def ask(self, nbytes: int, copy: Work) -> Work:
         """Return the work for a stream that makes this copy in its turn.
@@ -547,7 +545,6 @@ class Engine:
                 with self.changed:
                     self._served += 1
                     self.queued_nbytes -= nbytes
-                    self.pauses += not self.queued_nbytes
                     self.changed.notify_all()
 
         return serve
