@@ -29,7 +29,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     unwrap,
 )
 from megatron_flashckpt.save import entry_points, equal_settings
-from megatron_flashckpt.save.request import SaveReport, SaveRequest
+from megatron_flashckpt.save.request import SaveRequest
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.waits import wait_of
 
@@ -69,11 +69,15 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         request = _request(call, margs)
         _save_dataloader(call, margs)
         report = checkpointer.save(request)
-        session.saved(margs.save, announced, report, memory_only=call.non_persistent)
-        if not report.skipped:
-            if not call.non_persistent:
-                announcements.announce_staged(margs, announced)
-            _announce_cost(call, report, until_durable=request.must_wait)
+        session.saved(
+            margs.save,
+            announced,
+            report,
+            memory_only=call.non_persistent,
+            until_durable=request.must_wait,
+        )
+        if not report.skipped and not call.non_persistent:
+            announcements.announce_staged(margs, announced)
         if request.must_wait:
             session.finalize(blocking=True, announces=False)
 
@@ -119,22 +123,6 @@ def _save_dataloader(call: SaveCall, margs: Any) -> None:
     save = feature("maybe_save_dataloader_state")
     if save is not None:
         save(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
-
-
-def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
-    """Log on rank 0 the time that a staged save has blocked training, once it is known."""
-
-    def announce(seconds: float, wait: str) -> None:
-        kept = " for host memory only" if call.non_persistent else ""
-        checkpointing().print_rank_0(
-            f"  flashckpt: iteration {call.iteration} staged{kept}, "
-            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {wait}"
-        )
-
-    if until_durable:
-        announce(report.blocked_s, "in save_checkpoint, which now waits until it is durable")
-    else:
-        session.loop_timer.staged(report.recorder, report.blocked_s, announce)
 
 
 def _left_to_megatron(margs: Any) -> bool:

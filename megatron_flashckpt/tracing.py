@@ -24,6 +24,8 @@ LOOP = "save as the training loop sees it"
 EARLY = "early copies"
 #: Wait for copies: inside the save (`staging: blocking`), or before an optimizer step.
 WAIT = "wait for copies"
+#: Wait of an optimizer step for copies on the GPU, while the training thread continues.
+STEP = "wait of the step on the GPU"
 
 #: Spans per name, at most: a shard of 100 GB has thousands of chunks.
 _MOST = 256
@@ -140,18 +142,33 @@ class Recorder:
             self._sent += len(spans)
             return spans
 
+    def waited(self, name: str, seconds: float) -> None:
+        """Add a wait that was measured outside of this process's threads, as on the GPU."""
+        with self._lock:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def step_s(self) -> float:
+        """Seconds for which optimizer steps waited for copies, after the save had returned."""
+        waited_s = self.seconds.get(STEP, 0.0)
+        for call in self._outer_calls():
+            waits = [span for span in self.spans if (span.name, span.thread) == (WAIT, call.thread)]
+            waited_s += sum(wait.seconds for wait in waits if wait.start >= call.end)
+        return waited_s
+
     @property
     def blocked_s(self) -> float:
         """Seconds that the save has blocked training.
 
         The sum of the loop's wait (the call's, if the loop was not measured) and of the waits of
-        later steps in the same thread."""
-        outer = LOOP if self._loop_s is not None else SAVE
-        blocked_s = self.seconds.get(outer, 0.0)
-        for call in [span for span in self.spans if span.name == outer][:1]:
-            waits = [span for span in self.spans if (span.name, span.thread) == (WAIT, call.thread)]
-            blocked_s += sum(wait.seconds for wait in waits if wait.start >= call.end)
-        return blocked_s
+        later steps."""
+        return self.seconds.get(self._outer_name(), 0.0) + self.step_s
+
+    def _outer_name(self) -> str:
+        return LOOP if self._loop_s is not None else SAVE
+
+    def _outer_calls(self) -> list[Span]:
+        return [span for span in self.spans if span.name == self._outer_name()][:1]
 
 
 class OpenTraces:

@@ -31,6 +31,7 @@ from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save import claiming, equal_settings, run_id
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.outcomes import PendingSaves
@@ -194,16 +195,16 @@ class Checkpointer:
         plan = self._planned(request, save_id)
         self._last = self._state_identity(request)
         if (refusal := self._skipped_by_all(request, plan)) is not None:
-            return SaveReport(iteration, recorder.age_s, 0, recorder, True, refusal)
+            return SaveReport(iteration, recorder.age_s, 0, recorder, skipped=True, refusal=refusal)
         if isinstance(plan, _SkipReason):
             return SaveReport(iteration, recorder.age_s, 0, recorder, skipped=True)
         if not request.memory_only:
             reported.clear()
         self.saves.begin(save_id, iteration, recorder)
-        self._stage(request, plan, recorder)
+        copies = self._stage(request, plan, recorder)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
-        return SaveReport(iteration, recorder.age_s, plan.layout.nbytes, recorder)
+        return SaveReport(iteration, recorder.age_s, plan.layout.nbytes, recorder, copies=copies)
 
     def _state_identity(self, request: SaveRequest) -> tuple[int, int, bool]:
         """Return the identity of the state that `request` saves."""
@@ -301,7 +302,7 @@ class Checkpointer:
                 return _PlannedSave(pieces, comparison, layout, slot)
         raise AssertionError
 
-    def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> None:
+    def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> CopyFigures:
         """Begin to copy; the copy thread hands over the slot after the last copy."""
         blocking = self._is_blocking(request)
         hand_over = HandOver(
@@ -325,9 +326,8 @@ class Checkpointer:
                 for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
             ]
         if plan.comparison is None:
-            self.link.stager.stage(copies, hand_over)
-        else:
-            self.link.stager.stage(copies, hand_over, plan.comparison.unsaved)
+            return self.link.stager.stage(copies, hand_over)
+        return self.link.stager.stage(copies, hand_over, plan.comparison.unsaved)
 
     # ------------------------------------------------------------------ after a save
 

@@ -75,10 +75,10 @@ class CopyPace:
     @contextlib.contextmanager
     def part(self, nbytes: int) -> Iterator[None]:
         """Enqueue inside the context a part of `nbytes` bytes on the current stream."""
-        begin = _record() if self._is_timed(nbytes) else None
+        begin = timed_event() if self._is_timed(nbytes) else None
         yield
         if begin is not None:
-            self._timed.append(_TimedPart(nbytes, begin, _record()))
+            self._timed.append(_TimedPart(nbytes, begin, timed_event()))
         self._enqueued += 1
         if (rate := self.bytes_per_s) is not None:
             interval_s = nbytes / (BUSY_SHARE * rate)
@@ -99,7 +99,7 @@ class CopyPace:
             self._rates.append(part.nbytes / max(seconds, 1e-9))
 
 
-def _record() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
     """Record a timed event on the current stream; a thread that waits for the event sleeps."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record()

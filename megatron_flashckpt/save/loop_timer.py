@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megatron_flashckpt.tracing import Recorder
-
-#: Arguments: the seconds, and a phrase that names where they were measured.
-Announce = Callable[[float, str], None]
 
 
 class LoopTimer:
@@ -21,31 +18,22 @@ class LoopTimer:
 
     def __init__(self) -> None:
         self.is_running = False
-        self._staged: tuple[Recorder, Announce] | None = None
+        self._recorder: Recorder | None = None
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the time inside the context, then announce the save that was staged in it."""
+        """Measure the time inside the context for the save that is made in it."""
         started = time.monotonic()
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = False
-            seconds = time.monotonic() - started
-            staged, self._staged = self._staged, None
-            if staged is not None:
-                recorder, announce = staged
-                recorder.seen_by_loop(started, seconds)
-                announce(seconds, "as the training loop sees it")
+            recorder, self._recorder = self._recorder, None
+            if recorder is not None:
+                recorder.seen_by_loop(started, time.monotonic() - started)
 
-    def staged(self, recorder: Recorder, call_s: float, announce: Announce) -> None:
-        """Announce a staged save when the measured call returns, or at once with `call_s`.
-
-        Args:
-            call_s: seconds of `save_checkpoint` alone; used if no measured call is running.
-        """
+    def saved(self, recorder: Recorder) -> None:
+        """Note the recorder of a save, which gets the measured time if a call is running."""
         if self.is_running:
-            self._staged = recorder, announce
-        else:
-            announce(call_s, "in save_checkpoint")
+            self._recorder = recorder

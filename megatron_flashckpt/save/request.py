@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.tracing import Recorder
 
 
@@ -50,6 +51,8 @@ class SaveReport:
     recorder: Recorder
     skipped: bool = False
     """True if nothing was staged."""
+    copies: CopyFigures | None = None
+    """Figures of the copies, which may still run; None if nothing was staged."""
     refusal: str | None = None
     """The reason why all ranks skipped the save (`busy: skip`)."""
     is_repeat: bool = False

@@ -28,6 +28,7 @@ from megatron_flashckpt.save.reports import SaveReports, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
+from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -43,6 +44,8 @@ class _OpenCheckpointer:
     reports: SaveReports
     startup: Startup
     announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
+    staged: list[StagedSave] = dataclasses.field(default_factory=list)
+    """Saves whose figures are not reported yet, in order."""
     unwritten: announcements.AnnouncedSave | None = None
     """The last save if it was skipped or is for memory only; else None."""
     failures_in_a_row: int = 0
@@ -54,6 +57,13 @@ class _OpenCheckpointer:
         """
         is_due = announcements.saves_after_training(checkpointing().get_args(), iteration)
         return is_due and self.reports.last_requested != iteration
+
+    def report_staged(self) -> None:
+        """Report the saves whose copies have ended; the others follow in a later iteration."""
+        while self.staged and self.staged[0].copies.are_known():
+            save = self.staged.pop(0)
+            if not save.copies.failed:
+                say(self.checkpointer.rank, save.line())
 
     def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
         """Return why training must stop after a failed save, or None if training continues.
@@ -166,9 +176,19 @@ class Session:
         self._open[os.path.abspath(root)].reports.note_durable(iteration)
 
     def saved(
-        self, root: str, save: announcements.AnnouncedSave, report: SaveReport, *, memory_only: bool
+        self,
+        root: str,
+        save: announcements.AnnouncedSave,
+        report: SaveReport,
+        *,
+        memory_only: bool,
+        until_durable: bool = False,
     ) -> None:
-        """Keep `save` for the announcement of its commit, or report why the save was skipped."""
+        """Keep `save` for the announcement of its commit, or report why the save was skipped.
+
+        Args:
+            until_durable: True if the caller waits for the commit now.
+        """
         if report.is_repeat:
             return
         opened = self._open[os.path.abspath(root)]
@@ -177,8 +197,21 @@ class Session:
         if report.refusal is not None:
             opened.reports.skipped(save.iteration, report.refusal)
         opened.unwritten = save if memory_only or report.refusal is not None else None
-        if not memory_only and not report.skipped:
+        if report.copies is None:
+            return
+        where = self._measured_wait(report, until_durable=until_durable)
+        opened.staged.append(StagedSave(report, report.copies, memory_only, where))
+        if not memory_only:
             opened.announced[save.iteration] = save
+
+    def _measured_wait(self, report: SaveReport, *, until_durable: bool) -> str:
+        """Have the training loop's wait measured, if it can be; return a phrase that names it."""
+        if until_durable:
+            return "in save_checkpoint, which also waits until it is durable"
+        if not self.loop_timer.is_running:
+            return "in save_checkpoint"
+        self.loop_timer.saved(report.recorder)
+        return "as the training loop sees it"
 
     def wait_copied(self) -> None:
         """Wait until no copy is running: then the state of the model may change."""
@@ -209,6 +242,7 @@ class Session:
             if blocking and announces and opened.checkpointer.pending:
                 announcements.announce_drain(checkpointing().get_args())
             outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
+            opened.report_staged()
             # In order of iterations, so that the newest is the last in the log and the artifacts.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(opened, outcome):

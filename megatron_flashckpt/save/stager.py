@@ -31,7 +31,8 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.pinning import PinnedSlab
 from megatron_flashckpt.memory.runs import Copy, Run, UnsavedCopies, runs
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.save.copy_pace import CopyPace
+from megatron_flashckpt.save.copy_figures import CopyFigures
+from megatron_flashckpt.save.copy_pace import CopyPace, timed_event
 from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class _Job:
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
     """Recorder of the job's save."""
+    figures: CopyFigures
     all_copied: torch.cuda.Event | None = None
     """On a GPU, once `begun` is set: event that completes with the last copy."""
     error: BaseException | None = None
@@ -59,10 +61,14 @@ class _Job:
     """Set when the optimizer's step waits: all remaining parts are enqueued at once."""
     begun: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when all copies are made or enqueued, or copying has failed."""
-    copied: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when all copies are made, or copying has failed."""
+    started: float = dataclasses.field(default_factory=time.perf_counter)
     handed_over: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when `finish` has returned."""
+
+    @property
+    def copied(self) -> threading.Event:
+        """Set when all copies are made, or copying has failed."""
+        return self.figures.ended
 
 
 class Stager:
@@ -95,10 +101,10 @@ class Stager:
         """
         self.drop_slab()
         if device != self._device or (self._stream is None and device is not None):
-            self._stream = self._device = None
+            self._stream = self._device = self._pace = None
             self._stream = self._make_stream(device)
             self._device = device
-            self._pace = CopyPace(PART_NBYTES)
+            self._pace = None if device is None else CopyPace(PART_NBYTES)
         self._slab = slab
         # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
         # itself does not.
@@ -148,7 +154,7 @@ class Stager:
         copies: list[Copy],
         finish: Callable[[float, BaseException | None], None],
         unsaved: UnsavedCopies = _NOTHING,
-    ) -> None:
+    ) -> CopyFigures:
         """Start copying; return when all early copies are made or, on a GPU, enqueued.
 
         The copies of `unsaved` follow the same rules and go into its own memory.
@@ -159,9 +165,9 @@ class Stager:
         self.wait()
         late = [copy for copy in copies if not copy.early]
         late_unsaved = [copy for copy in unsaved.copies if not copy.early]
-        job = _Job(
-            late, UnsavedCopies(late_unsaved, unsaved.content), finish, recorder() or Recorder()
-        )
+        figures = CopyFigures(sum(copy.source.nbytes for copy in (*copies, *unsaved.copies)))
+        unsaved_job = UnsavedCopies(late_unsaved, unsaved.content)
+        job = _Job(late, unsaved_job, finish, recorder() or Recorder(), figures)
         try:
             self._check_devices(copies)
             with phase(EARLY):
@@ -175,8 +181,9 @@ class Stager:
             job.error = failure
         self._current = job
         if not late and not late_unsaved and self._stream is None:
-            job.copied.set()
+            self._end_copies(job)
         self._jobs.put(job)
+        return figures
 
     def _check_devices(self, copies: list[Copy]) -> None:
         """Refuse tensors on other devices, because no stream would wait for their copies."""
@@ -214,7 +221,9 @@ class Stager:
                 return False
             self._wait(lambda job: job.begun)  # copies of host tensors are complete by then
             if job.all_copied is not None:
+                before = timed_event()
                 torch.cuda.current_stream().wait_event(job.all_copied)
+                job.figures.step_wait = before, timed_event()
         except RuntimeError as error:
             logger.warning(
                 "the GPU cannot wait for a save's copies (%s), so the training thread waits for "
@@ -286,13 +295,15 @@ class Stager:
         except BaseException as failure:
             error = failure
         job.begun.set()
+        job.figures.failed = error is not None
         if error is not None and self._stream is not None:
             # Some copies may be enqueued: sources and slot must not change until they end.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
         job.unsaved.copies.clear()
         job.copies.clear()  # frees the sources before the next save
-        job.copied.set()
+        if not job.copied.is_set():
+            self._end_copies(job)
         try:
             with job.recorder.recording():
                 job.finish(time.perf_counter() - started, error)
@@ -302,6 +313,17 @@ class Stager:
         finally:
             # Set last: the agent must own this slot before the next save asks for a free slot.
             job.handed_over.set()
+
+    def _end_copies(self, job: _Job) -> None:
+        """Fill in the figures that are known when the last copy is made."""
+        figures = job.figures
+        figures.seconds = time.perf_counter() - job.started
+        if self._pace is not None and self._slab is not None:
+            figures.locked_nbytes = 0 if self._pinned is None else self._pinned.nbytes
+            figures.slab_nbytes = self._slab.geometry.nbytes
+            figures.huge_nbytes = getattr(self._slab, "huge_nbytes", 0)
+            figures.part_bytes_per_s = self._pace.bytes_per_s
+        job.copied.set()
 
     def _copy_late(self, job: _Job) -> None:
         if self._stream is None:

@@ -51,7 +51,7 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu(50e9)
-    monkeypatch.setattr(copy_pace, "_record", made.record)
+    monkeypatch.setattr(copy_pace, "timed_event", made.record)
     monkeypatch.setattr(copy_pace, "time", made)
     return made
 

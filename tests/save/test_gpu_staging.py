@@ -324,6 +324,26 @@ def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     assert torch.equal(staged(slab, parts * PART_NUMEL)[-1], torch.tensor(49.0))
 
 
+def test_the_figures_of_a_save_tell_what_the_step_waited_for(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    tensors = in_parts(10)
+    node.d2h_bytes_per_s = PART / 0.03
+    save_once(slab, stager, tensors)
+    figures = stager.stage(copies(slab, tensors), Finish())
+    assert not figures.are_known()
+    stager.before_change()
+    torch.cuda.current_stream().synchronize()
+    stager.wait()
+    assert figures.are_known()
+    # The thread came to the step at once, so the step waited for nearly all copies.
+    assert 0.2 < figures.step_wait_s() <= figures.seconds
+    assert figures.nbytes == 10 * PART
+    assert figures.part_bytes_per_s is not None
+    assert figures.nbytes / figures.seconds <= figures.part_bytes_per_s <= PART / 0.03
+    assert figures.locked_nbytes == figures.slab_nbytes == slab.geometry.nbytes
+
+
 def test_our_waits_do_not_spin(node: Node, slab: Slab, stager: Stager) -> None:
     stager.stage(copies(slab, in_parts(6)), Finish())
     stager.wait()

@@ -1,4 +1,4 @@
-"""Announcement of a save: once, with the time for which the training loop waited."""
+"""Measurement of the training loop's wait for a save."""
 
 from __future__ import annotations
 
@@ -7,58 +7,43 @@ import threading
 import pytest
 
 from megatron_flashckpt.save.loop_timer import LoopTimer
-from megatron_flashckpt.tracing import Recorder
+from megatron_flashckpt.tracing import SAVE, Recorder
 from tests.support.trainer import PATIENCE_S
 
 
-class AnnouncedSeconds(list[tuple[float, str]]):
-    """Announced seconds, with the place of each measurement."""
-
-    def __call__(self, seconds: float, where: str) -> None:
-        self.append((seconds, where))
-
-
-def test_a_save_outside_a_measured_call_is_announced_at_once() -> None:
-    announced = AnnouncedSeconds()
-    LoopTimer().staged(Recorder(), 0.25, announced)
-    assert announced == [(0.25, "in save_checkpoint")]
-
-
-def test_a_save_in_a_measured_call_is_announced_when_the_call_returns() -> None:
-    timer, announced, recorder = LoopTimer(), AnnouncedSeconds(), Recorder(in_loop=True)
+def test_a_save_in_a_measured_call_gets_the_time_of_the_call() -> None:
+    timer, recorder = LoopTimer(), Recorder(in_loop=True)
     with timer.measure():
         assert timer.is_running
-        timer.staged(recorder, 0.25, announced)
-        assert announced == []
-    ((seconds, where),) = announced
-    assert where == "as the training loop sees it"
-    assert recorder.blocked_s == seconds
+        with recorder.phase(SAVE):
+            pass
+        timer.saved(recorder)
+        threading.Event().wait(0.02)
+    assert recorder.blocked_s >= 0.02 > recorder.seconds[SAVE]
     assert not timer.is_running
 
 
-def test_a_measured_call_without_a_save_announces_nothing() -> None:
-    timer, announced = LoopTimer(), AnnouncedSeconds()
-    with timer.measure():
-        timer.staged(Recorder(in_loop=True), 0.25, announced)
-    announced.clear()
-    with timer.measure():
+def test_a_save_outside_a_measured_call_keeps_its_own_time() -> None:
+    timer, recorder = LoopTimer(), Recorder()
+    with recorder.phase(SAVE):
         pass
-    assert announced == []
-    timer.staged(Recorder(), 0.5, announced)
-    assert announced == [(0.5, "in save_checkpoint")]
+    timer.saved(recorder)
+    with timer.measure():
+        threading.Event().wait(0.02)
+    assert recorder.blocked_s == recorder.seconds[SAVE]
 
 
-def test_a_failing_measured_call_announces_its_save_and_ends() -> None:
-    timer, announced = LoopTimer(), AnnouncedSeconds()
+def test_a_failing_measured_call_measures_its_save_and_ends() -> None:
+    timer, recorder = LoopTimer(), Recorder(in_loop=True)
 
     def save_and_fail() -> None:
         with timer.measure():
-            timer.staged(Recorder(in_loop=True), 0.25, announced)
+            timer.saved(recorder)
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         save_and_fail()
-    assert len(announced) == 1
+    assert recorder.blocked_s > 0
     assert not timer.is_running
 
 
@@ -66,7 +51,7 @@ def test_a_thread_that_awaits_the_loop_continues_when_the_call_returns() -> None
     timer, recorder = LoopTimer(), Recorder(in_loop=True)
     waiting = threading.Thread(target=recorder.await_loop, args=(2 * PATIENCE_S,))
     with timer.measure():
-        timer.staged(recorder, 0.25, AnnouncedSeconds())
+        timer.saved(recorder)
         waiting.start()
         waiting.join(0.05)
         assert waiting.is_alive()

@@ -1,0 +1,45 @@
+"""Measurements of the copies of one save: their rate, the memory they go to, the step's wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import torch
+
+
+@dataclasses.dataclass
+class CopyFigures:
+    """Measurements of one save's copies. The copy thread and the training thread fill them in."""
+
+    nbytes: int
+    """Bytes that are copied, early and late."""
+    locked_nbytes: int | None = None
+    """Page-locked bytes of the rank's slots; None without a GPU."""
+    slab_nbytes: int = 0
+    """Bytes of the rank's slots."""
+    huge_nbytes: int = 0
+    """Bytes of the rank's slots in pages of 2 MiB."""
+    seconds: float = 0.0
+    """From the first copy to the last one."""
+    part_bytes_per_s: float | None = None
+    """Rate of a single part of a GPU's copies; None if no part was timed."""
+    failed: bool = False
+    """True if a copy has failed; then the other figures mean nothing."""
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Set when all copies are made, or copying has failed."""
+    step_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    """Events around the wait of the optimizer's step on the GPU; None if there was none."""
+
+    def are_known(self) -> bool:
+        """Return whether the copies have ended, and a step that waits for them has begun."""
+        if not self.ended.is_set():
+            return False
+        return self.failed or self.step_wait is None or bool(self.step_wait[1].query())  # type: ignore[no-untyped-call]
+
+    def step_wait_s(self) -> float:
+        """Return how long the optimizer's step waited on the GPU, once the figures are known."""
+        if self.step_wait is None:
+            return 0.0
+        begin, end = self.step_wait
+        return float(begin.elapsed_time(end)) / 1000
