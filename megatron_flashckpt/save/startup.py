@@ -81,21 +81,27 @@ class Startup:
         expected = self._check_coverage(job)
         self._reserve(job, expected, started)
         self._agree(job)
+        # Last, because introducing agents to each other would wait for the slab.
+        self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         self._prepared = job.parts
 
     def dry_run(self, model: list[Any], optimizer: Any) -> bool:
         """Enumerate and plan as a save does; called after each step until it returns True.
 
         The first step creates the optimizer's state. State that cannot be saved is reported here,
-        hours before the first save.
+        hours before the first save. The dry run waits for neither agent nor memory: until both are
+        ready, a call costs nothing.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
         """
+        if self.checkpointer.link.is_preparing:
+            return False
         job = _Job.of(model, optimizer)
         if job.optimizer is not None and not has_states(job.optimizer):
             return False
-        return self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
+        self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
+        return True
 
     def check_alone(self, model: list[Any], optimizer: Any) -> None:
         """Check this rank alone, without a collective, for a save before a load or a step.
