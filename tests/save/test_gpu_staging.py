@@ -381,9 +381,7 @@ def test_page_locking_no_longer_pauses_once_a_save_has_begun(
     assert sum(node.runtime.locked.values()) == 1 << 20
     stager.stage(copies(slab, in_parts(1)), Finish())
     stager.wait()
-    eventually(
-        "all is locked", lambda: sum(node.runtime.locked.values()) == slab.geometry.nbytes
-    )
+    eventually("all is locked", lambda: sum(node.runtime.locked.values()) == slab.geometry.nbytes)
     stager.close()
 
 

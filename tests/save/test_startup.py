@@ -1,4 +1,4 @@
-"""The questions of `Startup` after each step."""
+"""The order of the phases of `Startup`, and its questions after each step."""
 
 from __future__ import annotations
 
@@ -44,3 +44,22 @@ def test_nothing_is_asked_after_a_step_until_agent_and_slab_are_ready(
     startup = Startup(checkpointer, lambda _: None)
     assert startup.dry_run([], object()) == is_done
     assert questions == asked
+
+
+def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `redundancy`, introducing the agents waited until the slab was allocated."""
+    phases: list[str] = []
+
+    def note(phase: str, result: Any = None) -> Any:
+        return lambda *_: phases.append(phase) or result
+
+    expected = SimpleNamespace(nbytes=1, plan_nbytes=2)
+    checkpointer: Any = SimpleNamespace(link=SimpleNamespace(prepare=note("slab")))
+    monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
+    startup = Startup(checkpointer, lambda _: None)
+    for name in ("check_ranks", "claim", "reserve", "agree"):
+        monkeypatch.setattr(startup, f"_{name}", note(name))
+    monkeypatch.setattr(startup, "_check_coverage", note("check_coverage", expected))
+    for _ in range(2):  # in the load, or when the model is built; and in the first step
+        startup.prepare([], None)
+    assert phases == ["check_ranks", "claim", "check_coverage", "reserve", "agree", "slab"]
