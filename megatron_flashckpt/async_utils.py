@@ -43,3 +43,6 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
 
 def __getattr__(name: str) -> Any:
     return getattr(stock_module("async_utils"), name)
+
+
+entry_points.watch_from_import()

@@ -106,8 +106,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     pinned: bool = True
     """Page-lock the slots, so that a GPU copies into them at full speed while training continues.
-    Page-locking runs in the background and takes 0.1 to 1 s per GiB. Use `false` where
-    page-locking is so slow that it stalls training."""
+    Page-locking runs in the background, in short calls, and with pauses until the first save
+    begins. Use `false` where page-locking is so slow that it stalls training."""
 
     huge_pages: bool = True
     """Allocate slots in huge pages of 2 MiB if the kernel supports that (Linux 6.1), whatever the

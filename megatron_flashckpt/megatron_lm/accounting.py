@@ -8,6 +8,7 @@ gradient buffers. The check copies no tensor and communicates nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -79,13 +80,21 @@ def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
 def has_states(optimizer: Any) -> bool:
     """Return whether the optimizer has made its state, if it makes any; the first step makes it.
 
+    Normally looks at one entry of thousands: a loss scaler may skip many steps, and the caller asks
+    after each of them.
+
     Raises:
         UnsupportedError: an optimizer of this class cannot be saved.
     """
-    entries = list(optimizer_state.entries(optimizer))
-    states = [entry.states() for entry in entries]
+    inner = optimizer_state.inner_optimizers(optimizer)
+    steppers = [stepper for top in inner for stepper in below(top)]
+    if any(stepper.state for stepper in steppers) and any(
+        entry.states() for entry in optimizer_state.entries(optimizer)
+    ):
+        return True
     # SGD without momentum makes none.
-    return any(states) or not any(list(future_states(entry)) for entry in entries)
+    futures = (future_states(entry) for entry in optimizer_state.entries(optimizer))
+    return next(itertools.chain.from_iterable(futures), None) is None
 
 
 def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: str) -> list[str]:

@@ -29,6 +29,9 @@ _MADV_DONTDUMP = 16
 #: Bytes that one call maps. The kernel holds the lock of the memory map meanwhile, so another
 #: thread's mmap waits. It waits 31 ms with calls of 4 MiB, instead of 5 s with one call for 3 GiB.
 _POPULATE_NBYTES = 4 * 2**20
+#: Bytes that one call collapses. The kernel ends a call at the first stretch of 2 MiB that fails,
+#: so a failure leaves at most these bytes in pages of 4 KiB.
+_COLLAPSE_NBYTES = 32 * 2**20
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
 _MFD_NOEXEC_SEAL = 0x8
@@ -136,19 +139,34 @@ def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> 
 def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
     """Allocate all pages of `memory`, which maps `fd` from its start.
 
-    One page written into each stretch of 2 MiB makes `MADV_COLLAPSE` accept the stretch; the call
-    zeroes the other pages. It ignores the system's settings (except `deny`) and skips stretches for
-    which the kernel has no huge page. The interpreter lock is free meanwhile.
-
     Raises:
         OSError: the memory is not available.
     """
-    huge_nbytes = memory.nbytes // HUGE_NBYTES * HUGE_NBYTES
-    if huge_pages and huge_nbytes:
-        for begin in range(0, huge_nbytes, HUGE_NBYTES):
+    if huge_pages:
+        # `_collapse` accepts a stretch of 2 MiB that has a page, and zeroes the other pages.
+        for begin in range(0, _whole_huge_pages(memory), HUGE_NBYTES):
             os.pwrite(fd, b"\0", begin)  # an error if memory is short; the mapping would SIGBUS
-        _libc.madvise(_address(memory), huge_nbytes, _MADV_COLLAPSE)
+        _collapse(memory)
     os.posix_fallocate(fd, 0, memory.nbytes)
+
+
+def _collapse(memory: memoryview) -> int:
+    """Move the pages of `memory` to huge pages; return the bytes of all calls that succeeded.
+
+    Pages that are huge already stay. `MADV_COLLAPSE` ignores the system's settings, except `deny`.
+    The interpreter lock and the lock of the memory map are free meanwhile.
+    """
+    begin, end = _address(memory), _whole_huge_pages(memory)
+    collapsed = 0
+    for offset in range(0, end, _COLLAPSE_NBYTES):
+        nbytes = min(_COLLAPSE_NBYTES, end - offset)
+        if _libc.madvise(begin + offset, nbytes, _MADV_COLLAPSE) == 0:
+            collapsed += nbytes
+    return collapsed
+
+
+def _whole_huge_pages(memory: memoryview) -> int:
+    return memory.nbytes // HUGE_NBYTES * HUGE_NBYTES
 
 
 def prefer_node(memory: memoryview, node: int) -> None:
@@ -177,15 +195,20 @@ def prefer_node(memory: memoryview, node: int) -> None:
         logger.debug(_NOT_PLACED, node, os.strerror(ctypes.get_errno()))
 
 
-def populate(memory: memoryview) -> None:
-    """Map all pages of `memory` into this process. Before Linux 5.14 this does nothing.
+def populate(memory: memoryview, *, huge_pages: bool = False) -> int:
+    """Map all pages of `memory` into this process; return the bytes that are in huge pages.
 
-    The interpreter lock is free meanwhile.
+    With `huge_pages`, small pages that `allocate` had to leave are collapsed now, if possible. So
+    the result also holds for memory that another process allocated. Takes 10 ms per GiB of huge
+    pages and 0.3 s per GiB of small ones. The interpreter lock is free meanwhile. Before Linux 5.14
+    nothing is mapped.
     """
+    huge_nbytes = _collapse(memory) if huge_pages else 0
     begin = _address(memory)
     for offset in range(0, memory.nbytes, _POPULATE_NBYTES):
         nbytes = min(_POPULATE_NBYTES, memory.nbytes - offset)
         _libc.madvise(begin + offset, nbytes, _MADV_POPULATE_WRITE)
+    return huge_nbytes
 
 
 def _address(memory: memoryview) -> int:

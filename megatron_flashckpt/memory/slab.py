@@ -37,6 +37,8 @@ class Slab:
         #: True while another process may write to slots without a complete checkpoint; this process
         #: must not save into the slab then.
         self.read_only = False
+        #: Bytes in pages of 2 MiB, as far as `populate` knows; the rest is in pages of 4 KiB.
+        self.huge_nbytes = 0
         forks.close_in_children(self)
 
     @classmethod
@@ -145,13 +147,16 @@ class Slab:
             geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
         return cls(fd, geometry)
 
-    def populate(self) -> None:
+    def populate(self, *, huge_pages: bool = False) -> None:
         """Map all pages into this process, so that staging causes no page fault.
 
         Page faults at the first use of a slot compete with training's own allocations. With mapped
         pages, staging 764 MB takes 0.1 to 0.2 s on two busy cores, instead of 2 to 4 s.
+
+        Args:
+            huge_pages: collapse pages that are still small, and note the bytes of huge pages.
         """
-        populate(self.memory)
+        self.huge_nbytes = populate(self.memory, huge_pages=huge_pages)
 
     def fits(self, meta_nbytes: int, data_nbytes: int, slots: int) -> bool:
         """Return whether a checkpoint of that size fits, in this number of slots."""

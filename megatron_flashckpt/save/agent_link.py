@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.client import AgentClient
@@ -14,7 +15,7 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
-from megatron_flashckpt.save.new_slab import FIRST_META, new_slab
+from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class NodeLink:
     def _populate(self, slab: Slab, earlier: threading.Thread | None) -> None:
         if earlier is not None:
             earlier.join()
-        slab.populate()
+        map_pages(slab, self._config, self._rank, time.monotonic())
         self._pin()
 
     def _pin(self) -> None:
@@ -206,7 +207,6 @@ class NodeLink:
                 *(self._connection.client(), self._config, self._rank, self._device),
                 *(data_nbytes, meta_nbytes),
             )
-            slab.populate()
             self._use(slab)
             self._attached_to = None
         elif self.stager.device != self._device:

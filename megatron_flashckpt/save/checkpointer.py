@@ -148,26 +148,21 @@ class Checkpointer:
         else:
             connect_agents(self.link, self.rank, self.config)
 
-    def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
+    def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> None:
         """Enumerate and plan as a save does; copy nothing. The first save then finds warm caches.
 
         The caches are the model's geometry, the plan, the imported modules, and a slab of the right
         size. Call this after the first training step, which creates the optimizer's state. A later
-        change of the job is safe, because a plan is looked up by all that it covers.
-
-        Returns:
-            False while agent and memory are being prepared; call again.
+        change of the job is safe, because a plan is looked up by all that it covers. Waits while
+        agent and memory are being prepared.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
         """
-        if self.link.is_preparing:
-            return False
         # If the agent is gone, the save connects to another one.
         with contextlib.suppress(AgentError):
             nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.run.id)
             self.link.make_room(nbytes, plan_nbytes)
-        return True
 
     # ------------------------------------------------------------------ save
 

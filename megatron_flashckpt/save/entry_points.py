@@ -1,9 +1,11 @@
 """Wrappers of Megatron's training functions that run the phases of `Startup` before the first step.
 
-The phases run in the load, if there is one; else in a wrapper around Megatron's `train_step`. The
-launcher installs that wrapper at once. If only imports were swapped, the first
-`maybe_finalize_async_save` installs it, right before the first step. Releases before core 0.7 lack
-that function; there a wrapper of `update_num_microbatches` installs it.
+The phases run in the load, if there is one; else when Megatron has built model and optimizer, so
+that agent and slab become ready while data loaders are built and in the slow first step. Scripts
+that build both without Megatron's `setup_model_and_optimizer` run the phases in `train_step`.
+
+The launcher installs the wrappers at once. If only imports were swapped, `watch_from_import` has a
+function that Megatron calls first install them.
 """
 
 from __future__ import annotations
@@ -16,37 +18,52 @@ from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, left_to_megatron
 from megatron_flashckpt.save.session import session
 
-#: A function that Megatron's `train` calls before every step, in every release.
-_BEFORE_STEP = "update_num_microbatches"
-
 
 def watch() -> None:
-    """Replace `train_step`, so that the phases run before the first step even without a load."""
+    """Replace the functions around the training loop, so that the phases run without a load."""
     training = stock.loaded("training")
     if training is None or stock.is_replaced("training", "train_step"):
         return
     stock.replace("training", "train_step", train_step)
-    if hasattr(training, "save_checkpoint_and_time"):
-        stock.replace("training", "save_checkpoint_and_time", save_checkpoint_and_time)
+    for replacement in (setup_model_and_optimizer, save_checkpoint_and_time):
+        if hasattr(training, replacement.__name__):
+            stock.replace("training", replacement.__name__, replacement)
 
 
 def watch_from_import() -> None:
-    """Have old releases call `watch` before the first step if only imports were swapped.
+    """Have Megatron call `watch` before it builds the model, if only imports were swapped.
 
-    Releases without `async_utils` call this package before a step only in a load. Their `training`
-    module imports this package while it is itself being imported; `update_num_microbatches` is
-    defined in it by then.
+    Called by the modules whose imports are swapped. Megatron's `training` module imports them while
+    it is itself being imported. So its own functions cannot be replaced yet, but those that it has
+    imported before can: `initialize_megatron` before `async_utils`. Releases without `async_utils`
+    have only `update_num_microbatches` by then, which is called before every step.
     """
     training = stock.loaded("training")
-    if training is None or hasattr(training, "train_step") or not hasattr(training, _BEFORE_STEP):
+    if training is None or hasattr(training, "train_step"):
         return
-    if not exists(f"{training.__package__}.async_utils"):
-        stock.replace("training", _BEFORE_STEP, _watch_and_call)
+    is_old = not exists(f"{training.__package__}.async_utils")
+    name = "update_num_microbatches" if is_old else "initialize_megatron"
+    if hasattr(training, name) and not stock.is_replaced("training", name):
+        stock.replace("training", name, functools.partial(_watch_and_call, name))
 
 
-def _watch_and_call(*args: Any, **kwargs: Any) -> Any:
+def _watch_and_call(name: str, *args: Any, **kwargs: Any) -> Any:
     watch()
-    return stock.original("training", _BEFORE_STEP)(*args, **kwargs)
+    return stock.original("training", name)(*args, **kwargs)
+
+
+def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's own function; then prepare the first save, if a load has not done so.
+
+    Raises:
+        UnsupportedError: as `Startup.prepare`.
+    """
+    built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
+    margs = stock.checkpointing().get_args()
+    if _saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
+        model, optimizer, _ = built
+        session.startup(margs.save).prepare(model, optimizer)
+    return built
 
 
 def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +73,7 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(*args: Any, **kwargs: Any) -> Any:
-    """Call Megatron's own `train_step`; prepare before the first step and dry-run a save after it.
+    """Call Megatron's own `train_step`; be prepared before the first step, dry-run a save after it.
 
     In releases whose loop never polls the results of saves, poll them before every step.
 
@@ -68,7 +85,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     margs = stock.checkpointing().get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
-    if not margs.save or session.is_ready(margs.save) or left_to_megatron(margs):
+    if not _saves(margs) or session.is_ready(margs.save):
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)
@@ -81,6 +98,11 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     if startup.dry_run(arguments["model"], arguments["optimizer"]):
         session.note_ready(margs.save)
     return result
+
+
+def _saves(margs: Any) -> bool:
+    """Return whether this package saves the job's checkpoints."""
+    return bool(margs.save) and not left_to_megatron(margs)
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Size and creation of a slab."""
+"""Size and creation of a slab, and the log of what it got."""
 
 from __future__ import annotations
 
 import errno
+import logging
+import time
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.config import Config
@@ -12,6 +14,8 @@ from megatron_flashckpt.memory.pinning import unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
 from megatron_flashckpt.save.agent_connection import held_memory
+
+logger = logging.getLogger(__name__)
 
 #: Bytes reserved for the descriptions of later saves, which may be slightly longer.
 _META_RESERVE = 64 * 1024
@@ -33,7 +37,7 @@ def new_slab(
     data_nbytes: int,
     meta_nbytes: int,
 ) -> Slab:
-    """Create a slab for saves of these sizes.
+    """Create a slab for saves of these sizes, and map all of its pages.
 
     Args:
         device: CUDA device that the memory should be near; None: near the calling thread.
@@ -42,8 +46,9 @@ def new_slab(
         StorageError: the node lacks the memory; says how much the agent holds, and for which ranks.
     """
     unlock_closed()
+    started = time.monotonic()
     try:
-        return Slab.create(
+        slab = Slab.create(
             config.slots,
             meta_nbytes + _META_RESERVE,
             data_nbytes,
@@ -55,3 +60,20 @@ def new_slab(
     except StorageError as error:
         held = held_memory(client, 0.0) if error.errno == errno.ENOMEM else ""
         raise StorageError(error.errno, "; ".join(filter(None, (error.strerror, held)))) from error
+    map_pages(slab, config, rank, started)
+    return slab
+
+
+def map_pages(slab: Slab, config: Config, rank: int, started: float) -> None:
+    """Map all pages of a slab into this process, and log its size and the size of its pages.
+
+    Args:
+        started: `time.monotonic()` when the slab was begun.
+    """
+    slab.populate(huge_pages=config.huge_pages)
+    gib = 2**30
+    logger.info(
+        "rank %d: %.2f GiB of checkpoint slots, of which %.2f GiB are in pages of 2 MiB, were made "
+        "ready in %.2f s",
+        *(rank, slab.geometry.nbytes / gib, slab.huge_nbytes / gib, time.monotonic() - started),
+    )

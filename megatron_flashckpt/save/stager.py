@@ -163,6 +163,8 @@ class Stager:
         copy has failed. `stage` never raises: `finish` gets all errors, including those of CUDA.
         """
         self.wait()
+        if self._pinned is not None:
+            self._pinned.hurry()
         late = [copy for copy in copies if not copy.early]
         late_unsaved = [copy for copy in unsaved.copies if not copy.early]
         figures = CopyFigures(sum(copy.source.nbytes for copy in (*copies, *unsaved.copies)))

@@ -25,14 +25,15 @@ class Startup:
     """Runs the phases that precede the first save to one directory.
 
     1. `check`: the job's state can be saved completely; this run becomes the directory's writer.
-    2. reserve: the nodes have the memory, and storage accepts saves; slabs are made from then on.
+    2. reserve: the nodes have the memory, and storage accepts saves.
     3. agree: all ranks know the run's id, the agents of all nodes, and the tensors with copies.
+       Slabs are made in the background from then on.
     4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
 
     A load calls `check` before it reads, and `prepare` (phases 1 to 3) afterwards. A job without a
-    load calls `prepare` before its first step. A save before both calls `check_alone`. Each phase
-    runs once for a model and its optimizer. All phases but `check_alone` are collective.
+    load calls `prepare` when model and optimizer are built. A save before both calls `check_alone`.
+    Each phase runs once for a model and its optimizer. All phases but `check_alone` are collective.
     """
 
     def __init__(
@@ -81,21 +82,27 @@ class Startup:
         expected = self._check_coverage(job)
         self._reserve(job, expected, started)
         self._agree(job)
+        # Last, because introducing agents to each other would wait for the slab.
+        self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         self._prepared = job.parts
 
     def dry_run(self, model: list[Any], optimizer: Any) -> bool:
         """Enumerate and plan as a save does; called after each step until it returns True.
 
         The first step creates the optimizer's state. State that cannot be saved is reported here,
-        hours before the first save.
+        hours before the first save. The dry run waits for neither agent nor memory: until both are
+        ready, a call costs nothing.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
         """
+        if self.checkpointer.link.is_preparing:
+            return False
         job = _Job.of(model, optimizer)
         if job.optimizer is not None and not has_states(job.optimizer):
             return False
-        return self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
+        self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
+        return True
 
     def check_alone(self, model: list[Any], optimizer: Any) -> None:
         """Check this rank alone, without a collective, for a save before a load or a step.
@@ -168,11 +175,10 @@ class Startup:
     # ------------------------------------------------------------------ 2. reserve
 
     def _reserve(self, job: _Job, expected: SizeEstimate, started: float) -> None:
-        """Check memory and storage, then create the slab in the background."""
+        """Check that the slabs fit into memory and that storage accepts saves."""
         needs = reservation.check_memory(self.checkpointer, expected)
         reservation.check_storage(job.args, self.checkpointer)
         print_start(job.args, self.checkpointer, expected, needs, started)
-        self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
 
     # ------------------------------------------------------------------ 3. agree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import ARGS, Job
 from tests.megatron_lm.test_side_state import QuantizedLinear
+from tests.memory.test_slab import kernel_collapses
 from tests.support.trainer import eventually
 
 
@@ -43,7 +45,7 @@ def slab_of(checkpointer: Checkpointer) -> Slab:
 
 
 def dry_run(job: Job) -> None:
-    assert job.checkpointer.dry_run([], None, ARGS)
+    job.checkpointer.dry_run([], None, ARGS)
 
 
 def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) -> None:
@@ -62,6 +64,19 @@ def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
     enough = slab_of(job.checkpointer)
     dry_run(job)
     assert slab_of(job.checkpointer) is enough
+
+
+def test_the_log_says_what_a_new_slab_got(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    job.checkpointer.link.prepare(25_000_000)
+    slab = slab_of(job.checkpointer)
+    (line,) = [text for text in caplog.messages if "checkpoint slots" in text]
+    nbytes, huge = f"{slab.geometry.nbytes / 2**30:.2f}", f"{slab.huge_nbytes / 2**30:.2f}"
+    assert line.startswith(
+        f"rank 0: {nbytes} GiB of checkpoint slots, of which {huge} GiB are in pages of 2 MiB, "
+        "were made ready in "
+    )
+    assert bool(slab.huge_nbytes) == kernel_collapses(), "`huge_pages` reaches the kernel"
 
 
 def test_a_slab_that_is_too_small_is_kept_while_it_holds_a_checkpoint(job: Job) -> None:
@@ -118,7 +133,7 @@ def test_a_job_whose_modules_have_extra_states_makes_one_slab(
     for module in modules:
         module.has_stepped = True
     assert len(side_state_codec.encode(job.side_state())) > SIDE_NBYTES
-    assert job.checkpointer.dry_run(chunks, None, ARGS)
+    job.checkpointer.dry_run(chunks, None, ARGS)
     assert slab_of(job.checkpointer) is made[0]
     assert job.save(1) is None
     assert made == [slab_of(job.checkpointer)]

@@ -91,6 +91,16 @@ def test_the_log_names_the_entry_point_before_the_first_step(
         assert " iteration        1/" not in start
 
 
+def test_agent_and_slab_are_begun_before_the_data_loaders(
+    swapped: Result, launched: Result
+) -> None:
+    """These jobs load nothing."""
+    for result in (swapped, launched):
+        start, _, rest = result.log.partition("flashckpt: self-check of ")
+        assert "[after dataloaders are built]" in rest
+        assert "[after dataloaders are built]" not in start
+
+
 def test_both_entry_points_save_the_same_state(
     where: Path, swapped: Result, launched: Result
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
@@ -87,6 +87,26 @@ def test_an_optimizer_without_state_is_complete_before_its_first_step(make: Make
         master.grad = torch.randn_like(master)
     job.optimizer.optimizer.step()
     assert has_states(job.optimizer)
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_one_entry_tells_whether_an_optimizer_has_stepped(
+    has_stepped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss scaler may skip many first steps, and the question is asked after each of them."""
+    job, visited = Job(), []
+    if not has_stepped:
+        job.optimizer.optimizer = adam(job.masters)
+    list_entries = optimizer_state.entries
+
+    def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
+        for entry in list_entries(optimizer):
+            visited.append(entry)
+            yield entry
+
+    monkeypatch.setattr(optimizer_state, "entries", entries)
+    assert has_states(job.optimizer) == has_stepped
+    assert len(job.masters) > len(visited) == 1
 
 
 @pytest.mark.parametrize(

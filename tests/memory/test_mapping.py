@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.memory import mapping
-from megatron_flashckpt.memory.mapping import create_memory
+from megatron_flashckpt.memory.mapping import HUGE_NBYTES, create_memory
 from megatron_flashckpt.memory.slab import Slab
 
 #: Constants of linux/memfd.h and linux/fcntl.h that Python's modules lack.
@@ -70,6 +70,74 @@ def test_core_dumps_leave_slabs_out() -> None:
     mapping = text[text.index("/memfd:flashckpt-dumped ") :]
     flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
     assert "dd" in flags.split()
+    slab.close()
+
+
+def with_holes(name: str, stretches: str) -> tuple[int, memoryview]:
+    """Return a memfd and its mapping; each stretch of 2 MiB marked `x` has a page, others none."""
+    fd = create_memory(f"flashckpt-{name}")
+    os.ftruncate(fd, len(stretches) * HUGE_NBYTES)
+    for number, stretch in enumerate(stretches):
+        if stretch == "x":
+            os.pwrite(fd, b"1", number * HUGE_NBYTES)
+    return fd, mapping.map_shared(fd, len(stretches) * HUGE_NBYTES)
+
+
+def smaps(name: str, field: str) -> int:
+    """Return a field of the mapping of memfd `name`, in bytes."""
+    text = Path("/proc/self/smaps").read_text()
+    entry = text[text.index(f"/memfd:flashckpt-{name} ") :].splitlines()
+    return int(next(line for line in entry if line.startswith(f"{field}:")).split()[1]) * 1024
+
+
+def test_a_stretch_that_cannot_be_huge_costs_only_its_own_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel ends a call at the first stretch that fails; here it is one without a page."""
+    fd, probe = with_holes("probe", "x")
+    if not mapping._collapse(probe):
+        pytest.skip("this kernel does not collapse pages (Linux 6.1), or has no huge page left")
+    os.close(fd)
+    monkeypatch.setattr(mapping, "_COLLAPSE_NBYTES", 2 * HUGE_NBYTES)
+    fd, memory = with_holes("holes", "x.xxxxx")
+    collapsed = mapping._collapse(memory)
+    assert collapsed == 5 * HUGE_NBYTES
+    os.posix_fallocate(fd, 0, len(memory))
+    mapping.populate(memory)
+    assert smaps("holes", "ShmemPmdMapped") >= collapsed
+    assert [memory[number * HUGE_NBYTES] for number in range(7)] == [49, 0, 49, 49, 49, 49, 49]
+    os.close(fd)
+
+
+def test_a_slab_is_collapsed_by_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB."""
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def madvise(address: int, nbytes: int, advice: int) -> int:
+            calls.append((advice, nbytes))
+            return -1 if len(calls) == 1 else 0
+
+    memory = memoryview(bytearray(70 * 2**20 + 5))
+    monkeypatch.setattr(mapping, "_libc", Library)
+    assert mapping._collapse(memory) == 38 * 2**20
+    assert calls == [(mapping._MADV_COLLAPSE, mib * 2**20) for mib in (32, 32, 6)]
+
+
+def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
+    """Also a slab that another process has allocated."""
+    slab = Slab.create(1, 0, 5 * 2**20, "pages", huge_pages=True)
+    for _ in range(2):
+        slab.populate(huge_pages=True)
+        assert slab.huge_nbytes == smaps("pages", "ShmemPmdMapped")
+        fd = os.dup(slab.fd)
+        slab.close()
+        slab = Slab.attach(fd)
+    slab.close()
+    slab = Slab.create(1, 0, 5 * 2**20, "small", huge_pages=False)
+    slab.populate()
+    assert slab.huge_nbytes == smaps("small", "ShmemPmdMapped") == 0
     slab.close()
 
 

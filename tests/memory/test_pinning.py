@@ -112,6 +112,77 @@ def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
     await_end(pinned)
 
 
+@pytest.fixture
+def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "_PAUSE_PER_CALL", 1e9)
+
+
+def pausing_slab(slab: Slab, lock_directory: Path | None = None) -> PinnedSlab:
+    """Return the slab in the pause after its first chunk."""
+    pinned = PinnedSlab(slab, 0, lock_directory)
+    soon("the first chunk is locked", lambda: pinned.covers(CHUNK))
+    assert not pinned._settled.wait(0.1)
+    assert not pinned.covers(CHUNK + 1), "no chunk is locked in a pause"
+    return pinned
+
+
+@pytest.mark.usefixtures("endless_pauses")
+@pytest.mark.parametrize("end_pauses", [PinnedSlab.hurry, PinnedSlab.wait])
+def test_pauses_end_when_a_save_begins_or_a_thread_waits(
+    node: Node, slab: Slab, end_pauses: Callable[[PinnedSlab], object]
+) -> None:
+    pinned = pausing_slab(slab)
+    end_pauses(pinned)
+    soon("all is locked", lambda: pinned.covers(slab.geometry.nbytes))
+    pinned.unpin()
+    assert node.runtime.locked == {}
+
+
+@pytest.mark.usefixtures("endless_pauses")
+@pytest.mark.parametrize("leave", [PinnedSlab.close, PinnedSlab.unpin])
+def test_leaving_does_not_wait_for_a_pause(
+    node: Node, slab: Slab, leave: Callable[[PinnedSlab], None]
+) -> None:
+    pinned = pausing_slab(slab)
+    leave(pinned)
+    await_end(pinned)
+    assert len(node.runtime.registered_by) == 1, "no further chunk is locked"
+
+
+@pytest.mark.usefixtures("endless_pauses")
+def test_all_ranks_of_a_node_pause_together(node: Node, slab: Slab, tmp_path: Path) -> None:
+    """The driver's lock is shared, so a chunk of one rank delays the training of all."""
+    first, other_slab = pausing_slab(slab, tmp_path), new_slab()
+    second = PinnedSlab(other_slab, 1, tmp_path)
+    soon("the other has begun", lambda: any(call.device == 1 for call in node.calls))
+    second.hurry()
+    assert not second._settled.wait(0.1)
+    assert not second.covers(1)
+    first.hurry()
+    assert first.wait(PATIENCE_S)
+    assert second.wait(PATIENCE_S)
+    assert second.covers(slab.geometry.nbytes)
+    for pinned in (first, second):
+        pinned.unpin()
+    other_slab.close()
+
+
+def test_the_log_says_what_was_locked(
+    node: Node, slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    slab.huge_nbytes = slab.geometry.nbytes
+    pinned = PinnedSlab(slab, 0, None)
+    pinned.wait()
+    pinned.unpin()
+    gib = f"{slab.geometry.nbytes / 2**30:.2f}"
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"{gib} of {gib} GiB of this rank's checkpoint slots, of which {gib} GiB are in pages of 2 "
+        "MiB, were page-locked in "
+    )
+
+
 @pytest.mark.parametrize("failing", [0, 3])
 def test_chunks_locked_before_a_failure_stay_usable(
     node: Node, slab: Slab, failing: int, caplog: pytest.LogCaptureFixture

@@ -27,3 +27,37 @@ def test_the_first_step_of_a_job_that_is_left_to_megatron_prepares_nothing(
     args.use_megatron_fsdp = False
     with pytest.raises(AssertionError, match="saves to /save are prepared"):
         entry_points.train_step("step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_prepared"),
+    [
+        ({}, True),
+        ({"save": None}, False),
+        ({"skip_train": True}, False),
+        ({"train_iters": 0}, False),
+        ({"use_megatron_fsdp": True}, False),
+    ],
+)
+def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
+    flags: dict[str, object], is_prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that does not train may lack permission to write."""
+    prepared: list[tuple[object, ...]] = []
+
+    class Startup:
+        def __init__(self, root: str) -> None:
+            self.root = root
+
+        def prepare(self, model: object, optimizer: object) -> None:
+            prepared.append((self.root, model, optimizer))
+
+    args = Namespace(**{"save": "/save", "train_iters": 10, **flags})
+    built = (["model"], "optimizer", "scheduler")
+    monkeypatch.setitem(
+        stock._ORIGINALS, ("training", "setup_model_and_optimizer"), lambda provider: built
+    )
+    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    monkeypatch.setattr(session, "startup", Startup)
+    assert entry_points.setup_model_and_optimizer("provider") is built
+    assert prepared == ([("/save", ["model"], "optimizer")] if is_prepared else [])
