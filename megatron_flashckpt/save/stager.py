@@ -323,7 +323,7 @@ class Stager:
         if self._pace is not None and self._slab is not None:
             figures.locked_nbytes = 0 if self._pinned is None else self._pinned.nbytes
             figures.slab_nbytes = self._slab.geometry.nbytes
-            figures.huge_nbytes = getattr(self._slab, "huge_nbytes", 0)
+            figures.huge_nbytes = self._slab.huge_nbytes
             figures.part_bytes_per_s = self._pace.bytes_per_s
         job.copied.set()
 
