@@ -1,0 +1,81 @@
+"""Collectives of a load, run on the current process group and compared."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_flashckpt.collectives import broadcast_object, gather_objects, reduce_int
+from megatron_flashckpt.load.all_to_all import Stream, transfer
+from tools.gpu_check import machine
+from tools.gpu_check.report import Report
+
+
+def report_collectives(report: Report, name: str, nbytes: int) -> None:
+    """Gather and broadcast small and large objects, reduce numbers, exchange `nbytes` per pair.
+
+    Collective. Every rank knows the data of all other ranks and compares the data that it receives.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel in (10, 1_000_000):  # in one collective, and in two
+        gathered = gather_objects({"rank": rank, "bytes": bytes([rank]) * numel})
+        right = [{"rank": other, "bytes": bytes([other]) * numel} for other in range(size)]
+        report.must(f"{name}: objects of {numel} bytes are gathered", gathered == right)
+        sent = b"x" * numel if rank == 0 else None
+        report.must(
+            f"{name}: an object of {numel} bytes is broadcast",
+            broadcast_object(sent) == b"x" * numel,
+        )
+    sums = (reduce_int(2**40 + rank, "sum"), reduce_int(rank, "max"))
+    right_sums = (size * 2**40 + size * (size - 1) // 2, size - 1)
+    report.must(f"{name}: numbers are reduced", sums == right_sums, f"{sums}")
+    _report_exchange(report, name, nbytes)
+
+
+def _report_exchange(report: Report, name: str, nbytes: int) -> None:
+    """Send the whole buffer to every rank, into tensors on the GPU; to itself only over NCCL."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = _content(rank, nbytes)
+    targets = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(size)]
+
+    def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
+        targets[peer][start : start + part.numel()].copy_(part)
+
+    peers = [peer for peer in range(size) if peer != rank or dist.get_backend() == "nccl"]
+    streams = {peer: Stream([(0, nbytes)]) for peer in peers}
+    started = time.perf_counter()
+    transfer(own, streams, streams, room=lambda: 64 << 20, take=take)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    received = len(peers) * nbytes / 1e9
+    report.figure(f"{name}: exchange", received / seconds, "GB/s", "received per rank")
+    unequal = [
+        peer for peer in peers if not torch.equal(targets[peer].cpu(), _content(peer, nbytes))
+    ]
+    report.must(f"{name}: exchanged bytes are equal", not unequal, f"from ranks {unequal}")
+
+
+def _content(rank: int, nbytes: int) -> torch.Tensor:
+    """Return the bytes that a rank sends, without a period that is a power of two."""
+    return (torch.arange(nbytes, dtype=torch.int64) % (251 - 2 * rank)).to(torch.uint8)
+
+
+def report_many_heads(report: Report, ranks: int) -> None:
+    """Report the time of the heads of `ranks` ranks on one GPU, as in `gather_objects`.
+
+    A process group of one rank cannot show this time, so the tensors are made and copied directly.
+    """
+    device = "cuda"
+    started = time.perf_counter()
+    head = torch.zeros(4096, dtype=torch.uint8, device=device)
+    heads = [torch.empty_like(head) for _ in range(ranks)]
+    copied = [tensor.cpu().numpy().data for tensor in heads]
+    seconds = time.perf_counter() - started
+    report.figure(
+        f"{ranks} heads of {len(copied[0])} bytes, made and copied to the host",
+        1000 * seconds,
+        "ms",
+        machine.pick("", "on the simulated node"),
+    )

@@ -1,0 +1,150 @@
+"""Process of one section, in a session of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_check.discovery import Section
+from tools.gpu_check.report import MUST, SKIP, Report
+
+ROOT = Path(__file__).parents[2]
+#: Seconds that a killed process may take to end; inside the GPU's driver it takes seconds.
+_GONE_S = 10.0
+#: Number of last lines of a crashed section's output that are kept.
+_TAIL = 30
+
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Result of a section."""
+
+    lines: list[Line]
+    """Lines that the section reported and the driver added."""
+    seconds: float
+    output: str
+    """Last lines of the section's output, if it crashed or was killed."""
+
+    @property
+    def failed(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == MUST and not line["ok"]]
+
+    @property
+    def why_not(self) -> str:
+        """Reason why no part of the section ran; empty if any part ran."""
+        skips = [line for line in self.lines if line["kind"] == SKIP]
+        return str(skips[0]["detail"]) if skips and len(skips) == len(self.lines) else ""
+
+
+def run(section: Section, package: str, limit_s: float) -> Outcome:
+    """Run `section`; kill it and all its children after `limit_s`."""
+    # Short: the path of an agent's socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="gc-", ignore_cleanup_errors=True) as where:
+        to, output = Path(where, "report"), Path(where, "output")
+        to.touch()
+        started = time.monotonic()
+        status, left = _status(section, package, limit_s, where)
+        seconds = time.monotonic() - started
+        _add(to, section, status, limit_s, left)
+        lines = [json.loads(line) for line in to.read_text().splitlines() if _is_whole(line)]
+        tail = output.read_text(errors="replace").splitlines()[-_TAIL:] if status != 0 else []
+        return Outcome(lines, seconds, "\n".join(tail))
+
+
+def _status(
+    section: Section, package: str, limit_s: float, where: str
+) -> tuple[int | None, list[int]]:
+    """Return the exit status (None: killed at the limit), and the processes left running."""
+    command = [sys.executable, "-m", "tools.gpu_check.section", section.name]
+    command += ["--package", package, "--label", section.label, "--to", f"{where}/report"]
+    command += ["--seconds", str(limit_s)]
+    with Path(where, "output").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environ(section, where),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    status, left = None, []
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        left = _end(process, where)
+    return status, left
+
+
+def _environ(section: Section, where: str) -> dict[str, str]:
+    """Return the driver's environment without settings of the package."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**kept, "PYTHONPATH": path, "TMPDIR": where, **dict(section.environ)}
+
+
+def _end(process: subprocess.Popen[bytes], where: str) -> list[int]:
+    """Kill the process and all processes that it started; return the ids of its orphans.
+
+    Agents have sessions of their own, so processes are found by their TMPDIR.
+    """
+    # List orphans before any kill, because /proc shows no environment of an ending process.
+    orphans = list(_running_in(where)) if process.poll() is not None else []
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GONE_S)
+    deadline = time.monotonic() + _GONE_S
+    while (left := list(_running_in(where))) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return orphans
+
+
+def _running_in(where: str) -> Iterator[int]:
+    marker = f"TMPDIR={where}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if marker in (process / "environ").read_bytes().split(b"\0"):
+                yield int(process.name)
+
+
+def _add(to: Path, section: Section, status: int | None, limit_s: float, left: list[int]) -> None:
+    """Add lines to the report that the section itself could not write."""
+    whole = [line for line in to.read_text().splitlines() if _is_whole(line)]
+    to.write_text("".join(f"{line}\n" for line in whole))
+    with to.open("a") as stream:
+        report = Report(section.label, stream)
+        if status is None and limit_s < section.seconds:
+            report.skip("the rest of it", f"no time left: killed after {limit_s:.0f} s")
+        elif status is None:
+            report.must(f"ends within {limit_s:.0f} s", False, "killed, with all its children")
+        elif status:
+            report.must("runs to its end", False, f"exit status {status}")
+        if left:
+            report.note("processes that it left running and that were killed", str(len(left)))
+
+
+def _is_whole(line: str) -> bool:
+    """Return whether the line is complete; a process may be killed while it writes."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""Copies of a save to host memory: their speed, their asynchrony, and their cost to a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+
+from megatron_flashckpt.memory.runs import Copy
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save import stager as stager_module
+from megatron_flashckpt.save.stager import Stager
+from tools.gpu_check import machine
+from tools.gpu_check.report import Report
+
+LETTER = "C"
+TITLE = "speed and order of copies"
+SECONDS = 60
+GPUS = 1
+SIMULATED = True
+MEGATRON = False
+
+#: Size of one comparison.
+_CHUNK_NBYTES = 256 << 20
+#: Bytes per second of the simulated engine, so that simulated copies take time.
+_SIMULATED_RATE = 40e6
+
+
+def run(report: Report) -> None:
+    """Stage 8 GiB in 300, 2,000 and 20,000 tensors, with and without page-locked slots."""
+    part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
+    with mock.patch.object(stager_module, "PART_NBYTES", part):
+        if machine.simulated_node is not None:
+            machine.simulated_node.d2h_bytes_per_s = _SIMULATED_RATE
+        bench = Bench(machine.pick((8 << 30) - 4096, 8 << 20))
+        counts = machine.pick((300, 2_000, 20_000), (30, 200))
+        bench.measure(report, counts[0], "not page-locked")
+        bench.pin(report)
+        for count in counts:
+            bench.measure(report, count, "page-locked")
+        if machine.simulated_node is None:
+            bench.report_kernels(report)
+        bench.close()
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds since the call of `stage`."""
+
+    returned: float
+    enqueued: float
+    """Seconds until all copies are enqueued."""
+    done: float
+
+
+class Bench:
+    """Slab, stager and one buffer on the GPU, which is divided into tensors."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.source = torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")
+        self._slab = Slab.create(1, 4096, nbytes, "copies")
+        self._slab.populate()
+        self._stager = Stager()
+        self._stager.use(self._slab, device=torch.cuda.current_device())
+
+    def pin(self, report: Report) -> None:
+        started = time.perf_counter()
+        self._stager.pin(None)
+        self._stager.wait_pinned()
+        gib = self.nbytes / 2**30
+        report.figure(f"page-locking of {gib:.2g} GiB", time.perf_counter() - started, "s")
+
+    def copies(self, count: int) -> list[Copy]:
+        """Return the buffer as `count` tensors of unequal sizes, for the slab's only slot."""
+        numel = self.source.numel()
+        inner = random.Random(count).sample(range(1, numel), count - 1)
+        borders = [0, *sorted(inner), numel]
+        offset = self._slab.slots[0].data_offset
+        return [
+            Copy(self.source[begin:end], offset + 4 * begin, early=False)
+            for begin, end in itertools.pairwise(borders)
+        ]
+
+    def stage(self, copies: list[Copy], meanwhile: Callable[[], None], *, waited: bool) -> Times:
+        """Stage once.
+
+        Args:
+            meanwhile: function to call when `stage` has returned.
+            waited: let the step wait at once, so that all copies are enqueued at once.
+        """
+        errors: list[BaseException | None] = []
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self._stager.stage(copies, lambda _, error: errors.append(error))
+        returned = time.perf_counter() - started
+        if waited:
+            self._stager.before_change()
+        job = self._stager._current
+        if job is not None:
+            job.begun.wait()
+        enqueued = time.perf_counter() - started
+        meanwhile()
+        self._stager.wait()
+        done = time.perf_counter() - started
+        if errors != [None]:
+            raise RuntimeError(f"not copied: {errors[0]}")
+        return Times(returned, enqueued, done)
+
+    def measure(self, report: Report, count: int, memory: str) -> None:
+        """Stage with and without a waiting step; compare all bytes."""
+        name = f"{count} tensors, {memory}"
+        copies = self.copies(count)
+        usual = self.stage(copies, lambda: None, waited=False)
+        self.source.add_(1)
+        waiting = self.stage(copies, lambda: None, waited=True)
+        report.figure(f"{name}: rate", self.nbytes / usual.done / 1e9, "GB/s")
+        report.figure(f"{name}: rate when the step waits", self.nbytes / waiting.done / 1e9, "GB/s")
+        report.figure(f"{name}: stage() returns in", 1000 * usual.returned, "ms")
+        report.figure(
+            f"{name}: all enqueued, when the step waits, after",
+            1000 * waiting.enqueued,
+            "ms",
+            f"done in {1000 * waiting.done:.1f} ms",
+        )
+        report.must(f"{name}: bytes are equal", self._is_equal())
+        if memory != "page-locked":
+            return
+        if count <= 1000:  # with more tensors the calls take as long as the copies
+            report.must(
+                f"{name}: stage() returns before a quarter of the copies' time",
+                usual.returned < usual.done / 4,
+                f"{1000 * usual.returned:.1f} of {1000 * usual.done:.1f} ms",
+            )
+            report.must(
+                f"{name}: copies are asynchronous",
+                waiting.enqueued < waiting.done / 2,
+                f"enqueued in {1000 * waiting.enqueued:.1f} of {1000 * waiting.done:.1f} ms",
+            )
+
+    def _is_equal(self) -> bool:
+        """Return whether the slot holds the buffer, byte for byte."""
+        begin = self._slab.slots[0].data_offset
+        slot = torch.frombuffer(self._slab.memory[begin : begin + self.nbytes], dtype=torch.int32)
+        numel = min(_CHUNK_NBYTES // 4, slot.numel())
+        buffer = torch.empty(numel, dtype=torch.int32, pin_memory=True)
+        for first in range(0, slot.numel(), numel):
+            part = self.source[first : first + numel]
+            if not torch.equal(buffer[: part.numel()].copy_(part), slot[first : first + numel]):
+                return False
+        return True
+
+    def report_kernels(self, report: Report) -> None:
+        """Multiply matrices with and without concurrent copies, in turn."""
+        left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+        copies = self.copies(300)
+        rates: dict[bool, list[float]] = {True: [], False: []}
+
+        def multiply() -> float:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(80):  # about 110 ms on an H200, where copies of 8 GiB take 160 ms
+                left @ right
+            end.record()
+            end.synchronize()
+            return 80 * 2 * 8192**3 / (begin.elapsed_time(end) / 1000) / 1e12
+
+        multiply()
+        for _ in range(3):
+            rates[False].append(multiply())
+            self._stager.stage(copies, lambda *_: None)
+            rates[True].append(multiply())
+            self._stager.wait()
+        alone, during_copies = (statistics.median(rates[copying]) for copying in (False, True))
+        report.figure("bf16 matrix product, alone", alone, "TFLOP/s")
+        report.figure("bf16 matrix product, during copies", during_copies, "TFLOP/s")
+        report.figure("matrix products during copies, relative", during_copies / alone, "x")
+
+    def close(self) -> None:
+        self._stager.close()
+        self._slab.close()
