@@ -1,81 +1,136 @@
 """Check the package on this machine's GPU: `scripts/gpu_check`.
 
-Every section runs in a process of its own with a time limit. The exit status is 1 if a rule (MUST)
-is broken or a section has crashed. Without a GPU, sections that support it run on a simulated GPU.
+Sections are processes with time limits, forked from one that has imported torch and Megatron. The
+most telling sections come first. Sections that measure times run alone, the others side by side.
+The last lines are a table for an issue. The exit status is 1 if a rule (MUST) is broken or a
+section has crashed. Without a GPU, sections run on a simulated GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
+import itertools
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tools.gpu_check import process
-from tools.gpu_check.discovery import PACKAGE, Section, sections
-from tools.gpu_check.process import Line
-from tools.gpu_check.report import SKIP
-from tools.gpu_check.table import Output
+from tools.gpu_check import process, table
+from tools.gpu_check.about import about
+from tools.gpu_check.discovery import PACKAGE, Section, imported, sections
+from tools.gpu_check.forkserver import ENVIRONMENT, ROOT, SOCKET
 
 #: Seconds without which a section is not started.
 _LEAST_S = 5.0
+#: Seconds of the budget that are kept for killing the last section and for the table.
+_RESERVE_S = 3.0
 #: Factor of the time limits on a simulated node, because its machine may have few, busy cores.
 _SIMULATED_FACTOR = 5.0
-_FILE = "gpu_check.jsonl"
+#: Sections that run side by side have so many cores each.
+_CORES_PER_SECTION = 4
 
 
 def main(arguments: list[str]) -> int:
     """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
     wanted = [
-        candidate
-        for candidate in sections(given.package)
-        if not given.only or candidate.label in given.only
+        section
+        for section in sections(given.package)
+        if not given.only or section.label in given.only
     ]
-    file = given.json
-    if file is not None:
-        file.write_text("")
-    output, lines = Output(), list[Line]()
-    skipped: list[tuple[str, str]] = []
-    deadline = time.monotonic() + given.budget
-    gpus = _gpus() if any(section.gpus for section in wanted) else 0
-    for section in wanted:
-        name = f"{section.label} {section.title}"
-        limit_s = _limit_s(section, deadline - time.monotonic(), gpus)
-        if why := section.why_not(gpus) or ("" if limit_s >= _LEAST_S else "no time left"):
-            skipped.append((name, why))
-            continue
-        with output.running(section, limit_s):
-            outcome = process.run(section, given.package, limit_s)
-        output.ended(section, outcome)
-        lines += outcome.lines
-        skipped += [
-            (f"{name}: {line['what']}", line["detail"])
-            for line in outcome.lines
-            if line["kind"] == SKIP
-        ]
-        if file is not None:
-            with file.open("a") as stream:
-                stream.writelines(json.dumps(line) + "\n" for line in outcome.lines)
-    output.table(lines)
-    output.skipped(skipped)
-    output.verdict(lines)
-    return int(any(line["ok"] is False for line in lines))
+    run = Run(given, time.monotonic() + given.budget - _RESERVE_S)
+    with _forkserver(given.package) as found:
+        run.gpus = found["gpus"]
+        for alone, group in itertools.groupby(wanted, lambda section: section.alone):
+            workers = 1 if alone else max(1, len(os.sched_getaffinity(0)) // _CORES_PER_SECTION)
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                list(pool.map(run.section, group))
+    run.results.sort(key=lambda result: wanted.index(result[0]))
+    print(f"\n{table.facts(run.results)}\n\n{table.summary(run.about, run.results)}")
+    return int(any(outcome.failed for _, outcome in run.results))
 
 
-def _gpus() -> int:
-    """Return the number of GPUs that sections will see, without making a CUDA context."""
-    import torch  # takes seconds
+class Run:
+    """Results of the sections that have ended; used by several threads."""
 
-    return torch.cuda.device_count()
+    def __init__(self, given: argparse.Namespace, deadline: float) -> None:
+        self.gpus = 0
+        self.about = about()
+        self.results: table.Results = []
+        self._given = given
+        self._deadline = deadline
+        self._lock = threading.Lock()
+
+    def section(self, section: Section) -> None:
+        """Run a section if it can run; print its result and write the JSON file."""
+        limit_s = min(self._limit_s(section), self._deadline - time.monotonic())
+        if why := section.why_not(self.gpus) or ("" if limit_s >= _LEAST_S else "no time left"):
+            outcome = process.not_run(section, why)
+        else:
+            outcome = process.run(section, self._given.package, limit_s)
+        with self._lock:
+            self.results.append((section, outcome))
+            print(table.ended(section, outcome), flush=True)
+            if self._given.json is not None:
+                self._given.json.write_text(json.dumps(self._document(), indent=1))
+
+    def _limit_s(self, section: Section) -> float:
+        is_simulated = self.gpus == 0 and section.gpus > 0
+        return section.seconds * (_SIMULATED_FACTOR if is_simulated else 1.0)
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "about": self.about,
+            "sections": [
+                {
+                    "section": section.label,
+                    "title": section.title,
+                    "verdict": table.verdict(outcome),
+                    "seconds": outcome.seconds,
+                    "lines": outcome.lines,
+                }
+                for section, outcome in self.results
+            ],
+        }
 
 
-def _limit_s(section: Section, left_s: float, gpus: int) -> float:
-    if section.takes_the_remaining_time:
-        return left_s
-    is_simulated = gpus == 0 and section.gpus > 0
-    return min(section.seconds * (_SIMULATED_FACTOR if is_simulated else 1.0), left_s)
+@contextlib.contextmanager
+def _forkserver(package: str) -> Iterator[dict[str, Any]]:
+    """Start the forkserver with all imports of a package's sections; yield what it has found."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gc-") as where:
+        os.environ.update(ENVIRONMENT)
+        os.environ[SOCKET] = f"{where}/forkserver"
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "tools.gpu_check.forkserver", os.environ[SOCKET]]
+        server = subprocess.Popen(
+            command + imported(package),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            if not (line := server.stdout.readline()):
+                sys.exit("the process that imports torch and Megatron has ended")
+            found: dict[str, Any] = json.loads(line)
+            how = "" if found["forks"] else "; an import has started CUDA, so every section imports"
+            print(f"imports: {time.monotonic() - started:.1f} s{how}", flush=True)
+            yield found
+        finally:
+            server.stdin.close()  # the server kills what still runs, and ends
+            server.stdout.close()
+            server.wait()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,21 +138,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget",
         type=float,
-        default=520.0,
+        default=240.0,
         metavar="SECONDS",
         help="time for all sections together (%(default)s)",
     )
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), metavar="E,D,...", help="run these sections"
+        "--only", type=lambda text: text.split(","), metavar="C,M,...", help="run these sections"
     )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=Path(_FILE),
-        metavar="FILE",
-        help="write every fact as a line of JSON (%(const)s)",
-    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all facts as JSON")
     parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)
     return parser
 

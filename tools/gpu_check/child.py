@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.report import FIGURE, MUST, NOTE, SKIP, Report
-
-_ROOT = Path(__file__).parents[2]
-_LOOK_S = 0.01
+from tools.gpu_check.discovery import CHILDREN
+from tools.gpu_check.forkserver import Process
+from tools.gpu_check.report import FIGURE, Report
 
 
 class Child:
@@ -28,36 +25,33 @@ class Child:
             environment: additional environment variables.
         """
         where.mkdir(exist_ok=True)
-        self.name = name
         self._report = where / f"{name}-{time.monotonic_ns()}"
         self._report.touch()
         self._output = self._report.with_suffix(".out")
-        command = [sys.executable, "-m", "tools.gpu_check.section", name]
-        command += ["--package", "tools.gpu_check.children", "--to", str(self._report)]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=_ROOT,
-                env={**os.environ, "WHERE": str(where), **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.status: int | None = None
-        """Exit status as of `subprocess`; None while the process runs."""
+        self._output.touch()
+        self._process = Process(
+            "tools.gpu_check.section",
+            [name, "--package", CHILDREN, "--to", str(self._report)],
+            {**os.environ, "WHERE": str(where), **environment},
+            self._output,
+        )
         self.ended_at: float | None = None
         """Time at which the end was noticed, on the monotonic clock."""
 
-    def look(self) -> bool:
-        """Return whether the process has ended; record the time of the end."""
-        if self.status is None and (status := self._process.poll()) is not None:
-            self.status, self.ended_at = status, time.monotonic()
-        return self.status is not None
+    @property
+    def status(self) -> int | None:
+        """Exit status as of `subprocess`; None while the process runs."""
+        return self._process.status
+
+    def look(self, within_s: float = 0.0) -> bool:
+        """Return whether the process ends within some seconds; record the time of the end."""
+        if self.ended_at is None and self._process.wait(within_s) is not None:
+            self.ended_at = time.monotonic()
+        return self.ended_at is not None
 
     def kill(self) -> None:
         """Kill the process if it still runs."""
         self._process.kill()
-        self._process.wait()
         self.look()
 
     @property
@@ -84,24 +78,15 @@ class Child:
     def pass_on(self, report: Report, *, figures: bool = False) -> None:
         """Report the rules, notes and skips of the process, and with `figures` its figures."""
         for line in self.lines():
-            what, detail = line["what"], line["detail"]
-            if line["kind"] == MUST:
-                report.must(what, line["ok"], detail)
-            elif line["kind"] == NOTE:
-                report.note(what, detail)
-            elif line["kind"] == SKIP:
-                report.skip(what, detail)
-            elif line["kind"] == FIGURE and figures:
-                report.figure(what, line["value"], line["unit"], detail)
+            if figures or line["kind"] != FIGURE:
+                report.add(line)
 
 
 def wait(children: list[Child], within_s: float) -> None:
     """Wait until all processes have ended; kill those that still run after `within_s`."""
     deadline = time.monotonic() + within_s
-    while any(child.status is None for child in children) and time.monotonic() < deadline:
+    while not all(child.look() for child in children) and time.monotonic() < deadline:
         for child in children:
-            child.look()
-        time.sleep(_LOOK_S)
+            child.look(0.005)
     for child in children:
-        if child.status is None:
-            child.kill()
+        child.kill()

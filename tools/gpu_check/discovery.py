@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "tools.gpu_check.sections"
-#: Order of the sections: those that show broken code come first; the last one gets the remaining
-#: time.
-ORDER = "EDFRSTGXKPCHLNM"
-LAST = ORDER[-1]
+CHILDREN = "tools.gpu_check.children"
+#: Order of the sections: the most telling ones come first, because time may not suffice for all.
+ORDER = "CMLSHTKGXDNFRP"
 #: Sections that run again on the second device, if there are two.
 _ON_ANOTHER_DEVICE = ("D", "T")
-_CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON")
+_CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON", "ALONE")
+#: Modules that most sections import, in addition to their own ones.
+_IMPORTED = ("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,10 @@ class Section:
     """True if the section also runs on the simulated node."""
     megatron: bool
     """True if the section imports Megatron."""
+    alone: bool
+    """True if the section measures times, so no other section may run beside it."""
     environ: tuple[tuple[str, str], ...] = ()
     """Variables that the section gets in addition to the driver's environment."""
-
-    @property
-    def takes_the_remaining_time(self) -> bool:
-        return self.label == LAST
 
     def why_not(self, gpus: int) -> str:
         """Return why the section cannot run on a machine with `gpus` GPUs; empty if it can."""
@@ -70,6 +69,19 @@ def sections(package: str) -> list[Section]:
     return sorted(listed + again, key=_place)
 
 
+def imported(package: str) -> list[str]:
+    """Return the modules that the processes of a package's sections import."""
+    listed = sections(package)
+    if all(section.gpus == 0 for section in listed):
+        return []
+    children = Path(__file__).with_name("children")
+    programs = [
+        *(f"{package}.{name}" for name in dict.fromkeys(section.name for section in listed)),
+        *(f"{CHILDREN}.{path.stem}" for path in children.glob("[a-z]*.py")),
+    ]
+    return ["torch", *_IMPORTED, *programs]
+
+
 def _section(path: Path) -> Section:
     values: dict[str, Any] = {}
     for node in ast.parse(path.read_text()).body:
@@ -82,10 +94,10 @@ def _section(path: Path) -> Section:
     return Section(path.stem, *(values[name] for name in _CONSTANTS))
 
 
-def _place(section: Section) -> tuple[bool, bool, int, str]:
+def _place(section: Section) -> tuple[bool, int, str]:
     letter = section.label[0]
     place = ORDER.index(letter) if letter in ORDER else len(ORDER)
-    return section.takes_the_remaining_time, section.gpus > 1, place, section.label
+    return section.gpus > 1, place, section.label
 
 
 def _on_another_device(section: Section) -> Section:

@@ -1,4 +1,4 @@
-"""Process of one section, in a session of its own."""
+"""Process of one section, with everything that it starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.discovery import Section
+from tools.gpu_check.forkserver import ROOT, Process
 from tools.gpu_check.report import MUST, SKIP, Report
 
-ROOT = Path(__file__).parents[2]
 #: Seconds that a killed process may take to end; inside the GPU's driver it takes seconds.
 _GONE_S = 10.0
 #: Number of last lines of a crashed section's output that are kept.
@@ -34,7 +32,7 @@ class Outcome:
     lines: list[Line]
     """Lines that the section reported and the driver added."""
     seconds: float
-    output: str
+    output: str = ""
     """Last lines of the section's output, if it crashed or was killed."""
 
     @property
@@ -42,10 +40,20 @@ class Outcome:
         return [line for line in self.lines if line["kind"] == MUST and not line["ok"]]
 
     @property
+    def skipped(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == SKIP]
+
+    @property
     def why_not(self) -> str:
         """Reason why no part of the section ran; empty if any part ran."""
-        skips = [line for line in self.lines if line["kind"] == SKIP]
-        return str(skips[0]["detail"]) if skips and len(skips) == len(self.lines) else ""
+        skipped = self.skipped
+        return str(skipped[0]["detail"]) if skipped and len(skipped) == len(self.lines) else ""
+
+
+def not_run(section: Section, why: str) -> Outcome:
+    """Return the result of a section that is not started."""
+    line = {"section": section.label, "kind": SKIP, "what": "all of it", "ok": None, "value": None}
+    return Outcome([{**line, "unit": None, "detail": why}], 0.0)
 
 
 def run(section: Section, package: str, limit_s: float) -> Outcome:
@@ -55,7 +63,15 @@ def run(section: Section, package: str, limit_s: float) -> Outcome:
         to, output = Path(where, "report"), Path(where, "output")
         to.touch()
         started = time.monotonic()
-        status, left = _status(section, package, limit_s, where)
+        arguments = [section.name, "--package", package, "--label", section.label]
+        arguments += ["--to", str(to), "--seconds", str(limit_s)]
+        process = Process(
+            "tools.gpu_check.section", arguments, _environment(section, where), output
+        )
+        try:
+            status = process.wait(limit_s)
+        finally:
+            left = _end(process, where)
         seconds = time.monotonic() - started
         _add(to, section, status, limit_s, left)
         lines = [json.loads(line) for line in to.read_text().splitlines() if _is_whole(line)]
@@ -63,51 +79,23 @@ def run(section: Section, package: str, limit_s: float) -> Outcome:
         return Outcome(lines, seconds, "\n".join(tail))
 
 
-def _status(
-    section: Section, package: str, limit_s: float, where: str
-) -> tuple[int | None, list[int]]:
-    """Return the exit status (None: killed at the limit), and the processes left running."""
-    command = [sys.executable, "-m", "tools.gpu_check.section", section.name]
-    command += ["--package", package, "--label", section.label, "--to", f"{where}/report"]
-    command += ["--seconds", str(limit_s)]
-    with Path(where, "output").open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=_environ(section, where),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    status, left = None, []
-    try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        left = _end(process, where)
-    return status, left
-
-
-def _environ(section: Section, where: str) -> dict[str, str]:
+def _environment(section: Section, where: str) -> dict[str, str]:
     """Return the driver's environment without settings of the package."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**kept, "PYTHONPATH": path, "TMPDIR": where, **dict(section.environ)}
 
 
-def _end(process: subprocess.Popen[bytes], where: str) -> list[int]:
+def _end(process: Process, where: str) -> list[int]:
     """Kill the process and all processes that it started; return the ids of its orphans.
 
-    Agents have sessions of their own, so processes are found by their TMPDIR.
+    The forkserver kills the processes that it has forked for the section. Others, such as agents,
+    may have sessions of their own, so they are found by their TMPDIR.
     """
     # List orphans before any kill, because /proc shows no environment of an ending process.
-    orphans = list(_running_in(where)) if process.poll() is not None else []
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GONE_S)
+    orphans = list(_running_in(where)) if process.status is not None else []
+    process.kill()
+    process.close()
     deadline = time.monotonic() + _GONE_S
     while (left := list(_running_in(where))) and time.monotonic() < deadline:
         for pid in left:

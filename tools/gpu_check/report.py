@@ -12,6 +12,8 @@ from typing import Any, TextIO
 MUST = "must"
 #: A measured number, without effect on the verdict.
 FIGURE = "figure"
+#: The measured number that stands for its section in the summary.
+HEADLINE = "headline"
 #: A text, such as a version.
 NOTE = "note"
 #: A part of a section that did not run, and why.
@@ -36,6 +38,10 @@ class Report:
         """Report a measured number in `unit`, such as "GB/s"."""
         self._write(FIGURE, what, value=float(value), unit=unit, detail=detail)
 
+    def headline(self, what: str, value: float, unit: str, detail: str = "") -> None:
+        """Report the number that stands for this section in the summary."""
+        self._write(HEADLINE, what, value=float(value), unit=unit, detail=detail)
+
     def note(self, what: str, text: str) -> None:
         """Report a fact as text."""
         self._write(NOTE, what, detail=text)
@@ -44,8 +50,11 @@ class Report:
         """Report that this part of the section did not run."""
         self._write(SKIP, what, detail=why)
 
-    def _write(self, kind: str, what: str, **fields: Any) -> None:
-        line = {"section": self._section, "kind": kind, "what": what, "ok": None, "value": None}
-        line |= {"unit": None, "detail": "", **fields}
-        self._stream.write(json.dumps(line) + "\n")
+    def add(self, line: dict[str, Any]) -> None:
+        """Report a line of another process as one of this section."""
+        self._stream.write(json.dumps({**line, "section": self._section}) + "\n")
         self._stream.flush()
+
+    def _write(self, kind: str, what: str, **fields: Any) -> None:
+        line = {"section": "", "kind": kind, "what": what, "ok": None, "value": None}
+        self.add({**line, "unit": None, "detail": "", **fields})

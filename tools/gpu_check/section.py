@@ -1,4 +1,4 @@
-"""Program of one section: `python -m tools.gpu_check.section NAME`.
+"""Program of one section, or of a process that a section starts.
 
 Without a GPU it runs the section on a simulated node, if the section supports that. A section uses
 the device of `LOCAL_RANK`, as a rank of Megatron does.
@@ -68,7 +68,3 @@ def _stream(to: Path | None) -> Iterator[TextIO]:
     else:
         with to.open("a") as stream:
             yield stream
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,86 +1,84 @@
-"""Printed output: progress while sections run, and a table of all facts at the end."""
+"""Printed output: a line when a section has ended, then all facts, then a table to paste."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
-
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from tools.gpu_check.discovery import Section
 from tools.gpu_check.process import Line, Outcome
-from tools.gpu_check.report import FIGURE, MUST, SKIP
+from tools.gpu_check.report import FIGURE, HEADLINE, MUST, SKIP
 
-#: Width of a table that goes to a file.
-_WIDTH = 150
-
-
-class Output:
-    """Output on stdout: progress and colours on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else _WIDTH
-        self._console = Console(width=width, highlight=False, soft_wrap=not sys.stdout.isatty())
-
-    @contextlib.contextmanager
-    def running(self, section: Section, limit_s: float) -> Iterator[None]:
-        """Show progress while a section runs."""
-        if not self._console.is_terminal:
-            yield
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            text = f"{section.label}  {section.title} (at most {limit_s:.0f} s)"
-            progress.add_task(text, total=None)
-            yield
-
-    def ended(self, section: Section, outcome: Outcome) -> None:
-        """Print the result of a section, and its broken rules."""
-        verdict = "FAILED" if outcome.failed else outcome.why_not or "ok"
-        self._print(f"{section.label:3}{section.title}: {verdict}, {outcome.seconds:.1f} s")
-        for line in outcome.failed:
-            self._print(f"     FAILED: {line['what']}  {line['detail']}")
-        if outcome.output:
-            self._print("\n".join(f"     | {line}" for line in outcome.output.splitlines()))
-
-    def table(self, lines: list[Line]) -> None:
-        """Print all facts."""
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "what", "figure", "", "verdict", "detail"):
-            table.add_column(heading, justify="right" if heading == "figure" else "left")
-        for line in lines:
-            if line["kind"] != SKIP:
-                table.add_row(*map(Text, _row(line)))
-        self._print("")
-        self._console.print(table)
-
-    def skipped(self, skipped: list[tuple[str, str]]) -> None:
-        """Print the sections and parts that did not run, with the reasons."""
-        if skipped:
-            self._print("\nnot run:")
-        for name, why in skipped:
-            self._print(f"  {name}: {why}")
-
-    def verdict(self, lines: list[Line]) -> None:
-        """Print the broken rules, and the number of rules in the last line."""
-        musts = [line for line in lines if line["kind"] == MUST]
-        broken = [line for line in musts if not line["ok"]]
-        self._print("")
-        for line in broken:
-            self._print(f"FAILED {line['section']}: {line['what']}  {line['detail']}")
-        self._print(f"{len(musts)} rules checked, {len(broken)} broken")
-
-    def _print(self, text: str) -> None:
-        self._console.print(Text(text))
+Results = list[tuple[Section, Outcome]]
 
 
-def _row(line: Line) -> tuple[str, ...]:
-    figure = f"{line['value']:.4g} {line['unit']}" if line["kind"] == FIGURE else ""
-    verdict = {True: "ok", False: "FAILED", None: ""}[line["ok"]]
-    kind = "MUST" if line["kind"] == MUST else "note"
-    detail = " ".join(line["detail"].split())  # some errors have several lines
-    return line["section"], line["what"], figure, kind, verdict, detail
+def ended(section: Section, outcome: Outcome) -> str:
+    """Return the result of a section and its broken rules as text."""
+    lines = [f"{section.label:3}{section.title}: {verdict(outcome)}, {outcome.seconds:.1f} s"]
+    lines += [f"     FAILED: {line['what']}  {line['detail']}" for line in outcome.failed]
+    lines += [f"     | {line}" for line in outcome.output.splitlines()]
+    return "\n".join(lines)
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the verdict of a section in a few words."""
+    rules = [line for line in outcome.lines if line["kind"] == MUST]
+    if outcome.failed:
+        return f"FAILED: {len(outcome.failed)} of {len(rules)} rules"
+    if outcome.why_not:
+        return f"not run: {outcome.why_not}"
+    return f"ok, {len(rules)} rules" + (", parts not run" if outcome.skipped else "")
+
+
+def facts(results: Results) -> str:
+    """Return all facts as lines, aligned by column."""
+    rows = [_row(line) for _, outcome in results for line in outcome.lines if line["kind"] != SKIP]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    padded = (
+        [text.ljust(width) for text, width in zip(row, widths, strict=False)] + [row[3]]
+        for row in rows
+    )
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def _row(line: Line) -> tuple[str, str, str, str]:
+    figure = _figure(line) if line["value"] is not None else ""
+    value = {True: "ok", False: "FAILED", None: figure}[line["ok"]]
+    # Some errors have several lines.
+    return line["section"], line["what"], value, " ".join(line["detail"].split())
+
+
+def _figure(line: Line) -> str:
+    return f"{line['value']:.4g} {line['unit']}"
+
+
+def summary(about: dict[str, str], results: Results) -> str:
+    """Return a Markdown table of the machine, the verdicts, one figure each, and what is left."""
+    lines = ["| gpu_check | |", "|---|---|"]
+    lines += [f"| {name} | {text} |" for name, text in about.items()]
+    lines += ["", "| section | verdict | figure | s |", "|---|---|---|---|"]
+    for section, outcome in results:
+        name = f"{section.label} {section.title}"
+        figure = _headline(outcome)
+        lines.append(f"| {name} | {verdict(outcome)} | {figure} | {outcome.seconds:.0f} |")
+    if left := list(_left(results)):
+        lines += ["", "| not run | why |", "|---|---|", *left]
+    rules = [line for _, outcome in results for line in outcome.lines if line["kind"] == MUST]
+    broken = [line for line in rules if not line["ok"]]
+    lines.append("")
+    lines += [f"FAILED {line['section']}: {line['what']}  {line['detail']}" for line in broken]
+    return "\n".join([*lines, f"{len(rules)} rules checked, {len(broken)} broken"])
+
+
+def _headline(outcome: Outcome) -> str:
+    """Return the figure that stands for the section; without one its first figure."""
+    for kind in (HEADLINE, FIGURE):
+        for line in outcome.lines:
+            if line["kind"] == kind:
+                return f"{_figure(line)}: {line['what']}"
+    return ""
+
+
+def _left(results: Results) -> Iterator[str]:
+    for section, outcome in results:
+        for line in outcome.skipped:
+            yield f"| {section.label} {section.title}: {line['what']} | {line['detail']} |"

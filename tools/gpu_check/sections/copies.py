@@ -25,6 +25,7 @@ SECONDS = 60
 GPUS = 1
 SIMULATED = True
 MEGATRON = False
+ALONE = True
 
 #: Size of one comparison.
 _CHUNK_NBYTES = 256 << 20

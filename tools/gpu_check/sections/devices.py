@@ -20,6 +20,7 @@ SECONDS = 30
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = False
 
 #: Functions of `torch.cuda` that our threads call, in addition to `set_device`.
 _CALLS = (

@@ -17,6 +17,7 @@ SECONDS = 70
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = False
 
 BREAKING = ("broken before a save", "broken during copies", "broken at exit")
 BUSY = "busy for ever"

@@ -16,6 +16,7 @@ SECONDS = 60
 GPUS = 1
 SIMULATED = False
 MEGATRON = False
+ALONE = True
 
 #: Values of the variable; None: the variable is not set.
 _CONNECTIONS = (None, "1", "8", "32")

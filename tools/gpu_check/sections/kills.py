@@ -23,6 +23,7 @@ SECONDS = 60
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = False
 
 _GIB = 8.0
 _PATIENCE_S = 50.0

@@ -31,6 +31,7 @@ SECONDS = 75
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = True
 
 _TENSORS = 64
 #: Threads that read, the default of `read_threads` for one rank of a large node.

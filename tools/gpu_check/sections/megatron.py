@@ -38,6 +38,7 @@ SECONDS = 130
 GPUS = 1
 SIMULATED = False
 MEGATRON = True
+ALONE = True
 
 _REPOSITORY = Path(__file__).parents[3]
 _SCRIPT = _REPOSITORY / "tools/gpu_check/megatron_job.py"

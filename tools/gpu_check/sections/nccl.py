@@ -22,6 +22,7 @@ SECONDS = 40
 GPUS = 1
 SIMULATED = False
 MEGATRON = False
+ALONE = False
 
 _PATIENCE_S = 30.0
 

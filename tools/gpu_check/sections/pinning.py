@@ -28,6 +28,7 @@ SECONDS = 65
 GPUS = 1
 SIMULATED = True
 MEGATRON = False
+ALONE = True
 
 #: Slabs: size in GiB, huge pages, mapped before; the most important ones first.
 _CASES = (

@@ -17,6 +17,7 @@ SECONDS = 30
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = False
 
 
 class Wrapper(torch.Tensor):

@@ -17,6 +17,7 @@ SECONDS = 30
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = False
 
 _NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 _NUMEL = 1000

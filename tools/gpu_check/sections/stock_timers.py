@@ -24,6 +24,7 @@ SECONDS = 40
 GPUS = 1
 SIMULATED = True
 MEGATRON = True
+ALONE = True
 
 _ROUNDS = 8
 #: Seconds between a save and the timers, for a print and a barrier; the first copies are enqueued

@@ -29,6 +29,7 @@ SECONDS = 75
 GPUS = 1
 SIMULATED = True
 MEGATRON = False
+ALONE = False
 
 #: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 5.0

@@ -1,0 +1,218 @@
+"""Server that imports torch and Megatron once, and forks every process of the check from itself.
+
+The imports take 8 to 20 seconds on a machine with a GPU, and a fork of a process that has them
+takes milliseconds. A process that has started CUDA must not fork, so the server never calls CUDA. If an
+import has done so, the server starts new interpreters instead of forks.
+
+A client connects to the server's socket and sends one line of JSON. The server answers with the id
+of the new process, and with its exit status when it has ended. When the client disconnects or dies,
+the server kills the process, so no process outlives the one that has asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+#: Variable with the path of the server's socket.
+SOCKET = "GPU_CHECK_FORKSERVER"
+#: Settings that torch reads while it is imported.
+ENVIRONMENT = {
+    # The default test for a GPU starts CUDA; this one asks the driver's management library.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # The compilation of Megatron's small fused functions would take longer than all sections.
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+
+class Process:
+    """Process that the server has started. Its group has the process's id."""
+
+    def __init__(
+        self, module: str, arguments: list[str], environment: dict[str, str], output: Path
+    ) -> None:
+        """Start a process that calls `module.main(arguments)`.
+
+        Args:
+            module: name of a module with a function `main`.
+            arguments: strings; also its `sys.argv[1:]`.
+            environment: all environment variables.
+            output: file to which its stdout and stderr are appended.
+
+        Raises:
+            OSError: the server does not run.
+        """
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(os.environ[SOCKET])
+        request = {"module": module, "arguments": arguments, "environment": environment}
+        self._socket.sendall(json.dumps({**request, "output": str(output)}).encode() + b"\n")
+        self._answers = self._socket.makefile()
+        self.pid = int(self._answers.readline())
+        self.status: int | None = None
+        """Exit status as of `subprocess`; None while the process runs."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the exit status; None if the process still runs after `timeout_s`."""
+        if self.status is None and select.select([self._socket], [], [], max(0.0, timeout_s))[0]:
+            # Without an answer the server has ended, and with it all processes.
+            self.status = int(self._answers.readline() or -signal.SIGKILL)
+            self.close()
+        return self.status
+
+    def kill(self) -> None:
+        """Kill the process and its group; return when the process has ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait(10.0)
+
+    def close(self) -> None:
+        """Disconnect from the server, which kills the process if it still runs."""
+        self._answers.close()
+        self._socket.close()
+
+
+def main(arguments: list[str]) -> Callable[[], None]:
+    """Import modules, print what they found as JSON, and serve until stdin ends.
+
+    Args:
+        arguments: path of the socket, then the names of the modules to import.
+
+    Returns:
+        In a forked process, the function that it has to call; in the server never.
+    """
+    path, *names = arguments
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # a section that needs this module reports it as its own failure
+            traceback.print_exc()
+    torch = sys.modules.get("torch")
+    found = {"gpus": torch.cuda.device_count() if torch else 0, "forks": _has_not_started_cuda()}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        print(json.dumps(found), flush=True)
+        return _Server(listener).serve()
+
+
+def _has_not_started_cuda() -> bool:
+    """Return whether a fork of this process can use CUDA."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    status = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return bool(status == _CUDA_ERROR_NOT_INITIALIZED)
+
+
+class _Server:
+    """Event loop over the listener, the clients, and the running processes."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sys.stdin.buffer.raw, selectors.EVENT_READ, self._end)
+        self._selector.register(listener, selectors.EVENT_READ, self._start)
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        """Process descriptor and client, by process id."""
+
+    def serve(self) -> Callable[[], None]:
+        while True:
+            for key, _ in self._selector.select():
+                if (program := key.data()) is not None:
+                    return program
+
+    def _end(self) -> None:
+        for pid in self._running:
+            os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _start(self) -> Callable[[], None] | None:
+        client, _ = self._listener.accept()
+        with client.makefile() as lines:
+            request = json.loads(lines.readline())
+        pid = os.fork()
+        if pid == 0:
+            self._close(client)
+            return _program(request)
+        with contextlib.suppress(PermissionError):  # both processes do it, so it is done at once
+            os.setpgid(pid, pid)
+        descriptor = os.pidfd_open(pid)
+        self._running[pid] = descriptor, client
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(pid))
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._left(pid))
+        self._answer(client, pid)
+        return None
+
+    def _ended(self, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        descriptor, client = self._running.pop(pid)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(client)
+        self._answer(client, os.waitstatus_to_exitcode(status))
+        client.close()
+
+    def _left(self, pid: int) -> None:
+        if pid in self._running:  # it may have ended in the same turn of the loop
+            self._selector.unregister(self._running[pid][1])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _answer(self, client: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):  # the client has disconnected
+            client.sendall(f"{number}\n".encode())
+
+    def _close(self, client: socket.socket) -> None:
+        """Close the server's descriptors in a forked process."""
+        self._selector.close()
+        self._listener.close()
+        client.close()
+        for descriptor, other in self._running.values():
+            os.close(descriptor)
+            other.close()
+
+
+def _program(request: dict[str, Any]) -> Callable[[], None]:
+    """Become the process of a request; return the call of its program.
+
+    The caller returns to the top of the interpreter first, so that the process ends as any other.
+    """
+    os.setpgid(0, 0)
+    with open(os.devnull) as nothing, open(request["output"], "ab") as output:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    module, arguments, environment = (request[n] for n in ("module", "arguments", "environment"))
+    if not _has_not_started_cuda():
+        start = f"import sys, {module} as m; m.main(sys.argv[1:])"
+        os.execve(sys.executable, [sys.executable, "-c", start, *arguments], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+
+    def call() -> None:
+        importlib.import_module(module).main(arguments)
+
+    return call
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])()
