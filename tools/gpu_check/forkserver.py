@@ -1,8 +1,8 @@
 """Server that imports torch and Megatron once, and forks every process of the check from itself.
 
 The imports take 8 to 20 seconds on a machine with a GPU, and a fork of a process that has them
-takes milliseconds. A process that has started CUDA must not fork, so the server never calls CUDA. If an
-import has done so, the server starts new interpreters instead of forks.
+takes milliseconds. A process that has started CUDA must not fork, so the server never calls CUDA.
+If an import has done so, the server starts new interpreters instead of forks.
 
 A client connects to the server's socket and sends one line of JSON. The server answers with the id
 of the new process, and with its exit status when it has ended. When the client disconnects or dies,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -44,7 +45,13 @@ class Process:
     """Process that the server has started. Its group has the process's id."""
 
     def __init__(
-        self, module: str, arguments: list[str], environment: dict[str, str], output: Path
+        self,
+        module: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        output: Path,
+        *,
+        fresh: bool = False,
     ) -> None:
         """Start a process that calls `module.main(arguments)`.
 
@@ -53,6 +60,7 @@ class Process:
             arguments: strings; also its `sys.argv[1:]`.
             environment: all environment variables.
             output: file to which its stdout and stderr are appended.
+            fresh: start a new interpreter instead of a fork.
 
         Raises:
             OSError: the server does not run.
@@ -60,7 +68,8 @@ class Process:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[SOCKET])
         request = {"module": module, "arguments": arguments, "environment": environment}
-        self._socket.sendall(json.dumps({**request, "output": str(output)}).encode() + b"\n")
+        request |= {"output": str(output), "fresh": fresh}
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._socket.makefile()
         self.pid = int(self._answers.readline())
         self.status: int | None = None
@@ -104,6 +113,8 @@ def main(arguments: list[str]) -> Callable[[], None]:
             traceback.print_exc()
     torch = sys.modules.get("torch")
     found = {"gpus": torch.cuda.device_count() if torch else 0, "forks": _has_not_started_cuda()}
+    gc.collect()
+    gc.freeze()  # otherwise every forked process collects the objects of all imports when it ends
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
@@ -201,7 +212,7 @@ def _program(request: dict[str, Any]) -> Callable[[], None]:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     module, arguments, environment = (request[n] for n in ("module", "arguments", "environment"))
-    if not _has_not_started_cuda():
+    if request["fresh"] or not _has_not_started_cuda():
         start = f"import sys, {module} as m; m.main(sys.argv[1:])"
         os.execve(sys.executable, [sys.executable, "-c", start, *arguments], environment)
     os.environ.clear()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron_flashckpt.save.stager import Stager
 from tests.simulated_gpu import Node
 
 T = TypeVar("T")
@@ -43,6 +44,12 @@ def keep_busy(seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _CLOCK_HZ))
     else:
         simulated_node.current_stream().enqueue(lambda: time.sleep(seconds))
+
+
+def is_copying(stager: Stager) -> bool:
+    """Return whether copies of a save are under way."""
+    job = stager._current
+    return job is not None and not job.copied.is_set()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Script of section `megatron`: `scripts/pretrain_gpt_tiny.py` under a schedule.
+"""Program of section `megatron`: `scripts/pretrain_gpt_tiny.py` under a schedule.
 
 Environment:
     SCHEDULE  JSON object:
-        saves       kind of the save after an iteration, "memory" or "storage", by iteration
-        digests     iterations after which all tensors of model and optimizer are digested
-        wait_until  before this iteration, wait until the memory for saves is page-locked
-        kill        before this iteration, the process kills itself with SIGKILL
+        saves     kind of the save after an iteration, "memory" or "storage", by iteration
+        variants  name of the variant (`variants.py`) from an iteration on, by iteration
+        digests   iterations after which all tensors of model and optimizer are digested
+        kill      before this iteration, the process kills itself with SIGKILL
     TRACE     file that gets one JSON line for each event
     LOSS_LOG  see `pretrain_gpt_tiny`
 
@@ -15,27 +15,64 @@ follows it, with the work of the training loop around that save.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import megatron.training.training as training
 import torch
 import torch.utils.deterministic
-import xxhash
-from megatron.training import get_args
 
-from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.session import session
-from scripts import pretrain_gpt_tiny as tiny
+from megatron_flashckpt.memory.host_memory import available_nbytes
 
-SCHEDULE = json.loads(os.environ["SCHEDULE"])
-#: Size of the copies to the host for digests.
-BUFFER_NBYTES = 256 << 20
+#: Elements of a tensor that are digested at once.
+_PART_NUMEL = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Schedule:
+    """Carries out the schedule before each iteration."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._variant = contextlib.ExitStack()
+        self._digest: Digest | None = None
+
+    def before(self, iteration: int, model: list[Any], optimizer: Any) -> None:
+        """Carry out the schedule before `iteration`, counted from 1."""
+        from megatron.training import get_args
+
+        if iteration - 1 in self._given["digests"]:
+            digest = self._digest = self._digest or Digest()
+            digests = {name: digest.of(tensor) for name, tensor in tensors(model, optimizer)}
+            trace("digests", iteration=iteration - 1, digests=digests)
+        if iteration >= self._given["kill"]:
+            memory = {"reserved": torch.cuda.max_memory_reserved(), "rss": _peak_rss()}
+            trace("killed", copying=is_copying(get_args().save), **memory)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (name := self._given["variants"].get(str(iteration))) is not None:
+            self._use(name)
+        save = self._given["saves"].get(str(iteration))
+        # Megatron's loop reads both arguments after every iteration.
+        get_args().save_interval = 1 if save == "storage" else None
+        get_args().non_persistent_save_interval = 1 if save == "memory" else None
+        free, total = torch.cuda.mem_get_info()
+        memory = {"gpu_nbytes": total - free, "host_nbytes": available_nbytes()}
+        trace("begin", iteration=iteration, **memory)
+
+    def _use(self, name: str) -> None:
+        from tools.gpu_check.variants import VARIANTS
+
+        self._variant.close()
+        (variant,) = [variant for variant in VARIANTS if variant.name == name]
+        self._variant.enter_context(variant.applied())
 
 
 def trace(event: str, **fields: Any) -> None:
@@ -44,71 +81,42 @@ def trace(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, "time": time.perf_counter(), **fields}), file=file)
 
 
-def scheduled(step: Any) -> Any:
-    """Return `train_step` with the schedule carried out before each iteration."""
+def is_copying(save: str | None) -> bool:
+    """Return whether copies of a save to directory `save` are under way."""
+    from megatron_flashckpt.save.session import session
+    from tools.gpu_check import machine
 
-    @functools.wraps(step)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer = args[2], args[3]
-        iteration = int(get_args().curr_iteration) + 1
-        before(iteration, model, optimizer)
-        return step(*args, **kwargs)
-
-    return wrapper
+    return save is not None and machine.is_copying(session.checkpointer(save).link.stager)
 
 
-def before(iteration: int, model: list[Any], optimizer: Any) -> None:
-    """Carry out the schedule before `iteration`, counted from 1."""
-    if iteration == SCHEDULE["wait_until"]:
-        started = time.perf_counter()
-        checkpointer().link.wait_for_device_work()
-        trace("page-locked", seconds=time.perf_counter() - started)
-    if iteration - 1 in SCHEDULE["digests"]:
-        trace("digests", iteration=iteration - 1, digests=dict(digests(model, optimizer)))
-    if iteration >= SCHEDULE["kill"]:
-        trace("killed", copying=is_copying(), slots=[int(state) for state in slot_states()])
-        os.kill(os.getpid(), signal.SIGKILL)
-    save = SCHEDULE["saves"].get(str(iteration))
-    # Megatron's loop reads both arguments after every iteration.
-    get_args().save_interval = 1 if save == "storage" else None
-    get_args().non_persistent_save_interval = 1 if save == "memory" else None
-    free, total = torch.cuda.mem_get_info()
-    trace("begin", iteration=iteration, gpu_nbytes=total - free)
+def _peak_rss() -> int:
+    """Return the largest resident memory of this process in bytes, slots included."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def checkpointer() -> Checkpointer:
-    """Return the checkpointer of this job."""
-    return session.checkpointer(get_args().save)
+class Digest:
+    """Digest of a tensor's bits in 64 bits, made on the tensor's device."""
 
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)  # leaves the generators of training alone
+        factors = torch.randint(1 << 62, (_PART_NUMEL,), generator=generator)
+        self._factors = (2 * factors + 1).to("cuda")  # an odd factor loses no bit
 
-def is_copying() -> bool:
-    """Return whether copies of a save are under way."""
-    job = checkpointer().link.stager._current
-    return job is not None and not job.copied.is_set()
-
-
-def slot_states() -> list[int]:
-    """Return the state of every slot of this rank."""
-    slab = checkpointer().link._slab
-    return [] if slab is None else [slot.header.state for slot in slab.slots]
-
-
-def digests(model: list[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the digest of every tensor of model and optimizer.
-
-    The tensors are read from torch's own objects, so no code of ours chooses the compared tensors.
-    """
-    buffer = torch.empty(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=True)
-    for name, tensor in tensors(model, optimizer):
-        whole = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest = xxhash.xxh3_128()
-        for part in whole.split(BUFFER_NBYTES):
-            digest.update(buffer[: part.numel()].copy_(part).numpy().data)
-        yield name, digest.hexdigest()
+    def of(self, tensor: torch.Tensor) -> int:
+        """Return the sum over all elements of (element + 1) * factor, modulo 2**64."""
+        flat = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        factors = self._factors.to(flat.device)
+        for part in flat.split(_PART_NUMEL):
+            total = 31 * total + ((part.to(torch.int64) + 1) * factors[: part.numel()]).sum()
+        return int(total.item())
 
 
 def tensors(model: list[Any], optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers of the model, masters and states of the optimizer."""
+    """Yield parameters and buffers of the model, masters and states of the optimizer.
+
+    They are read from torch's own objects, so no code of ours chooses the compared tensors.
+    """
     for number, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             yield f"model {number} {name}", tensor
@@ -123,10 +131,26 @@ def tensors(model: list[Any], optimizer: Any) -> Iterator[tuple[str, torch.Tenso
                         yield f"{where} {name}", value
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """Train with Megatron's arguments until the schedule kills this process."""
+    import megatron.training.training as training
+
+    from scripts import pretrain_gpt_tiny as tiny
+
+    sys.argv = [__file__, *arguments]
+    os.chdir(Path(os.environ["TRACE"]).parent)
+    torch.set_num_threads(1)
     # Otherwise --deterministic-mode fills every `torch.empty` of a load first.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    training.train_step = scheduled(training.train_step)
+    schedule = Schedule(json.loads(os.environ["SCHEDULE"]))
+    step = training.train_step
+
+    @functools.wraps(step)
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        schedule.before(int(training.get_args().curr_iteration) + 1, args[2], args[3])
+        return step(*args, **kwargs)
+
+    training.train_step = scheduled
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,
@@ -134,3 +158,7 @@ if __name__ == "__main__":
         tiny.forward_step,
         args_defaults={"tokenizer_type": "NullTokenizer"},
     )
+
+
+if __name__ == "__main__":  # run by `megatron_flashckpt.launch`
+    main(sys.argv[1:])

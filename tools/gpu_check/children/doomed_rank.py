@@ -140,7 +140,7 @@ def break_before_a_save(report: Report, rank: Rank) -> None:
 
 def break_during_copies(report: Report, rank: Rank) -> None:
     save_slowly(rank, 2)
-    report.note("the GPU breaks while a save is being copied", is_copying(rank))
+    report.note("the GPU breaks while a save is being copied", yes_or_no(rank))
     break_gpu()
     report.figure("the end begins", time.monotonic(), "s")
     error = await_the_error()
@@ -190,15 +190,14 @@ def save_slowly(rank: Rank, iteration: int) -> None:
     eventually("the first bytes of the save", has_begun)
 
 
-def is_copying(rank: Rank) -> str:
+def yes_or_no(rank: Rank) -> str:
     """Return "yes" if copies of a save are under way, else "no"."""
-    job = rank.checkpointer.link.stager._current
-    return "no" if job is None or job.copied.is_set() else "yes"
+    return "yes" if machine.is_copying(rank.checkpointer.link.stager) else "no"
 
 
 def end_by(number: signal.Signals, report: Report, rank: Rank) -> None:
     save_slowly(rank, 2)
-    report.note(f"{number.name} comes while a save is being copied", is_copying(rank))
+    report.note(f"{number.name} comes while a save is being copied", yes_or_no(rank))
     report.figure("the end begins", time.monotonic(), "s")
     os.kill(os.getpid(), number)
     signal.pause()

@@ -19,7 +19,8 @@ from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
-from tools.gpu_check.timing import report_waits
+from tools.gpu_check.timing import spread
+from tools.gpu_check.variants import SHIPPED, VARIANTS
 
 LETTER = "-"
 TITLE = "waits of small copies"
@@ -27,32 +28,37 @@ SECONDS = 60
 GPUS = 1
 SIMULATED = True
 
-#: Number of copied saves for each window.
-_SAVES = 10
-_ALL_PARTS = 10**9
+#: Number of copied saves for each variant.
+_SAVES = 5
+#: Number of calls without a save.
+_CALLS = 50
 
 
 def run(report: Report) -> None:
-    """Time calls without a save, during a save, and during one that enqueues all copies at once."""
+    """Time calls without a save, and during saves of every variant."""
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
     nbytes = machine.pick(4 << 30, 8 << 20)
     if machine.simulated_node is not None:
         machine.simulated_node.d2h_bytes_per_s = 40e6
     part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
-    window = stager_module.PARTS_IN_FLIGHT
     bench = Bench(nbytes)
     with mock.patch.object(stager_module, "PART_NBYTES", part):
-        alone = bench.alone()
-        usual = bench.beside_saves(window)
-        unlimited = bench.beside_saves(_ALL_PARTS)
+        waits = {"no save": bench.alone()}
+        for variant in VARIANTS:
+            if variant.missing:
+                report.skip(variant.name, f"this version has no {variant.missing}")
+                continue
+            with variant.applied():
+                waits[variant.name] = bench.beside_saves()
     for name in bench.calls:
-        what = f"MAX_CONNECTIONS {connections}: {name}"
-        report_waits(report, f"{what}, no save", alone[name])
-        report_waits(report, f"{what}, {window} parts enqueued", usual[name])
-        report_waits(report, f"{what}, all enqueued", unlimited[name])
-        if usual[name] and unlimited[name]:
-            factor = max(unlimited[name]) / max(usual[name])
-            report.figure(f"{what}: longest wait, all enqueued over {window} parts", factor, "x")
+        for when, measured in waits.items():
+            what = f"{name}, {when}, MAX_CONNECTIONS {connections}: longest wait"
+            if not measured[name]:
+                report.skip(what, "no call was made in time")
+                continue
+            is_main = (name, when, connections) == (".item()", SHIPPED.name, "1")
+            write = report.headline if is_main else report.figure
+            write(what, 1000 * max(measured[name]), "ms", spread(measured[name]))
     bench.close()
 
 
@@ -86,33 +92,26 @@ class Bench:
             self._allocated.append(torch.empty(numel, dtype=torch.uint8, device="cuda"))
 
     def alone(self) -> dict[str, list[float]]:
-        """Return the seconds of every call, 50 times each, with an idle device."""
+        """Return the seconds of every call, `_CALLS` times each, with an idle device."""
         self._call_all({name: [] for name in self.calls})  # the first calls set things up
         waits: dict[str, list[float]] = {name: [] for name in self.calls}
-        for _ in range(50):
+        for _ in range(_CALLS):
             self._call_all(waits)
         self._free()
         return waits
 
-    def beside_saves(self, window: int) -> dict[str, list[float]]:
-        """Return the seconds of every call that was made during the copies of a save.
-
-        Args:
-            window: largest number of enqueued, unfinished parts.
-        """
+    def beside_saves(self) -> dict[str, list[float]]:
+        """Return the seconds of every call that was made during the copies of a save."""
         waits: dict[str, list[float]] = {name: [] for name in self.calls}
         copy = Copy(self._source, self._slab.slots[0].data_offset, early=False)
         names = itertools.cycle(self.calls)
-        with mock.patch.object(stager_module, "PARTS_IN_FLIGHT", window):
-            for _ in range(_SAVES):
-                self._stager.stage([copy], lambda *_: None)
-                job = self._stager._current
-                # The copy thread fills its window first.
-                time.sleep(machine.pick(0.005, 0.02))
-                while job is not None and not job.copied.is_set():
-                    self._time(next(names), waits)
-                self._stager.wait()
-                self._free()
+        for _ in range(_SAVES):
+            self._stager.stage([copy], lambda *_: None)
+            time.sleep(machine.pick(0.005, 0.02))  # the first copies are under way then
+            while machine.is_copying(self._stager):
+                self._time(next(names), waits)
+            self._stager.wait()
+            self._free()
         return waits
 
     def _call_all(self, waits: dict[str, list[float]]) -> None:

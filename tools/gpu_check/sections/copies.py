@@ -1,4 +1,4 @@
-"""Copies of a save to host memory: their speed, their asynchrony, and their cost to a kernel."""
+"""Copies of a save to host memory: their bytes and speed, and training's kernels beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -20,8 +19,8 @@ from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
 LETTER = "C"
-TITLE = "speed and order of copies"
-SECONDS = 60
+TITLE = "copies to host memory"
+SECONDS = 30
 GPUS = 1
 SIMULATED = True
 MEGATRON = False
@@ -31,6 +30,8 @@ ALONE = True
 _CHUNK_NBYTES = 256 << 20
 #: Bytes per second of the simulated engine, so that simulated copies take time.
 _SIMULATED_RATE = 40e6
+#: Smallest share of its speed that a matrix product keeps during copies; an H100 keeps 0.95.
+_KEPT = 0.8
 
 
 def run(report: Report) -> None:
@@ -46,18 +47,20 @@ def run(report: Report) -> None:
         for count in counts:
             bench.measure(report, count, "page-locked")
         if machine.simulated_node is None:
-            bench.report_kernels(report)
+            bench.report_product(report)
         bench.close()
 
 
 @dataclasses.dataclass
 class Times:
-    """Seconds since the call of `stage`."""
+    """Seconds of one save."""
 
     returned: float
-    enqueued: float
-    """Seconds until all copies are enqueued."""
+    """Until `stage` returned."""
+    kernels: list[float]
+    """Of every small kernel that training ran meanwhile."""
     done: float
+    """Until all was copied."""
 
 
 class Bench:
@@ -66,6 +69,7 @@ class Bench:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.source = torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")
+        self._number = torch.zeros(1, device="cuda")
         self._slab = Slab.create(1, 4096, nbytes, "copies")
         self._slab.populate()
         self._stager = Stager()
@@ -89,75 +93,71 @@ class Bench:
             for begin, end in itertools.pairwise(borders)
         ]
 
-    def stage(self, copies: list[Copy], meanwhile: Callable[[], None], *, waited: bool) -> Times:
-        """Stage once.
+    def stage(self, copies: list[Copy], *, waits: bool) -> Times:
+        """Stage once, with small kernels meanwhile.
 
         Args:
-            meanwhile: function to call when `stage` has returned.
-            waited: let the step wait at once, so that all copies are enqueued at once.
+            waits: let the step wait at once, so that no pause is left between the copies.
         """
         errors: list[BaseException | None] = []
+        kernels: list[float] = []
         torch.cuda.synchronize()
         started = time.perf_counter()
         self._stager.stage(copies, lambda _, error: errors.append(error))
         returned = time.perf_counter() - started
-        if waited:
+        if waits:
             self._stager.before_change()
-        job = self._stager._current
-        if job is not None:
-            job.begun.wait()
-        enqueued = time.perf_counter() - started
-        meanwhile()
+        while not waits and machine.is_copying(self._stager):
+            begun = time.perf_counter()
+            self._number.add_(1)
+            torch.cuda.current_stream().synchronize()
+            kernels.append(time.perf_counter() - begun)
+            time.sleep(0.001)
         self._stager.wait()
         done = time.perf_counter() - started
         if errors != [None]:
             raise RuntimeError(f"not copied: {errors[0]}")
-        return Times(returned, enqueued, done)
+        return Times(returned, kernels, done)
 
     def measure(self, report: Report, count: int, memory: str) -> None:
         """Stage with and without a waiting step; compare all bytes."""
         name = f"{count} tensors, {memory}"
         copies = self.copies(count)
-        usual = self.stage(copies, lambda: None, waited=False)
+        usual = self.stage(copies, waits=False)
         self.source.add_(1)
-        waiting = self.stage(copies, lambda: None, waited=True)
-        report.figure(f"{name}: rate", self.nbytes / usual.done / 1e9, "GB/s")
-        report.figure(f"{name}: rate when the step waits", self.nbytes / waiting.done / 1e9, "GB/s")
+        waiting = self.stage(copies, waits=True)
+        is_main = memory == "page-locked" and count <= 1000
+        rate = (f"copies of {name}", self.nbytes / usual.done / 1e9, "GB/s")
+        (report.headline if is_main else report.figure)(*rate)
+        report.figure(f"{name}, when the step waits", self.nbytes / waiting.done / 1e9, "GB/s")
         report.figure(f"{name}: stage() returns in", 1000 * usual.returned, "ms")
-        report.figure(
-            f"{name}: all enqueued, when the step waits, after",
-            1000 * waiting.enqueued,
-            "ms",
-            f"done in {1000 * waiting.done:.1f} ms",
-        )
         report.must(f"{name}: bytes are equal", self._is_equal())
-        if memory != "page-locked":
-            return
-        if count <= 1000:  # with more tensors the calls take as long as the copies
+        if is_main:  # with more tensors the calls take as long as the copies
             report.must(
                 f"{name}: stage() returns before a quarter of the copies' time",
                 usual.returned < usual.done / 4,
                 f"{1000 * usual.returned:.1f} of {1000 * usual.done:.1f} ms",
             )
+            # The driver's queue may be full, so enqueueing may last as long as the copies. What
+            # counts is that the training thread launches kernels, and that these run meanwhile.
+            wait = statistics.median(usual.kernels) if usual.kernels else usual.done
             report.must(
-                f"{name}: copies are asynchronous",
-                waiting.enqueued < waiting.done / 2,
-                f"enqueued in {1000 * waiting.enqueued:.1f} of {1000 * waiting.done:.1f} ms",
+                f"{name}: training's kernels run beside the copies",
+                wait < usual.done / 4,
+                f"{len(usual.kernels)} kernels, median {1000 * wait:.2f} ms",
             )
 
     def _is_equal(self) -> bool:
         """Return whether the slot holds the buffer, byte for byte."""
         begin = self._slab.slots[0].data_offset
         slot = torch.frombuffer(self._slab.memory[begin : begin + self.nbytes], dtype=torch.int32)
-        numel = min(_CHUNK_NBYTES // 4, slot.numel())
-        buffer = torch.empty(numel, dtype=torch.int32, pin_memory=True)
-        for first in range(0, slot.numel(), numel):
-            part = self.source[first : first + numel]
-            if not torch.equal(buffer[: part.numel()].copy_(part), slot[first : first + numel]):
-                return False
-        return True
+        where = machine.pick("cuda", "cpu")
+        pairs = zip(
+            slot.split(_CHUNK_NBYTES // 4), self.source.split(_CHUNK_NBYTES // 4), strict=True
+        )
+        return all(torch.equal(held.to(where), part.to(where)) for held, part in pairs)
 
-    def report_kernels(self, report: Report) -> None:
+    def report_product(self, report: Report) -> None:
         """Multiply matrices with and without concurrent copies, in turn."""
         left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
         copies = self.copies(300)
@@ -173,7 +173,7 @@ class Bench:
             return 80 * 2 * 8192**3 / (begin.elapsed_time(end) / 1000) / 1e12
 
         multiply()
-        for _ in range(3):
+        for _ in range(5):
             rates[False].append(multiply())
             self._stager.stage(copies, lambda *_: None)
             rates[True].append(multiply())
@@ -181,7 +181,11 @@ class Bench:
         alone, during_copies = (statistics.median(rates[copying]) for copying in (False, True))
         report.figure("bf16 matrix product, alone", alone, "TFLOP/s")
         report.figure("bf16 matrix product, during copies", during_copies, "TFLOP/s")
-        report.figure("matrix products during copies, relative", during_copies / alone, "x")
+        report.must(
+            f"a matrix product keeps {_KEPT:.0%} of its speed during copies",
+            during_copies > _KEPT * alone,
+            f"{during_copies / alone:.1%}",
+        )
 
     def close(self) -> None:
         self._stager.close()

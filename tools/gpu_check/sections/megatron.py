@@ -1,67 +1,78 @@
-"""Real Megatron: the cost of a save in iteration time, and restarts after a SIGKILL during copies.
+"""Real Megatron: training lost per save, and restarts after a SIGKILL in the middle of copies.
 
-There are three runs of one rank. The first run trains blocks of iterations without saves, with a
-save every 5 iterations, and with a save after every iteration. Then it saves to storage, continues,
-starts another save and is killed during its copies. The second run resumes from memory. The third
-run resumes from storage, after the agent has ended. Both must repeat the losses and all tensors of
-the first run.
+There are four jobs of one rank. The job "without" trains without the package. The job "first"
+trains the same iterations with saves: blocks of every variant in turn, then a save after every
+iteration. It saves to storage, trains on, starts another save and is killed during its copies. The
+job "memory" resumes from memory; the job "storage" resumes from storage after the agent has ended.
+Both must repeat the losses and all tensors of the job "first".
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import re
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_flashckpt.memory.host_memory import available_nbytes
+from tools.gpu_check import machine
 from tools.gpu_check.agents import end_agents
+from tools.gpu_check.megatron_run import Run
 from tools.gpu_check.report import Report
+from tools.gpu_check.variants import SHIPPED, VARIANTS, Variant
 
 LETTER = "M"
-TITLE = "Megatron: price of a save, restart from memory and from storage"
+TITLE = "Megatron: training lost per save, restarts"
 SECONDS = 130
 GPUS = 1
-SIMULATED = False
+SIMULATED = True
 MEGATRON = True
 ALONE = True
 
-_REPOSITORY = Path(__file__).parents[3]
-_SCRIPT = _REPOSITORY / "tools/gpu_check/megatron_job.py"
 
-_MODEL = (
-    "--lr 1e-4 --min-lr 1e-5 --lr-decay-iters 1000 --lr-warmup-iters 2 --weight-decay 0.01 "
-    "--clip-grad 1.0 --train-iters 1000 --bf16 --use-distributed-optimizer --swiglu "
-    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--attention-backend unfused --deterministic-mode --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0"
-).split()
-#: Model of 1.3 billion parameters; a checkpoint has 18 GB.
-_ON_GPU = (
-    "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
-    "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 "
-    "--vocab-size 128000"
-).split()
-_ON_CPU = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --vocab-size 500"
-).split()
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Model, and what it needs in GiB."""
+
+    what: str
+    arguments: str
+    gpu: float
+    host: float
+    disk: float
+
+
+_SEQUENCE = "--seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 16 "
+#: The largest one that fits is trained.
+_SIZES = (
+    Size(
+        "1.3 B parameters, 16.9 GiB per save",
+        "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --vocab-size 128000 "
+        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
+        *(70, 50, 25),
+    ),
+    Size(
+        "0.4 B parameters, 4.7 GiB per save",
+        "--num-layers 20 --hidden-size 1280 --ffn-hidden-size 3456 --vocab-size 32000 "
+        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
+        *(22, 16, 8),
+    ),
+)
+_TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4"
+)
+#: Iteration of the first save; before it, agent and slots are prepared.
+_FIRST = 12
+_LENGTH = 5
+_PLAIN = "no save"
+_EVERY = "a save after every step"
+#: Seconds that all jobs take with three rounds of blocks, on the slower card.
+_THREE_ROUNDS_S = 115.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,95 +85,177 @@ class Block:
     saved: tuple[int, ...]
 
 
-def blocks(begin: int, rounds: int, length: int) -> list[Block]:
-    """Return `rounds` turns of all frequencies, from iteration `begin` on.
+def blocks(begin: int, rounds: int, kinds: list[str]) -> list[Block]:
+    """Return `rounds` blocks of every kind in turn, then one with a save after every iteration.
 
-    The last iteration of a block has no save, so the copies of a block's saves end inside the
-    block.
+    The last iteration of a block has no save, so the copies of a block's saves end inside it.
     """
     made = []
-    for _ in range(rounds):
-        for kind, every in (("no save", 0), ("save every 5", 5), ("save every 1", 1)):
-            end = begin + length
-            saved = tuple(range(begin, end - 1, every)) if every else ()
-            made.append(Block(kind, begin, end, saved))
-            begin = end
+    for kind in [*([_PLAIN, *kinds] * rounds), _EVERY]:
+        end = begin + _LENGTH
+        saved = {_PLAIN: (), _EVERY: tuple(range(begin, end - 1))}.get(kind, (begin,))
+        made.append(Block(kind, begin, end, saved))
+        begin = end
     return made
 
 
 def run(report: Report) -> None:
-    """Run the three jobs on the GPU, or without a GPU on a CPU rank with a tiny model."""
-    if (lack := _too_small()) is not None:
-        report.skip("all", lack)
-        return
-    where = Path(tempfile.mkdtemp(prefix="flashckpt-check-"))
+    """Run the jobs on the GPU, or without a GPU on CPU ranks with a tiny model."""
+    arguments = _TINY
+    if machine.simulated_node is None:
+        size = next(filter(_fits, _SIZES), None)
+        if size is None:
+            report.skip("all", "GPU memory, host memory or disk is too small")
+            return
+        report.note("model", size.what)
+        arguments = size.arguments
+    where = Path(tempfile.mkdtemp(prefix="m-"))
     try:
-        _run(report, where)
+        _run(report, where, arguments)
     finally:
         end_agents(where)
         shutil.rmtree(where, ignore_errors=True)
 
 
-def _too_small() -> str | None:
-    """Return which memory or disk is too small for the model on the GPU; None if all suffice."""
-    if not torch.cuda.is_available():
-        return None
-    for what, has, needs in (
-        ("GPU memory", torch.cuda.get_device_properties(0).total_memory, 70),
-        ("host memory", available_nbytes(), 50),
-        ("disk", shutil.disk_usage(tempfile.gettempdir()).free, 25),
-    ):
-        if has < needs * 2**30:
-            return f"needs {needs} GiB of {what}, there are {has / 2**30:.0f}"
-    return None
+def _fits(size: Size) -> bool:
+    has = (
+        torch.cuda.get_device_properties(0).total_memory,
+        available_nbytes(),
+        shutil.disk_usage(tempfile.gettempdir()).free,
+    )
+    needs = (size.gpu, size.host, size.disk)
+    return all(nbytes >= gib * 2**30 for nbytes, gib in zip(has, needs, strict=True))
 
 
-def _run(report: Report, where: Path) -> None:
-    turns = blocks(begin=6, rounds=2, length=6)
+def _run(report: Report, where: Path, size: str) -> None:
+    variants = [variant for variant in VARIANTS if not _is_missing(report, variant)]
+    enough = machine.seconds_left() > _THREE_ROUNDS_S
+    turns = blocks(
+        _FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), [v.name for v in variants]
+    )
     kept = turns[-1].end
     last = kept + 3
-    saves = {number: "memory" for block in turns for number in block.saved}
-    saves[2] = "memory"
+    saves = dict.fromkeys((_FIRST, last + 1, *(n for b in turns for n in b.saved)), "memory")
     saves[kept] = "storage"
-    saves[last + 1] = "memory"
-    schedule = {"saves": saves, "digests": [kept, last], "wait_until": 4, "kill": last + 2}
+    changes = {block.begin: block.kind for block in turns if block.kind not in (_PLAIN, _EVERY)}
+    changes |= {_FIRST: SHIPPED.name, turns[-1].begin: SHIPPED.name}
     # Copies of the tiny model on a CPU end at once, so a fault kills that process.
-    fault = (
-        {} if torch.cuda.is_available() else {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"}
+    fault = machine.pick({}, {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"})
+    digests = (kept, last)
+    without = Run(where, "without", size, kill=2 * _FIRST + 1, ours=False)
+    first = Run(
+        *(where, "first", size),
+        **{"kill": last + 2, "saves": saves, "variants": changes, "digests": digests, **fault},
     )
-    first = Run(where, "first", schedule, fault)
-    schedule = {"saves": {}, "digests": [kept, last], "wait_until": 0, "kill": last + 1}
-    memory = Run(where, "memory", schedule)
-    storage = Run(where, "storage", schedule)
-    with first.started():
-        first.wait_killed(report)
-    if len(first.events("begin")) < last:
+    memory, storage = (
+        Run(where, source, size, kill=last + 1, digests=digests) for source in ("memory", "storage")
+    )
+    if not (without.run(report) and first.run(report)):
         return
-    _report_prices(report, first, turns)
-    if torch.cuda.is_available():
-        killed = first.events("killed")
-        is_copying = bool(killed) and killed[0]["copying"]
-        report.note("SIGKILL came while a save was being copied", "yes" if is_copying else "no")
-    _resume(report, first, memory, "memory", kept, last)
+    _report_lost(report, without, first, turns)
+    _report_memory(report, without, first)
+    if machine.simulated_node is None:
+        copying = first.events("killed")[0]["copying"]
+        report.note("SIGKILL came while a save was being copied", "yes" if copying else "no")
+    same = without.losses(1, 2 * _FIRST) == first.losses(1, 2 * _FIRST) != []
+    report.must("the losses with saves equal those of a job without the package", same)
+    _resume(report, first, memory, "memory", digests)
     report.must("the save before the kill becomes durable", _await_tracker(where, kept))
     end_agents(where)
-    _resume(report, first, storage, "storage", kept, last)
+    _resume(report, first, storage, "storage", digests)
 
 
-def _resume(report: Report, first: Run, again: Run, source: str, kept: int, last: int) -> None:
+def _is_missing(report: Report, variant: Variant) -> bool:
+    if variant.missing:
+        report.skip(variant.name, f"this version has no {variant.missing}")
+    return bool(variant.missing)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -> None:
+    """Report the time of the iterations of both jobs, and the training lost per save."""
+    plain, steps = without.steps(), first.steps()
+    steady = [plain[n] for n in sorted(plain) if n > 5]
+    mean, deviation = statistics.fmean(steady), statistics.stdev(steady)
+    report.figure("iteration without the package", 1000 * mean, "ms", _listed(steady))
+    start = range(2, _FIRST)
+    more = sum(steps[n] for n in start) - sum(plain[n] for n in start)
+    report.figure(
+        f"iterations 2 to {_FIRST - 1}, before the first save: lost in all",
+        1000 * more,
+        "ms",
+        f"{_listed([steps[n] for n in start])}; without {_listed([plain[n] for n in start])}",
+    )
+    after = [steps[n] for n in range(_FIRST, _FIRST + _LENGTH)]
+    lost = sum(after) - mean * len(after)
+    report.figure("first save: training lost", 1000 * lost, "ms", _listed(after))
+    kinds: dict[str, list[Block]] = {}
+    for block in turns:
+        kinds.setdefault(block.kind, []).append(block)
+    for kind, same in kinds.items():
+        spans = [[steps[n] for n in range(block.begin, block.end)] for block in same]
+        saves = sum(len(block.saved) for block in same) or len(same)
+        count = _LENGTH * len(same)
+        lost = (sum(map(sum, spans)) - mean * count) / saves
+        error = deviation * (count + count**2 / len(steady)) ** 0.5 / saves
+        what = f"training lost per save, {kind}"
+        if kind == _PLAIN:
+            what = f"{_LENGTH} iterations with the package and no save: lost"
+        write = report.headline if kind == SHIPPED.name else report.figure
+        listed = " | ".join(map(_listed, spans))
+        write(what, 1000 * lost, "ms", f"standard error {1000 * error:.0f} ms; {listed}")
+    staged = re.findall(r"iteration \d+ (?:staged|kept|in|held).*blocked.*", first.log())
+    for number in (0, len(staged) // 2, -1):
+        if staged:
+            report.note("the package's own line", staged[number])
+
+
+def _listed(seconds: list[float]) -> str:
+    return " ".join(f"{1000 * value:.0f}" for value in seconds)
+
+
+def _report_memory(report: Report, without: Run, first: Run) -> None:
+    """Report the largest host and GPU memory in use, with and without the package."""
+    begins = (without.events("begin"), first.events("begin"))
+    host = [min(event["host_nbytes"] for event in events) for events in begins]
+    free = available_nbytes()
+    report.figure(
+        "peak host memory of rank and agent, beyond a job without the package",
+        (host[0] - host[1]) / 2**30,
+        "GiB",
+        f"least memory available: {host[0] / 2**30:.1f} without, {host[1] / 2**30:.1f} with; "
+        f"{free / 2**30:.1f} after the kill",
+    )
+    gpu = [max(event["gpu_nbytes"] for event in events) for events in begins]
+    report.figure(
+        "peak GPU memory in use, beyond a job without the package",
+        (gpu[1] - gpu[0]) / 2**20,
+        "MiB",
+        f"{gpu[0] / 2**30:.2f} GiB without",
+    )
+
+
+# ---------------------------------------------------------------------- restarts
+
+
+def _resume(report: Report, first: Run, again: Run, source: str, digests: tuple[int, int]) -> None:
     """Run `again`; compare its losses and tensors with those of `first`."""
-    with again.started():
-        again.wait_killed(report)
+    if not again.run(report):
+        return
+    kept, last = digests
     match = re.search(r"flashckpt: iteration (\d+) was restored from (\w+): (.*)", again.log())
-    text = match[0] if match else again.log_end()
-    expected = (str(kept), source)
     report.must(
         f"a restart resumes from {source}, from the newest whole save",
-        match is not None and (match[1], match[2]) == expected,
-        text,
+        match is not None and (match[1], match[2]) == (str(kept), source),
+        match[0] if match else again.log_end(),
     )
-    report.note(f"load from {source}", text)
-    for iteration in (kept, last):
+    if match and (rate := re.search(r"([\d.]+) MiB .*in ([\d.]+) s", match[3])):
+        seconds = float(rate[2])
+        gib = float(rate[1]) / 1024
+        report.figure(f"load from {source}", seconds, "s", f"{gib:.2f} GiB")
+    for iteration in digests:
         ours, restarted = first.digests(iteration), again.digests(iteration)
         unequal = [name for name in ours if restarted.get(name) != ours[name]]
         report.must(
@@ -176,172 +269,18 @@ def _resume(report: Report, first: Run, again: Run, source: str, kept: int, last
         bool(ours) and ours == restarted,
         f"{len(ours)} micro-batches",
     )
-    used = [run.gpu_nbytes(last) for run in (first, again)]
-    report.figure(
-        f"GPU memory in use after a restart from {source}, beyond the first run's",
-        (used[1] - used[0]) / 2**20,
-        "MiB",
-        f"{used[0] / 2**30:.2f} GiB in the first run",
-    )
+    used = [
+        max(event["gpu_nbytes"] for event in run.events("begin") if event["iteration"] == last)
+        for run in (first, again)
+    ]
+    what = f"GPU memory in use after a restart from {source}, beyond the first job's"
+    report.figure(what, (used[1] - used[0]) / 2**20, "MiB")
 
 
-def _report_prices(report: Report, run: Run, turns: list[Block]) -> None:
-    """Report the time of an iteration for each frequency of saves, and the cost of one save."""
-    begins = {event["iteration"]: event["time"] for event in run.events("begin")}
-    times: dict[str, list[float]] = {}
-    saves: dict[str, int] = {}
-    for block in turns:
-        spans = [begins[n + 1] - begins[n] for n in range(block.begin, block.end)]
-        times.setdefault(block.kind, []).extend(spans)
-        saves[block.kind] = saves.get(block.kind, 0) + len(block.saved)
-    plain = statistics.fmean(times["no save"])
-    for kind, spans in times.items():
-        detail = ", ".join(f"{1000 * span:.0f}" for span in spans)
-        report.figure(f"iteration, {kind}", 1000 * statistics.fmean(spans), "ms", detail)
-    for kind, count in saves.items():
-        if count:
-            price = (sum(times[kind]) - plain * len(times[kind])) / count
-            report.figure(f"true price of a save, {kind}", 1000 * price, "ms", f"{count} saves")
-    for event in run.events("page-locked"):
-        report.figure("wait for page-locking before iteration 4", event["seconds"], "s")
-    blocked = re.findall(r"host memory only, ([\d.]+) MiB .* blocked ([\d.]+) ms", run.log())
-    if blocked:
-        waits = [float(ms) for _, ms in blocked]
-        report.figure(
-            "time that save_checkpoint reports as blocked",
-            statistics.median(waits),
-            "ms",
-            f"{float(blocked[0][0]) / 1024:.2f} GiB per save",
-        )
-
-
-class Run:
-    """Process of the job, with the files that it writes."""
-
-    def __init__(
-        self,
-        where: Path,
-        name: str,
-        schedule: dict[str, Any],
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        self._more = environment or {}
-        self._where = where
-        self._schedule = schedule
-        self._trace = where / f"{name}.trace"
-        self._losses = where / f"{name}.losses"
-        self._log = where / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @contextlib.contextmanager
-    def started(self) -> Iterator[None]:
-        """Run the process inside the context; kill it at the end of the context."""
-        save = self._where / "checkpoints"
-        command = [
-            *(sys.executable, "-m", "megatron_flashckpt.launch", str(_SCRIPT), *_MODEL),
-            *(_ON_GPU if torch.cuda.is_available() else _ON_CPU),
-            # The schedule sets another interval before every iteration.
-            *("--save", str(save), "--load", str(save), "--save-interval", "1000"),
-        ]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=self._environment(), cwd=self._where, stdout=log, stderr=log
-            )
-        try:
-            yield
-        finally:
-            self._process.kill()
-            self._process.wait()
-
-    def _environment(self) -> dict[str, str]:
-        path = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        if (
-            not torch.cuda.is_available()
-        ):  # never where there is a GPU: it turns "cuda" into the CPU
-            path.insert(0, str(_REPOSITORY / "tests/cpu_megatron"))
-        return {
-            **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # One rank needs no torchrun, whose start takes seconds.
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            # A machine without a network may not resolve its own name.
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            # --deterministic-mode requires these settings.
-            "NCCL_ALGO": "Ring",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # The compilation of Megatron's small fused functions would take longer than the runs.
-            "TORCHDYNAMO_DISABLE": "1",
-            "CPU_CUDA_STUBS": "triton",
-            "SCHEDULE": json.dumps(self._schedule),
-            "TRACE": str(self._trace),
-            "LOSS_LOG": str(self._losses),
-            "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
-            "FLASHCKPT_AGENT__GRACE_S": "120",
-            "PYTHONWARNINGS": "ignore",
-            **self._more,
-        }
-
-    def wait_killed(self, report: Report) -> None:
-        """Wait until the process has ended; report whether its own SIGKILL has ended it."""
-        assert self._process is not None
-        status = self._process.wait()
-        is_killed = status == -signal.SIGKILL
-        report.must(
-            f"the run '{self._trace.stem}' trains as far as its schedule says",
-            is_killed,
-            "" if is_killed else f"status {status}: {self.log_end()}",
-        )
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def log_end(self) -> str:
-        return self.log()[-1500:]
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the traced events with one name, in order."""
-        lines = self._trace.read_text().splitlines() if self._trace.exists() else []
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if event["event"] == name]
-
-    def digests(self, iteration: int) -> dict[str, str]:
-        """Return the digests of all tensors after `iteration`; empty if it was not reached."""
-        for event in self.events("digests"):
-            if event["iteration"] == iteration:
-                return dict(event["digests"])
-        return {}
-
-    def losses(self, first: int, last: int) -> list[str]:
-        """Return iteration and exact loss of every micro-batch of these iterations."""
-        path = Path(f"{self._losses}.0")
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [line for line in lines if first <= int(line.split()[0]) <= last]
-
-    def gpu_nbytes(self, iteration: int) -> int:
-        """Return the bytes of GPU memory in use when `iteration` began."""
-        match = [e["gpu_nbytes"] for e in self.events("begin") if e["iteration"] == iteration]
-        return int(match[0]) if match else 0
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def _await_tracker(where: Path, iteration: int, within_s: float = 60.0) -> bool:
-    """Return whether storage names `iteration` as its newest checkpoint within `within_s`."""
+def _await_tracker(where: Path, iteration: int) -> bool:
+    """Return whether storage names `iteration` as its newest checkpoint in the time left."""
     tracker = where / "checkpoints/latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+    while machine.seconds_left() > 0:
         if tracker.exists() and tracker.read_text() == str(iteration):
             return True
         time.sleep(0.05)
