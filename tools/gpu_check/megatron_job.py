@@ -33,7 +33,7 @@ import torch.utils.deterministic
 from megatron_flashckpt.memory.host_memory import available_nbytes
 
 #: Elements of a tensor that are digested at once.
-_PART_NUMEL = 1 << 22
+_PART_NUMEL = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -106,7 +106,7 @@ class Digest:
         """Return the sum over all elements of (element + 1) * factor, modulo 2**64."""
         flat = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        factors = self._factors.to(flat.device)
+        factors = self._factors[: flat.numel()].to(flat.device)
         for part in flat.split(_PART_NUMEL):
             total = 31 * total + ((part.to(torch.int64) + 1) * factors[: part.numel()]).sum()
         return int(total.item())

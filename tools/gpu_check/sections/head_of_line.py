@@ -14,7 +14,7 @@ LETTER = "H"
 TITLE = "small copies behind a save, by variant"
 SECONDS = 25
 GPUS = 1
-SIMULATED = False
+SIMULATED = True
 MEGATRON = False
 ALONE = True
 

@@ -251,10 +251,8 @@ def _resume(report: Report, first: Run, again: Run, source: str, digests: tuple[
         match is not None and (match[1], match[2]) == (str(kept), source),
         match[0] if match else again.log_end(),
     )
-    if match and (rate := re.search(r"([\d.]+) MiB .*in ([\d.]+) s", match[3])):
-        seconds = float(rate[2])
-        gib = float(rate[1]) / 1024
-        report.figure(f"load from {source}", seconds, "s", f"{gib:.2f} GiB")
+    if match and (rate := re.search(r"\(([\d.]+) MiB/s\)", match[3])):
+        report.figure(f"load from {source}", float(rate[1]) / 1024, "GiB/s")
     for iteration in digests:
         ours, restarted = first.digests(iteration), again.digests(iteration)
         unequal = [name for name in ours if restarted.get(name) != ours[name]]

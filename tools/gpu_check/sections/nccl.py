@@ -20,7 +20,7 @@ LETTER = "N"
 TITLE = "collectives over NCCL and gloo"
 SECONDS = 40
 GPUS = 1
-SIMULATED = False
+SIMULATED = True
 MEGATRON = False
 ALONE = False
 
