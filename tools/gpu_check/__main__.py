@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,15 @@ def main(arguments: list[str]) -> int:
         if not given.only or section.label in given.only
     ]
     run = Run(given, time.monotonic() + given.budget - _RESERVE_S)
-    with _forkserver(given.package) as found:
+    with _forkserver(imported(given.package, wanted)) as (found, kill_all):
         run.gpus = found["gpus"]
         for alone, group in itertools.groupby(wanted, lambda section: section.alone):
-            workers = 1 if alone else max(1, len(os.sched_getaffinity(0)) // _CORES_PER_SECTION)
-            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                list(pool.map(run.section, group))
+            with concurrent.futures.ThreadPoolExecutor(1 if alone else given.jobs) as pool:
+                try:
+                    list(pool.map(run.section, group))
+                except KeyboardInterrupt:
+                    kill_all()  # then the threads of the pool tidy up and end
+                    raise
     run.results.sort(key=lambda result: wanted.index(result[0]))
     print(f"\n{table.facts(run.results)}\n\n{table.summary(run.about, run.results)}")
     return int(any(outcome.failed for _, outcome in run.results))
@@ -103,8 +106,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def _forkserver(package: str) -> Iterator[dict[str, Any]]:
-    """Start the forkserver with all imports of a package's sections; yield what it has found."""
+def _forkserver(modules: list[str]) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Start the forkserver, which imports these modules.
+
+    Yields:
+        What the server has found, and a function that ends it with all processes.
+    """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gc-") as where:
         os.environ.update(ENVIRONMENT)
@@ -112,11 +119,12 @@ def _forkserver(package: str) -> Iterator[dict[str, Any]]:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "tools.gpu_check.forkserver", os.environ[SOCKET]]
         server = subprocess.Popen(
-            command + imported(package),
+            command + modules,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the driver, which ends the server
         )
         assert server.stdin is not None
         assert server.stdout is not None
@@ -126,7 +134,7 @@ def _forkserver(package: str) -> Iterator[dict[str, Any]]:
             found: dict[str, Any] = json.loads(line)
             how = "" if found["forks"] else "; an import has started CUDA, so every section imports"
             print(f"imports: {time.monotonic() - started:.1f} s{how}", flush=True)
-            yield found
+            yield found, server.stdin.close
         finally:
             server.stdin.close()  # the server kills what still runs, and ends
             server.stdout.close()
@@ -144,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", type=lambda text: text.split(","), metavar="C,M,...", help="run these sections"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) // _CORES_PER_SECTION),
+        metavar="N",
+        help="sections that run side by side, if they measure nothing (here: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all facts as JSON")
     parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)

@@ -69,9 +69,8 @@ def sections(package: str) -> list[Section]:
     return sorted(listed + again, key=_place)
 
 
-def imported(package: str) -> list[str]:
-    """Return the modules that the processes of a package's sections import."""
-    listed = sections(package)
+def imported(package: str, listed: list[Section]) -> list[str]:
+    """Return the modules that the processes of these sections of a package import."""
     if all(section.gpus == 0 for section in listed):
         return []
     children = Path(__file__).with_name("children")

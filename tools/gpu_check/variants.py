@@ -41,6 +41,6 @@ def _place(path: str) -> tuple[Any, str]:
 SHIPPED = Variant("as shipped", {})
 VARIANTS = (
     SHIPPED,
-    Variant("1 part in flight", {"save.stager.PARTS_IN_FLIGHT": 1}),
-    Variant("2 parts in flight", {"save.stager.PARTS_IN_FLIGHT": 2}),
+    Variant("all parts enqueued at once", {"save.copy_pace.BUSY_SHARE": 1e9}),
+    Variant("copies half of the time", {"save.copy_pace.BUSY_SHARE": 0.5}),
 )

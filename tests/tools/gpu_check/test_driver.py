@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 
 from tests.support.trainer import eventually, is_alive
 from tools.gpu_check.discovery import PACKAGE, sections
+from tools.gpu_check.sections import megatron
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,8 +24,9 @@ LETTER = "{letter}"
 TITLE = "made up"
 SECONDS = {seconds}
 GPUS = {gpus}
-SIMULATED = {simulated}
+SIMULATED = False
 MEGATRON = False
+ALONE = {alone}
 
 
 def run(report):
@@ -37,12 +41,12 @@ def write_section(
     *,
     seconds: float = 60.0,
     gpus: int = 0,
-    simulated: bool = True,
+    alone: bool = True,
 ) -> None:
     """Add a section to a package; make the package if it does not exist."""
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()
-    text = MADE_UP.format(letter=letter, seconds=seconds, gpus=gpus, simulated=simulated, body=body)
+    text = MADE_UP.format(letter=letter, seconds=seconds, gpus=gpus, alone=alone, body=body)
     (package / f"section_{letter.lower()}.py").write_text(text)
 
 
@@ -51,30 +55,34 @@ class DriverResult(NamedTuple):
 
     status: int
     output: str
-    lines: dict[str, list[dict[str, Any]]]
-    """Lines of the report, by section."""
+    document: dict[str, Any]
+
+    @property
+    def lines(self) -> dict[str, list[dict[str, Any]]]:
+        """Lines of the report without their section, by section."""
+        return {
+            section["section"]: [{**line, "section": None} for line in section["lines"]]
+            for section in self.document["sections"]
+        }
 
 
-def run_made_up(package: Path, *arguments: str) -> DriverResult:
-    """Run the sections of a made-up package."""
-    file = package.parent / "lines.jsonl"
-    command = ["--package", package.name, "--json", str(file), *arguments]
-    ended = gpu_check(*command, PYTHONPATH=str(package.parent))
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for line in map(json.loads, file.read_text().splitlines()):
-        lines.setdefault(line.pop("section"), []).append(line)
-    return DriverResult(ended.returncode, ended.stdout, lines)
-
-
-def gpu_check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [ROOT / "scripts/gpu_check", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+def gpu_check(file: Path, *arguments: str, path: str = "") -> DriverResult:
+    ended = subprocess.run(
+        [ROOT / "scripts/gpu_check", "--json", file, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
+    assert file.exists(), ended.stdout
+    return DriverResult(ended.returncode, ended.stdout, json.loads(file.read_text()))
+
+
+def run_made_up(package: Path, *arguments: str) -> DriverResult:
+    """Run the sections of a made-up package."""
+    arguments = ("--package", package.name, *arguments)
+    return gpu_check(package.parent / "out.json", *arguments, path=str(package.parent))
 
 
 #: A section with one child in its own session, and one in another session, like an agent.
@@ -85,6 +93,14 @@ WITH_CHILDREN = """
     pids = [os.getpid(), *(child.pid for child in children)]
     pathlib.Path({pids!r}).write_text(" ".join(map(str, pids)))
     report.note("first", "kept")
+"""
+#: A section that has a process forked, and leaves it running.
+WITH_FORKED = """
+    import os, pathlib
+    from tools.gpu_check.forkserver import Process
+    where = pathlib.Path({pids!r})
+    forked = Process("pause", [], dict(os.environ), where.with_suffix(".out"))
+    where.write_text(str(forked.pid))
 """
 
 
@@ -99,59 +115,60 @@ def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> DriverResult:
     """Run of sections that end in every possible way."""
     package = tmp_path_factory.mktemp("sections") / "made_up"
     facts = (
-        'report.must("a rule", True, "held"); report.figure("speed", 52.5, "GB/s");'
-        'report.note("name", "value"); report.skip("a part", "no reason")'
+        'report.must("a rule", True, "held"); report.figure("first", 1.0, "s");'
+        'report.headline("speed", 52.5, "GB/s"); report.skip("a part", "no reason")'
     )
     write_section(package, "E", facts)
     write_section(package, "D", 'report.must("a rule", False, "it was 3")')
     write_section(package, "F", 'report.note("first", "kept"); raise ValueError("broken")')
     write_section(package, "R", WITH_CHILDREN.format(pids=str(pids / "left")))
+    write_section(package, "L", WITH_FORKED.format(pids=str(pids / "forked")))
     hangs = WITH_CHILDREN.format(pids=str(pids / "hung")) + "    signal.pause()"
-    write_section(package, "S", hangs, seconds=15.0)
-    write_section(package, "P", "pass", gpus=99, simulated=False)
+    write_section(package, "S", hangs, seconds=6.0)
+    write_section(package, "P", "pass", gpus=99)
     write_section(package, "N", "report.note('ran', 'not asked for')")
-    return run_made_up(package, "--only", "S,R,F,P,D,E")
+    (package.parent / "pause.py").write_text(
+        "import signal\n\n\ndef main(_):\n    signal.pause()\n"
+    )
+    return run_made_up(package, "--only", "S,R,L,F,P,D,E")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs on this machine")
-def test_simulated_sections_pass_and_skipped_ones_are_listed(tmp_path: Path) -> None:
-    file = tmp_path / "gpu_check.jsonl"
-    ended = gpu_check("--budget", "3000", "--json", str(file))
-    assert ended.returncode == 0, ended.stdout
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    all_sections = sections(PACKAGE)
-    simulated = [listed.label for listed in all_sections if listed.simulated]
-    assert set(simulated) >= set("EDFRSTG")
-    ran = dict.fromkeys(line["section"] for line in lines)
-    assert list(ran) == simulated
-    for label in simulated:
-        assert any(line["ok"] for line in lines if line["section"] == label), label
-    for section in all_sections:
-        if not section.simulated:
-            why = "needs 2 GPUs" if section.gpus == 2 else "needs a GPU"
-            assert f"  {section.label} {section.title}: {why}\n" in ended.stdout
-    assert ", 0 broken\n" in ended.stdout
+def test_every_section_passes_on_a_simulated_gpu(tmp_path: Path) -> None:
+    ended = gpu_check(tmp_path / "out.json", "--budget", "3000")
+    assert ended.status == 0, ended.output
+    expected = [listed.label for listed in sections(PACKAGE)]
+    assert list(ended.lines) == expected
+    for section in ended.document["sections"]:
+        needs_two = section["section"] in ("D1", "T1")
+        assert section["verdict"].startswith("not run: needs 2" if needs_two else "ok"), section
+    rules = [line["what"] for line in ended.lines["M"] if line["ok"]]
+    for source in ("memory", "storage"):
+        assert f"a restart resumes from {source}, from the newest whole save" in rules
+        assert f"restart from {source}: all losses are equal" in rules
+        compared = f"restart from {source}: all tensors after iteration"
+        assert sum(rule.startswith(compared) for rule in rules) == 2
+    assert ", 0 broken\n" in ended.output
 
 
-SHAPE = {"ok": None, "value": None, "unit": None, "detail": ""}
+SHAPE = {"section": None, "ok": None, "value": None, "unit": None, "detail": ""}
 
 
-def test_facts_are_written_as_json_lines_and_printed_in_a_table(ended: DriverResult) -> None:
+def test_facts_are_written_as_json_and_printed_in_a_table(ended: DriverResult) -> None:
     assert ended.lines["E"] == [
         {**SHAPE, "kind": "must", "what": "a rule", "ok": True, "detail": "held"},
-        {**SHAPE, "kind": "figure", "what": "speed", "value": 52.5, "unit": "GB/s"},
-        {**SHAPE, "kind": "note", "what": "name", "detail": "value"},
+        {**SHAPE, "kind": "figure", "what": "first", "value": 1.0, "unit": "s"},
+        {**SHAPE, "kind": "headline", "what": "speed", "value": 52.5, "unit": "GB/s"},
         {**SHAPE, "kind": "skip", "what": "a part", "detail": "no reason"},
     ]
-    rows = [line.split() for line in ended.output.splitlines()]
-    assert ["E", "speed", "52.5", "GB/s", "note"] in rows
-    assert ["E", "a", "rule", "MUST", "ok", "held"] in rows
-    assert "\n  E made up: a part: no reason\n" in ended.output
+    assert "\n| E made up | ok, 1 rules, parts not run | 52.5 GB/s: speed |" in ended.output
+    assert "\n| E made up: a part | no reason |\n" in ended.output
+    assert "torch" in ended.document["about"]["versions"]
 
 
 def test_a_broken_rule_fails_the_check_but_later_sections_still_run(ended: DriverResult) -> None:
     assert ended.status == 1
-    assert list(ended.lines) == ["E", "D", "F", "R", "S"]
+    assert set(ended.lines) == set("EDFRSPL")
     assert "\nFAILED D: a rule  it was 3\n" in ended.output
     assert ended.output.endswith("4 rules checked, 3 broken\n")
 
@@ -168,7 +185,7 @@ def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: Driv
 def test_a_section_that_hangs_is_killed_with_all_its_children(
     ended: DriverResult, pids: Path
 ) -> None:
-    what, detail = "ends within 15 s", "killed, with all its children"
+    what, detail = "ends within 6 s", "killed, with all its children"
     assert ended.lines["S"] == [
         {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
         {**SHAPE, "kind": "must", "what": what, "ok": False, "detail": detail},
@@ -182,6 +199,8 @@ def test_processes_that_a_section_leaves_running_are_killed(
     what = "processes that it left running and that were killed"
     assert ended.lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
     assert_ended(pids / "left")
+    assert ended.lines["L"] == []
+    assert_ended(pids / "forked")
 
 
 def assert_ended(file: Path) -> None:
@@ -190,24 +209,63 @@ def assert_ended(file: Path) -> None:
 
 
 def test_a_section_that_needs_more_gpus_is_listed_as_not_run(ended: DriverResult) -> None:
-    assert "\n  P made up: needs 99 GPUs\n" in ended.output
+    assert "\n| P made up: all of it | needs 99 GPUs |\n" in ended.output
 
 
 def test_a_section_without_time_left_in_the_budget_is_listed(tmp_path: Path) -> None:
     package = tmp_path / "made_up"
-    write_section(package, "D", "import signal; signal.pause()", seconds=600.0)
-    write_section(package, "T", "pass")
-    ended = run_made_up(package, "--only", "D,T", "--budget", "8")
+    write_section(package, "T", "import signal; signal.pause()", seconds=600.0)
+    write_section(package, "D", "pass")
+    ended = run_made_up(package, "--only", "D,T", "--budget", "12")
     assert ended.status == 0, "no rule was broken"
-    assert list(ended.lines) == ["D"]
-    assert "\n  D made up: the rest of it: no time left: killed after 8 s\n" in ended.output
-    assert "\n  T made up: no time left\n" in ended.output
+    (line,) = ended.lines["T"]
+    assert line["detail"].startswith("no time left: killed after")
+    assert "\n| D made up: all of it | no time left |\n" in ended.output
+
+
+def test_sections_that_measure_nothing_run_side_by_side(tmp_path: Path) -> None:
+    package = tmp_path / "made_up"
+    for letter, other in ("EF", "FE"):
+        body = f"""
+    import pathlib, time
+    here = pathlib.Path({str(tmp_path)!r})
+    (here / "{letter}").touch()
+    while not (here / "{other}").exists():
+        time.sleep(0.01)
+"""
+        write_section(package, letter, body, seconds=30.0, alone=False)
+    assert run_made_up(package, "--jobs", "2").status == 0
+
+
+def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    pids = tmp_path / "hung"
+    hangs = WITH_CHILDREN.format(pids=str(pids)) + "    signal.pause()"
+    write_section(tmp_path / "made_up", "E", hangs)
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tools.gpu_check", "--package", "made_up"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    eventually("its children", lambda: pids.exists() and len(pids.read_text().split()) == 3)
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(60.0) != 0
+    assert_ended(pids)
 
 
 def test_sections_run_in_the_order_of_their_letters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for letter in "MTDEZ":
+    for letter in "TDZMC":
         write_section(tmp_path / "ordered", letter, "pass")
-    assert [listed.label for listed in sections("ordered")] == ["E", "D", "T", "Z", "D1", "T1", "M"]
+    assert [listed.label for listed in sections("ordered")] == ["C", "M", "T", "D", "Z", "T1", "D1"]
+
+
+def test_blocks_alternate_and_their_last_iteration_is_not_saved() -> None:
+    assert megatron.blocks(begin=6, rounds=1, kinds=["as shipped"]) == [
+        megatron.Block("no save", 6, 11, ()),
+        megatron.Block("as shipped", 11, 16, (11,)),
+        megatron.Block("a save after every step", 16, 21, (16, 17, 18, 19)),
+    ]

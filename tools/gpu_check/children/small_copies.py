@@ -79,7 +79,6 @@ class Bench:
         self._allocated: list[torch.Tensor] = []
         self.calls: dict[str, Callable[[], object]] = {
             ".item()": loss.item,
-            ".tolist() of 1 KiB": small.tolist,
             ".cpu() of 1 KiB": small.cpu,
             "1 MiB to the device": batch.cuda,
             "cudaMalloc of 32 MiB": self._allocate,

@@ -25,20 +25,20 @@ SIMULATED = True
 MEGATRON = True
 ALONE = False
 
-_GIB = 8.0
+_GIB = 4.0
 _PATIENCE_S = 50.0
 _STATUS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM}
 
 
 def run(report: Report) -> None:
-    """Kill two ranks in the middle of a save of 8 GiB; one resumes, another ends as planned."""
+    """Kill two ranks in the middle of a save of 4 GiB; one resumes, another ends as planned."""
     with tempfile.TemporaryDirectory(prefix="k-") as directory, agents_ended(Path(directory)):
         where = Path(directory)
         if machine.simulated_node is not None:  # each process takes seconds of a core
             _run(report, where, ("SIGKILL",))
             _report_slots(report, "SIGKILL", place(where, "SIGKILL"), 1)
             return
-        # A rank holds 16 GiB of host memory, so two ranks run at a time.
+        # A rank holds 8 GiB of host memory, so two ranks run at a time.
         _run(report, where, ("SIGKILL", "planned"))
         _run(report, where, ("SIGTERM", "resume"))
         _report_slots(report, "SIGTERM", place(where, "SIGTERM"), 1)

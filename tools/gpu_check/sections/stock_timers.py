@@ -30,8 +30,8 @@ _ROUNDS = 8
 #: Seconds between a save and the timers, for a print and a barrier; the first copies are enqueued
 #: then.
 _BETWEEN_S = 0.005
-#: Largest share of the copies that training's calls wait for, by the fields of `Round`. Two timers
-#: wait for two parts each, 5 ms of 120 ms; an `.item()` is a copy, so it waits for the copy engine.
+#: Largest share of the copies that training's calls wait for, by the fields of `Round`. Each waits
+#: for about one part of a hundred; an `.item()` is a copy, so it waits for the copy engine, too.
 _LARGEST_SHARE = {"timers_s": 0.1, "item_s": 0.25}
 
 

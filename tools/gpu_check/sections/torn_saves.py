@@ -134,7 +134,8 @@ class RandomSaves:
         if machine.simulated_node is not None:
             machine.simulated_node.d2h_bytes_per_s = nbytes / 0.05
         self._random = random.Random(1)
-        self._number = 0
+        self.number = 0
+        """Number of saves so far."""
 
     def save(self, training: EagerTraining, meanwhile: Callable[[], None] | None = None) -> str:
         """Train, save and continue; return the difference in the slot, or an empty text.
@@ -144,8 +145,8 @@ class RandomSaves:
         """
         for _ in range(self._random.randint(0, 1)):
             self._iteration(training)
-        slot = self.slab.slots[self._number % 2]
-        self._number += 1
+        slot = self.slab.slots[self.number % 2]
+        self.number += 1
         expected = training.values()
         errors: list[BaseException | None] = []
         self.stager.stage(training.copies(slot.data_offset), lambda _, error: errors.append(error))
@@ -193,6 +194,7 @@ def run(report: Report) -> None:
         if machine.seconds_left() > _LEAST_S:
             saves = _in_graphs(report, saves)
         if saves is not None:
+            report.headline("saves checked while training went on", saves.number, "saves")
             saves.close()
 
 
