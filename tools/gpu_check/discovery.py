@@ -16,7 +16,7 @@ from typing import Any
 PACKAGE = "tools.gpu_check.sections"
 CHILDREN = "tools.gpu_check.children"
 #: Order of the sections: the most telling ones come first, because time may not suffice for all.
-ORDER = "CMLSHTKGXDNFRP"
+ORDER = "CMLHTKGDNFRP"
 #: Sections that run again on the second device, if there are two.
 _ON_ANOTHER_DEVICE = ("D", "T")
 _CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON", "ALONE")

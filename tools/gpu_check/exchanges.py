@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_flashckpt.collectives import broadcast_object, gather_objects, reduce_int
 from megatron_flashckpt.load.all_to_all import Stream, transfer
-from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
 
@@ -60,22 +59,3 @@ def _report_exchange(report: Report, name: str, nbytes: int) -> None:
 def _content(rank: int, nbytes: int) -> torch.Tensor:
     """Return the bytes that a rank sends, without a period that is a power of two."""
     return (torch.arange(nbytes, dtype=torch.int64) % (251 - 2 * rank)).to(torch.uint8)
-
-
-def report_many_heads(report: Report, ranks: int) -> None:
-    """Report the time of the heads of `ranks` ranks on one GPU, as in `gather_objects`.
-
-    A process group of one rank cannot show this time, so the tensors are made and copied directly.
-    """
-    device = "cuda"
-    started = time.perf_counter()
-    head = torch.zeros(4096, dtype=torch.uint8, device=device)
-    heads = [torch.empty_like(head) for _ in range(ranks)]
-    copied = [tensor.cpu().numpy().data for tensor in heads]
-    seconds = time.perf_counter() - started
-    report.figure(
-        f"{ranks} heads of {len(copied[0])} bytes, made and copied to the host",
-        1000 * seconds,
-        "ms",
-        machine.pick("", "on the simulated node"),
-    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,8 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.support.trainer import agents_under, config_of, eventually, is_alive
+from tests.support.trainer import config_of
+from tools.gpu_check.agents import end_agents
 
 
 class Node:
@@ -56,10 +55,7 @@ class Node:
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
-        for pid in agents_under(self.runtime_dir):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+        end_agents(self.runtime_dir)
 
 
 def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tools.gpu_check import machine
 from tools.gpu_check.child import Child, wait
-from tools.gpu_check.exchanges import report_collectives, report_many_heads
+from tools.gpu_check.exchanges import report_collectives
 from tools.gpu_check.report import Report
 
 LETTER = "N"
@@ -35,7 +35,6 @@ def run(report: Report) -> None:
         where = Path(directory)
         ranks = [Child("gloo_rank", where, RANK=str(rank)) for rank in range(2)]
         _report_nccl(report, where, machine.pick("nccl", "gloo"))
-        report_many_heads(report, 1024)
         wait(ranks, _PATIENCE_S)
         for child in ranks:
             child.pass_on(report, figures=True)

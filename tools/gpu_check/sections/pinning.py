@@ -1,26 +1,18 @@
-"""Page-locking: its time, the calls that it delays, and undocumented behaviour of CUDA."""
+"""Page-locking: its time, the kernels that it delays, and undocumented behaviour of CUDA."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
-from tools.gpu_check.child import Child, wait
-from tools.gpu_check.children import bystander
 from tools.gpu_check.report import Report
-from tools.gpu_check.timing import report_waits
 
 LETTER = "P"
 TITLE = "page-locking"
@@ -30,27 +22,23 @@ SIMULATED = True
 MEGATRON = False
 ALONE = True
 
-#: Slabs: size in GiB, huge pages, mapped before; the most important ones first.
-_CASES = (
-    (2, True, True),
-    (8, False, True),
-    (8, True, False),
-)
-_MAIN = "in chunks"
+#: Slabs: size in GiB, huge pages; the most important ones first.
+_CASES = ((8, True), (8, False), (2, True))
 #: Largest time of all steps of a case per GiB; cases without enough time left are skipped.
 _S_PER_GIB = 1.0
-_RESERVE_S = 8.0
 
 
 def run(report: Report) -> None:
     """Check single calls first, because the measurements of times may use all remaining time."""
     _report_borders(report)
     _report_latched_errors(report)
-    with tempfile.TemporaryDirectory(prefix="p-") as directory:
-        if machine.simulated_node is None:
-            _report_times(report, Path(directory))
-        else:
-            _measure(report, machine.pick(2.0, 0.01), huge=True, populated=True)
+    with _kernels() as waits:
+        for gib, huge in machine.pick(_CASES, ((0.01, True),)):
+            name = f"{gib:g} GiB, {'huge' if huge else 'small'} pages"
+            if machine.seconds_left() < gib * _S_PER_GIB:
+                report.skip(name, "no time left")
+                continue
+            _measure(report, name, int(gib * 2**30), huge, waits)
 
 
 # ---------------------------------------------------------------------- what CUDA does
@@ -140,94 +128,41 @@ def _kernel(number: torch.Tensor) -> str:
 # ---------------------------------------------------------------------- times
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Time span in which memory was being locked, on the monotonic clock."""
-
-    way: str
-    """Division into calls."""
-    begin: float
-    end: float
-
-
-def _report_times(report: Report, where: Path) -> None:
-    child = Child("bystander", where)
-    with _kernels() as waits:
-        spans: list[Span] = []
-        deadline = time.monotonic() + 30.0
-        while not child.lines() and not child.look() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        idle = Span("not at all", time.monotonic(), time.monotonic() + 2.0)
-        time.sleep(2.0)
-        for gib, huge, populated in _CASES:
-            if machine.seconds_left() < _RESERVE_S + gib * _S_PER_GIB:
-                report.skip(_name(gib, huge, populated), "no time left")
-                continue
-            spans += _measure(report, gib, huge=huge, populated=populated)
-    (where / "stop").touch()
-    wait([child], 10.0)
-    calls = {"10 us kernels of this process": waits, **_calls(where / bystander.CALLS)}
-    ways: dict[str, list[Span]] = {}
-    for span in (idle, *spans):
-        ways.setdefault(span.way, []).append(span)
-    for name, samples in calls.items():
-        for way, times in ways.items():
-            during = [
-                seconds
-                for begin, seconds in samples
-                if any(begin < span.end and begin + seconds > span.begin for span in times)
-            ]
-            report_waits(report, f"{name}, while memory is locked {way}", during)
-
-
-def _measure(report: Report, gib: float, *, huge: bool, populated: bool) -> list[Span]:
-    """Report the seconds of every step for one slab; return the time spans of locking."""
-    name = _name(gib, huge, populated)
-    nbytes = int(gib * 2**30)
-    with _timed(report, f"{name}: create"):
+def _measure(report: Report, name: str, nbytes: int, huge: bool, waits: list[float]) -> None:
+    """Report the seconds of every step for one slab, as the package takes it."""
+    stager = Stager()
+    device = torch.cuda.current_device()
+    with _timed(report, f"{name}: create", waits):
         slab = Slab.create(1, 0, nbytes, "pinning", huge_pages=huge)
-    if populated:
-        with _timed(report, f"{name}: map all pages"):
-            slab.populate()
-    address = torch.frombuffer(slab.memory, dtype=torch.uint8).data_ptr()
-    runtime: Any = torch.cuda.cudart()
-    spans = []
-    # Locking maps the pages, so only the first way sees pages that are not mapped.
-    for way, chunk in ((_MAIN, CHUNK_NBYTES), ("in one call", nbytes)):
-        begins = range(0, nbytes, chunk)
-        span = time.monotonic()
-        with _timed(report, f"{name}: lock {way}", is_headline=way == _MAIN):
-            statuses = {
-                int(runtime.cudaHostRegister(address + n, min(chunk, nbytes - n), 0))
-                for n in begins
-            }
-        spans.append(Span(way, span, time.monotonic()))
-        if statuses != {0}:
-            report.note(f"{name}: lock {way}", f"fails with status {statuses}")
-        with _timed(report, f"{name}: unlock {way}"):
-            for begin in begins:
-                runtime.cudaHostUnregister(address + begin)
+    with _timed(report, f"{name}: map all pages", waits):
+        slab.populate()
+    with _timed(report, f"{name}: lock", waits, is_headline=nbytes >= 8 << 30 and huge):
+        stager.use(slab, device=device)
+        stager.pin(None)
+        stager.wait_pinned()
+    with _timed(report, f"{name}: unlock", waits):
+        stager.drop_slab()
+    stager.close()
     slab.close()
-    return spans
-
-
-def _name(gib: float, huge: bool, populated: bool) -> str:
-    pages = "2 MiB" if huge else "4 KiB"
-    return f"{gib:g} GiB, {pages} pages, {'mapped' if populated else 'not mapped'}"
 
 
 @contextlib.contextmanager
-def _timed(report: Report, what: str, *, is_headline: bool = False) -> Iterator[None]:
-    started = time.perf_counter()
+def _timed(
+    report: Report, what: str, waits: list[float], *, is_headline: bool = False
+) -> Iterator[None]:
+    before, started = len(waits), time.perf_counter()
     yield
-    write = report.headline if is_headline else report.figure
-    write(what, time.perf_counter() - started, "s")
+    seconds = time.perf_counter() - started
+    time.sleep(0.01)  # for a kernel that began meanwhile
+    longest = max(waits[before:], default=0.0)
+    detail = f"longest of {len(waits) - before} small kernels {1000 * longest:.2f} ms"
+    (report.headline if is_headline else report.figure)(what, seconds, "s", detail)
 
 
 @contextlib.contextmanager
-def _kernels() -> Iterator[list[tuple[float, float]]]:
-    """Run short kernels in another thread; yield a growing list of their begins and seconds."""
-    waits: list[tuple[float, float]] = []
+def _kernels() -> Iterator[list[float]]:
+    """Run kernels of 10 us in another thread; yield a growing list of their seconds."""
+    waits: list[float] = []
     over = threading.Event()
     device = torch.cuda.current_device()
 
@@ -236,12 +171,11 @@ def _kernels() -> Iterator[list[tuple[float, float]]]:
         stream = torch.cuda.Stream()
         number = torch.zeros(1 << 20, device="cuda")
         with torch.cuda.stream(stream):
-            while not over.is_set():
-                started = time.monotonic()
+            while not over.wait(0.001):
+                started = time.perf_counter()
                 number.add_(1)
                 stream.synchronize()
-                waits.append((started, time.monotonic() - started))
-                time.sleep(0.001)
+                waits.append(time.perf_counter() - started)
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -250,12 +184,3 @@ def _kernels() -> Iterator[list[tuple[float, float]]]:
     finally:
         over.set()
         thread.join()
-
-
-def _calls(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the start and the seconds of the bystander's calls, by name."""
-    calls: dict[str, list[tuple[float, float]]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, begin, seconds = line.split()
-        calls.setdefault(f"{name} of another process", []).append((float(begin), float(seconds)))
-    return calls
