@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> Callable[[], None]:
         except Exception:  # a section that needs this module reports it as its own failure
             traceback.print_exc()
     torch = sys.modules.get("torch")
-    found = {"gpus": torch.cuda.device_count() if torch else 0, "forks": _has_not_started_cuda()}
+    found = {"gpus": torch.cuda.device_count() if torch else 0, "forks": not _has_started_cuda()}
     gc.collect()
     gc.freeze()  # otherwise every forked process collects the objects of all imports when it ends
     with socket.socket(socket.AF_UNIX) as listener:
@@ -122,14 +122,17 @@ def main(arguments: list[str]) -> Callable[[], None]:
         return _Server(listener).serve()
 
 
-def _has_not_started_cuda() -> bool:
-    """Return whether a fork of this process can use CUDA."""
+def _has_started_cuda() -> bool:
+    """Return whether this process or its parent has started CUDA, so a fork cannot use it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        return True
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return True
+        return False
     status = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
-    return bool(status == _CUDA_ERROR_NOT_INITIALIZED)
+    return bool(status != _CUDA_ERROR_NOT_INITIALIZED)
 
 
 class _Server:
@@ -212,7 +215,7 @@ def _program(request: dict[str, Any]) -> Callable[[], None]:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     module, arguments, environment = (request[n] for n in ("module", "arguments", "environment"))
-    if request["fresh"] or not _has_not_started_cuda():
+    if request["fresh"] or _has_started_cuda():
         start = f"import sys, {module} as m; m.main(sys.argv[1:])"
         os.execve(sys.executable, [sys.executable, "-c", start, *arguments], environment)
     os.environ.clear()

@@ -123,9 +123,8 @@ class Bench:
         for _, name in itertools.product(range(_CALLS + 1), self.calls):
             self._time(name, waits)
         self._free()
-        return {
-            name: seconds[1:] for name, seconds in waits.items()
-        }  # the first ones set things up
+        # The first calls set things up.
+        return {name: seconds[1:] for name, seconds in waits.items()}
 
     def beside_saves(self) -> tuple[Waits, float]:
         """Return the seconds of every call during the copies of a save, and those of the copies."""
