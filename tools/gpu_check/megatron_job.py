@@ -19,7 +19,6 @@ import contextlib
 import functools
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -54,8 +53,7 @@ class Schedule:
             digests = {name: digest.of(tensor) for name, tensor in tensors(model, optimizer)}
             trace("digests", iteration=iteration - 1, digests=digests)
         if iteration >= self._given["kill"]:
-            memory = {"reserved": torch.cuda.max_memory_reserved(), "rss": _peak_rss()}
-            trace("killed", copying=is_copying(get_args().save), **memory)
+            trace("killed", copying=is_copying(get_args().save))
             os.kill(os.getpid(), signal.SIGKILL)
         if (name := self._given["variants"].get(str(iteration))) is not None:
             self._use(name)
@@ -87,11 +85,6 @@ def is_copying(save: str | None) -> bool:
     from tools.gpu_check import machine
 
     return save is not None and machine.is_copying(session.checkpointer(save).link.stager)
-
-
-def _peak_rss() -> int:
-    """Return the largest resident memory of this process in bytes, slots included."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Digest:

@@ -206,10 +206,8 @@ def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -
         write = report.headline if kind == SHIPPED.name else report.figure
         listed = " | ".join(map(_listed, spans))
         write(what, 1000 * lost, "ms", f"standard error {1000 * error:.0f} ms; {listed}")
-    staged = re.findall(r"iteration \d+ (?:staged|kept|in|held).*blocked.*", first.log())
-    for number in (0, len(staged) // 2, -1):
-        if staged:
-            report.note("the package's own line", staged[number])
+    for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
+        report.note("the package's own line", staged)
 
 
 def _listed(seconds: list[float]) -> str:
