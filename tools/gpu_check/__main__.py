@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, given: argparse.Namespace, deadline: float) -> None:
         self.gpus = 0
-        self.about = about()
+        self.about = about(given.commit)
         self.results: table.Results = []
         self._given = given
         self._deadline = deadline
@@ -161,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         help="sections that run side by side, if they measure nothing (here: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all facts as JSON")
+    parser.add_argument("--commit", metavar="NAME", help="the commit, where git does not know it")
     parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)
     return parser
 

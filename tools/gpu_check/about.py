@@ -25,15 +25,19 @@ _FILES = {
 }
 
 
-def about() -> dict[str, str]:
-    """Return facts about this machine by their names. Starts neither torch nor CUDA."""
+def about(commit: str | None) -> dict[str, str]:
+    """Return facts about this machine by their names. Starts neither torch nor CUDA.
+
+    Args:
+        commit: name of the checked commit; None: ask git.
+    """
     return {
         "GPU, driver, memory, PCIe generation and lanes": _gpus(),
         "versions": ", ".join(
             (f"Python {platform.python_version()}", *filter(None, map(_version, _PACKAGES)))
         ),
         "megatron_flashckpt": f"{_version('megatron-flashckpt') or _source_version()}, "
-        f"commit {_commit()}",
+        f"commit {commit or _commit()}",
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
         "machine": f"kernel {platform.release()}, {len(os.sched_getaffinity(0))} CPUs, "
         f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory, "

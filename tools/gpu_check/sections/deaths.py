@@ -41,7 +41,7 @@ _KILLED = Scenario("SIGKILL", -signal.SIGKILL)
 _BREAKS = Scenario("broken during copies", None)
 #: A process without saves on a busy GPU: the driver may let any process wait for a kernel.
 _CONTROL = Scenario("control", None, None)
-#: Rounds of scenarios that run side by side; a rank holds 4 GiB of host memory. A hanging process
+#: Rounds of scenarios that run side by side; a rank holds 6 GiB of host memory. A hanging process
 #: takes time from the others, so it comes last.
 _ROUNDS = (
     (
@@ -54,7 +54,7 @@ _ROUNDS = (
     ),
     (Scenario("resume", whole=3), Scenario("busy for ever", None), _CONTROL),
 )
-_GIB = 2.0
+_GIB = 3.0
 _PATIENCE_S = 30.0
 #: Figure of a rank: the time at which its end begins.
 _BEGIN = "the end begins"
