@@ -18,6 +18,7 @@ from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
 import torch
+import torch.utils.deterministic
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import (
@@ -100,6 +101,8 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
 
 
 if __name__ == "__main__":
+    # With --deterministic-mode torch would fill each new tensor, the buffers of a load included.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     pretrain(
         datasets_provider,
         model_provider,

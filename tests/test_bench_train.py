@@ -17,12 +17,13 @@ from benchmarks.train import chart, figures, report, study, systems
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured, Restart, Session
 from benchmarks.train.progress import Progress
+from benchmarks.train.series import Series
 from benchmarks.train.sizes import QUICK, Schedule
 from benchmarks.train.systems import System
 
 REPO = Path(__file__).resolve().parents[1]
 SCHEDULE = Schedule(interval=5, saves=4)
-FIRST_S, LATER_S, STEP_S, BLOCKED_S = 10.0, 0.5, 2.0, 0.3
+FIRST_S, LATER_S, STEP_S, BLOCKED_S, DURABLE_S, OWED_S = 10.0, 0.5, 2.0, 0.3, 4.0, 0.25
 
 
 def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float = 1.0) -> Measured:
@@ -37,7 +38,13 @@ def run_of(saved: list[int] | None = None, *, slower: float = 0.0, exit_s: float
     made = saved or []
     blocked_s = [FIRST_S if iteration == SCHEDULE.interval else BLOCKED_S for iteration in made]
     return Measured(
-        ended_at, exit_s, losses, saved=[*made, SCHEDULE.iterations], blocked_s=blocked_s
+        ended_at,
+        exit_s,
+        losses,
+        owed_s=OWED_S,
+        saved=[*made, SCHEDULE.iterations],
+        blocked_s=blocked_s,
+        durable_s=[seconds + DURABLE_S for seconds in blocked_s],
     )
 
 
@@ -65,6 +72,13 @@ def test_blocked_time_is_the_median_of_later_saves() -> None:
 
     assert blocked([5, 10, 15, 20]) == BLOCKED_S
     assert blocked([5]) is None, "the first save counts"
+
+
+def test_a_save_is_durable_after_the_tracker_and_the_fsync_that_the_system_omits() -> None:
+    run = run_of([5, 10, 15, 20])
+    expected = BLOCKED_S + DURABLE_S + OWED_S
+    assert figures.figures_of(SCHEDULE, run, run_of())["durable_s"] == pytest.approx(expected)
+    assert figures.figures_of(SCHEDULE, run_of([5]), run_of())["durable_s"] is None
 
 
 def test_skipped_saves_do_not_make_the_others_cheaper() -> None:
@@ -130,10 +144,10 @@ class FakeSession(Session):
         return self._measured(system)
 
 
-def series_of(session: FakeSession, rounds: int) -> study._Series:
+def series_of(session: FakeSession, rounds: int) -> Series:
     all_systems = [NONE, OURS, OTHER]
     megatron = Megatron(Path(), (), {}, Path())
-    series = study._Series(all_systems, {"installed": megatron}, SCHEDULE)
+    series = Series(all_systems, {"installed": megatron}, SCHEDULE)
     with Progress(rounds * len(all_systems)) as progress:
         for number in range(rounds):
             series.round(session, number, rounds, progress)
@@ -174,7 +188,7 @@ def test_a_start_that_is_known_to_hang_is_tried_once_more() -> None:
     session = FakeSession(
         lambda system: (_ for _ in ()).throw(JobError("late", "waiting for socket"))
     )
-    series = study._Series([hanging], {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
+    series = Series([hanging], {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
     with Progress(1) as progress:
         series.round(session, 0, 1, progress)
     assert session.order == ["other", "other"]
@@ -229,7 +243,7 @@ def results() -> dict:
 
 def test_a_chart_shows_the_measured_figures(results: dict, tmp_path: Path) -> None:
     path = tmp_path / "train.png"
-    chart.draw_figures(["a line", study.table_of(results), results], path)
+    chart.draw_figures(["a line", report.table_of(results), results], path)
     assert path.read_bytes().startswith(b"\x89PNG")
     path.unlink()
     chart.draw_figures([{**results, "systems": {}}], path)
@@ -265,7 +279,7 @@ def test_dlrover_is_left_out_with_the_missing_requirement(
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     options = argparse.Namespace(size=QUICK, dlrover=None, replicated_optimizer=False)
-    chosen = study._chosen(["dlrover", "flashckpt"])
+    chosen = systems.chosen(systems.SYSTEMS, ["dlrover", "flashckpt"])
     assert [system.name for system in chosen] == ["none", "flashckpt", "none-old", "dlrover"]
     megatrons, left_out = study._megatrons(chosen, tmp_path, options)
     assert list(megatrons) == ["installed"]
@@ -277,11 +291,14 @@ def test_dlrover_is_left_out_with_the_missing_requirement(
         systems.old_trees(tmp_path, tmp_path, QUICK)
 
 
-#: Files of published runs in `benchmarks/results`, without their suffix.
-PUBLISHED = ("train", "train-100mb-s", "train-100mb-s-replicated")
+#: Published runs.
+PUBLISHED = sorted((REPO / "benchmarks/results").glob("train*.json"))
+#: Documents with their tables.
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/understanding/benchmarks.md")
 #: Table in a document that `python -m benchmarks train --markdown FILE` printed.
 GENERATED = re.compile(
-    r"<!-- python -m benchmarks train --markdown(?: (\S+))? -->\n(.*?)\n<!-- end -->", re.DOTALL
+    r"<!-- python -m benchmarks train --markdown(?: (\S+))?( --brief)? -->\n(.*?)\n<!-- end -->",
+    re.DOTALL,
 )
 
 
@@ -290,18 +307,20 @@ def without_generated_tables(text: str) -> str:
 
 
 def test_generated_tables_are_those_of_the_published_files() -> None:
-    text = (REPO / "benchmarks" / "README.md").read_text()
-    tables = {
-        file or "benchmarks/results/train.json": table for file, table in GENERATED.findall(text)
-    }
-    assert set(tables) == {f"benchmarks/results/{name}.json" for name in PUBLISHED}
-    for file, table in tables.items():
-        assert table == report.markdown(report.read_figures(REPO / file)), file
+    whole = set()
+    for document in DOCUMENTS:
+        for file, brief, table in GENERATED.findall((REPO / document).read_text()):
+            path = REPO / (file or "benchmarks/results/train.json")
+            assert table == report.document(report.read_figures(path), brief=bool(brief)), document
+            if not brief:
+                whole.add((document, path))
+            assert path.with_suffix(".png").exists()
+    assert whole >= {("benchmarks/README.md", path) for path in PUBLISHED}
 
 
 @pytest.mark.parametrize("name", ["train-100mb-s", "train-100mb-s-replicated"])
 def test_the_document_of_slow_storage_shows_the_published_figures(name: str) -> None:
-    published = report.read_figures(REPO / f"benchmarks/results/{name}.json")
+    published = report.read_figures(REPO / f"benchmarks/results/{name}.json")[0]
     shown = ("blocked_s", "first_save_step_s", "storage_load_s", "memory_load_s")
     lines = (REPO / "docs/understanding/benchmarks.md").read_text().splitlines()
     for key in ("flashckpt", "torch", "dlrover"):
@@ -313,8 +332,11 @@ def test_the_document_of_slow_storage_shows_the_published_figures(name: str) -> 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/understanding/benchmarks.md"])
 def test_a_document_shows_the_published_medians(document: str) -> None:
-    """Compares tables of `results/train.json` in the document, whatever columns they show."""
-    published = report.read_figures(REPO / "benchmarks" / "results" / "train.json")
+    """Compares tables of `results/train.json` in the document, whatever columns they show.
+
+    README may show the table of a GPU in its place, which another test compares.
+    """
+    published = report.read_figures(REPO / "benchmarks" / "results" / "train.json")[0]
     medians = {
         system["label"]: {
             figures.LABELS[name]: f"{spread['median']:.2f}"
@@ -335,4 +357,5 @@ def test_a_document_shows_the_published_medians(document: str) -> None:
                     compared += 1
         elif not line.startswith("|"):
             header = []
-    assert compared > 20
+    replaced = document == "README.md" and "train-gpu.json" in (REPO / document).read_text()
+    assert replaced or compared > 20

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.train import figures, measure, report, study
-from benchmarks.train.job import JobError, Megatron, running
+from benchmarks.train import figures, measure, report, study, watch
+from benchmarks.train.job import Job, JobError, Megatron, running
 from benchmarks.train.measure import Session
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
-from benchmarks.train.systems import System
+from benchmarks.train.systems import HANGING, System
 from tests.support.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
@@ -151,17 +151,80 @@ def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
     assert made.processes() == []
 
 
-def test_a_process_that_keeps_the_output_open_delays_no_end_of_a_job(tmp_path: Path) -> None:
-    script = """
-if rank:
-    print("child", subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"]}).pid)
-"""
-    with running(started(tmp_path, script), (sys.executable,), [], {}, print) as made:
+def test_a_process_without_parent_session_and_environment_ends_with_its_job(tmp_path: Path) -> None:
+    megatron = started(tmp_path, "")
+    with running(megatron, HANGING.runner, [], {}, print) as made:
+        eventually("a hidden process", lambda: "waiting for" in made.log)
+        hidden = psutil.Process(int(made.log.split()[-1]))
+        assert (hidden.ppid(), hidden.environ()) == (os.getpid(), {})
+        assert os.getsid(hidden.pid) == hidden.pid
+        with pytest.raises(JobError, match="took too long: it did not end\n  waiting for process"):
+            made.wait(time.perf_counter() + 0.2)
+    assert not hidden.is_running()
+    assert made.processes() == []
+
+
+def test_orphans_have_their_usual_parent_after_a_job(tmp_path: Path) -> None:
+    with running(started(tmp_path, "pass"), (sys.executable,), [], {}, print) as made:
         made.wait(time.perf_counter() + 60)
-        eventually("a child", lambda: "child" in made.log)
-        child = psutil.Process(int(made.log.split()[-1]))
-    assert child.is_running(), "a process without a mark of the job was ended"
-    child.kill()
+    script = "import os, time; os.fork() and os._exit(0); time.sleep(0.3); print(os.getppid())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert int(done.stdout) != os.getpid()
+
+
+def test_a_job_that_prints_nothing_for_long_hangs(tmp_path: Path) -> None:
+    script = "print('last', flush=True); time.sleep(1000)"
+    job = running(started(tmp_path, script), (sys.executable,), [], {}, print, silence_s=1.0)
+    with job as made, pytest.raises(JobError, match="printed nothing for 1 s: it did not end\n  l"):
+        made.wait(time.perf_counter() + 60)
+
+
+def test_a_job_ends_with_the_time_of_its_study(tmp_path: Path) -> None:
+    session = dataclasses.replace(session_of(tmp_path), ends_at=time.monotonic() + 0.2)
+    with pytest.raises(JobError, match="took too long"):
+        session.measure(PLAIN, started(tmp_path, "time.sleep(1000)"))
+
+
+def test_what_a_killed_rank_wrote_is_read_to_its_end(tmp_path: Path) -> None:
+    script = "print('x' * 1_000_000, 'end', end='', flush=True); time.sleep(1000)"
+    with running(started(tmp_path, script), (sys.executable,), [], {}, print) as made:
+        eventually("two ranks", lambda: made.watch is not None and len(list(outputs(made))) == 2)
+        eventually("output", lambda: all(file.stat().st_size > 1e6 for file in outputs(made)))
+    assert made.log.count(" end") == 2
+
+
+def outputs(job: Job) -> list[Path]:
+    return list(job._outputs.iterdir())
+
+
+def test_the_tracker_is_timed(tmp_path: Path) -> None:
+    tracker, output = tmp_path / "tracker", tmp_path / "output"
+    output.touch()
+    before = time.perf_counter()
+    watched = watch.Watch([output], tracker, lambda line, at: None)
+    for iteration in (5, 10):
+        tracker.write_text(str(iteration))
+        eventually("an iteration", lambda: iteration in watched.tracked_at)  # noqa: B023
+    watched.finish()
+    assert list(watched.tracked_at) == [5, 10]
+    assert before <= watched.tracked_at[5] <= watched.tracked_at[10] <= time.perf_counter()
+
+
+def test_the_largest_fall_of_available_memory_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert watch.available_nbytes() > 1 << 20
+    readings = iter([1000, 900, 300, 1200])
+    monkeypatch.setattr(watch, "available_nbytes", lambda: next(readings, 800))
+    output = tmp_path / "output"
+    output.touch()
+    watched = watch.Watch([output], None, lambda line, at: None)
+    eventually("the lowest reading", lambda: watched.peak_nbytes == 700)
+    eventually("all readings", lambda: readings.__length_hint__() == 0)
+    watched.finish()
+    assert watched.peak_nbytes == 700
 
 
 def test_an_agent_with_another_environment_ends_with_its_job(tmp_path: Path) -> None:
@@ -250,13 +313,14 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "minutes on two quiet cores" in done.stdout.splitlines()[0]
-    results = report.read_figures(file)
+    (results,) = report.read_figures(file)
     assert results["errors"] == []
     ours = results["systems"]["flashckpt"]
     (run,) = ours["runs"]
     assert run["saved"] == [3, 6, 8]
     assert len(run["ended_at"]) == 8
     assert ours["figures"].keys() == figures.LABELS.keys()
+    assert ours["failed"] is None
     assert 0.01 < ours["figures"]["gb"]["median"] < 0.1
     assert not list(scratch.iterdir())
     for process in psutil.process_iter():

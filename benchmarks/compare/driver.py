@@ -35,7 +35,7 @@ from benchmarks.compare.targets import print_targets
 from benchmarks.systems import CATALOGUE, QUICK
 
 REPO = Path(__file__).resolve().parents[2]
-_VERSIONS = ("torch", "megatron-core", "dlrover")
+_VERSIONS = ("torch", "megatron-core", "dlrover", "nvidia-resiliency-ext")
 #: Lines of a failed job's output that are shown.
 _TAIL_LINES = 30
 #: Saves after the first one in a further job.
@@ -245,10 +245,21 @@ def machine(root: Path) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
         "file_system": max(mounted, key=lambda part: len(part.mountpoint)).fstype,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": _gpu(),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def _gpu() -> str | None:
+    """Return name and driver of the GPU, without a CUDA context in this process."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    name, _, driver = printed.stdout.strip().partition(", ")
+    return f"{name}, driver {driver}"
 
 
 def _holds(mountpoint: str, path: Path) -> bool:

@@ -10,9 +10,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.figure import SubFigure
 
 from benchmarks.study import Result
-from benchmarks.train.report import machine_line, rounds_of, usual_steps
+from benchmarks.train.report import machine_line, ranks_of, rounds_of, usual_steps
 
 _OURS, _OTHERS, _LIMIT = "#1b7f5c", "#9aa5b1", "#c0392b"
 _LOST, _BLOCKED, _FIRST, _LOAD = (
@@ -24,31 +25,38 @@ _LOST, _BLOCKED, _FIRST, _LOAD = (
 
 
 def draw_figures(results: Sequence[Result], path: Path) -> None:
-    """Draw the figures of a run, if any system saved in it."""
-    for figures in results:
-        if isinstance(figures, dict):
-            _draw(figures, path)
+    """Draw the figures of a run, a row for each model in which a system saved."""
+    runs = [run for run in results if isinstance(run, dict) and _systems(run)]
+    if not runs:
+        return
+    heights = [1.8 + 0.62 * len(_systems(run)) for run in runs]
+    figure = pyplot.figure(figsize=(11, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(runs), height_ratios=heights, squeeze=False)
+    for run, (part,) in zip(runs, parts, strict=True):
+        _draw(run, part)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
-def _draw(figures: dict[str, Any], path: Path) -> None:
+def _panels(figures: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     # With slow storage a run has few saves, and steps scatter more than they lose.
-    panels = (_BLOCKED, _FIRST, _LOAD) if figures.get("storage_mb_s") else (_LOST, _FIRST)
-    systems = {
+    return (_BLOCKED, _FIRST, _LOAD) if figures.get("storage_mb_s") else (_LOST, _FIRST)
+
+
+def _systems(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the systems of which every panel has a figure."""
+    return {
         name: system
         for name, system in figures["systems"].items()
-        if system["saves"] and all(key in system["figures"] for key, _ in panels)
+        if system["saves"] and all(key in system["figures"] for key, _ in _panels(figures))
     }
-    if not systems:
-        return
+
+
+def _draw(figures: dict[str, Any], part: SubFigure) -> None:
+    panels, systems = _panels(figures), _systems(figures)
     labels = [system["label"].replace(", ", ",\n", 1) for system in systems.values()]
     colours = [_OURS if name == "flashckpt" else _OTHERS for name in systems]
-    figure, axes = pyplot.subplots(
-        1,
-        len(panels),
-        sharey=True,
-        figsize=(11, 1.8 + 0.62 * len(systems)),
-        layout="constrained",
-    )
+    axes = part.subplots(1, len(panels), sharey=True)
     for axis, (key, title) in zip(axes, panels, strict=True):
         values = [system["figures"][key] for system in systems.values()]
         medians = [value["median"] for value in values]
@@ -82,17 +90,15 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
         axis.set_title(f"dashed: a step without a save, {usual:.2f} s", fontsize=9, loc="right")
     size = max((system["figures"]["gb"]["median"] for system in systems.values()), default=0)
     schedule = figures["schedule"]
-    figure.suptitle(
-        f"What checkpoints cost real Megatron training: {figures['ranks']} ranks, "
+    part.suptitle(
+        f"What checkpoints cost real Megatron training: {ranks_of(figures)}, "
         f"{size:.2f} GB every {schedule['interval']} steps{_storage(figures)}",
         fontsize=12,
     )
-    figure.supxlabel(
+    part.supxlabel(
         f"{rounds_of(figures)}\n{machine_line(figures)}",
         fontsize=7,
     )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _storage(figures: dict[str, Any]) -> str:

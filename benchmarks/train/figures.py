@@ -16,12 +16,14 @@ LABELS = {
     "blocked_s": "blocked per save",
     "lost_per_save_s": "lost per save",
     "first_save_step_s": "first save's step",
+    "durable_s": "durable",
     "lost_in_all_s": "lost in all",
     "exit_s": "exit",
     "storage_load_s": "load: storage",
     "memory_load_s": "load: memory",
     "storage_restart_s": "restart: storage",
     "memory_restart_s": "restart: memory",
+    "host_gb": "host memory, GB",
     "gb": "GB",
 }
 
@@ -90,8 +92,12 @@ def figures_of(schedule: Schedule, run: Measured, baseline: Measured) -> dict[st
         "first_save_step_s": first_save_step_s(schedule, run),
         "lost_in_all_s": lost_in_all(run, baseline),
         "exit_s": run.exit_s,
+        "host_gb": run.peak_nbytes / 1e9,
         "gb": run.nbytes / 1e9,
         "blocked_s": statistics.median(run.blocked_s[1:]) if run.blocked_s[1:] else None,
+        "durable_s": statistics.median(run.durable_s[1:]) + run.owed_s
+        if run.durable_s[1:]
+        else None,
     }
     for source, restart in run.restarts.items():
         figures[f"{source}_load_s"] = restart.load_s

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -17,12 +17,13 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.train import descendants
+from benchmarks.train.starts import Start, Started, new_process
+from benchmarks.train.watch import Watch
 from tests.support.forked.job import free_port
 
+#: Ranks of a job on CPUs.
 RANKS = 2
-#: Environment variables that identify the processes of a job: the job's name, or for agents their
-#: runtime directory.
-_JOB_KEY, _AGENTS_KEY = "BENCHMARK_TRAIN_JOB", "FLASHCKPT_RUNTIME_DIR"
 _ITERATION = re.compile(r" iteration +(\d+)/")
 _LOAD_TIME, _SAVE_TIME = (
     re.compile(rf"{name}-checkpoint \.+: \(([\d.]+), ([\d.]+)\)") for name in ("load", "save")
@@ -52,6 +53,8 @@ class Megatron:
     env: dict[str, str]
     """Environment of every rank, without the variables that a launcher sets."""
     cwd: Path
+    ranks: int = RANKS
+    start: Start = new_process
 
 
 class Job:
@@ -59,67 +62,62 @@ class Job:
 
     def __init__(
         self,
+        megatron: Megatron,
         command: list[str],
         env: dict[str, str],
-        cwd: Path,
         on_iteration: Callable[[int], None],
+        tracker: Path | None,
+        silence_s: float,
     ) -> None:
         self.name = f"train-{uuid.uuid4().hex[:12]}"
         self.ended_at: dict[int, float] = {}
         """Time at which an iteration's log line arrived; a save begins after that line."""
-        self._marks = {(_JOB_KEY, self.name)}
-        if _AGENTS_KEY in env:
-            self._marks.add((_AGENTS_KEY, env[_AGENTS_KEY]))
         self._lines: list[str] = []
         self._on_iteration = on_iteration
-        self._command, self._cwd = command, cwd
+        self._megatron, self._command, self._tracker = megatron, command, tracker
+        self._silence_s = silence_s
         self._env = {
+            **megatron.env,
             **env,
-            _JOB_KEY: self.name,
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
+            "WORLD_SIZE": str(megatron.ranks),
+            "LOCAL_WORLD_SIZE": str(megatron.ranks),
             "GROUP_RANK": "0",
             "TORCHELASTIC_RUN_ID": self.name,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "PYTHONUNBUFFERED": "1",
         }
         self.started_at = 0.0
-        self._ranks: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
+        self._ranks: list[Started] = []
+        self._watch: Watch | None = None
+        self._outputs = Path(tempfile.mkdtemp(prefix="fc-job-"))
+        self._earlier = descendants.descendants()
 
     def start(self) -> None:
         """Start the ranks; `end` ends them, even after an interrupted start."""
+        outputs = [self._outputs / str(rank) for rank in range(self._megatron.ranks)]
+        for output in outputs:
+            output.touch()
+        self._watch = Watch(outputs, self._tracker, self._on_line)
         self.started_at = time.perf_counter()
-        for rank in map(str, range(RANKS)):
-            self._ranks.append(
-                subprocess.Popen(
-                    self._command,
-                    env={**self._env, "RANK": rank, "LOCAL_RANK": rank},
-                    cwd=self._cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                )
-            )
-        for process in self._ranks:
-            reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        for rank, output in enumerate(outputs):
+            env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            cwd = self._megatron.cwd
+            self._ranks.append(self._megatron.start(self._command, env, cwd, output))
 
-    def _read(self, rank: subprocess.Popen[str]) -> None:
-        assert rank.stdout is not None
-        with rank.stdout:
-            for line in rank.stdout:
-                now = time.perf_counter()
-                self._lines.append(line)
-                if match := _ITERATION.search(line):
-                    iteration = int(match[1])
-                    self.ended_at.setdefault(iteration, now)
-                    self._on_iteration(iteration)
+    def _on_line(self, line: str, at: float) -> None:
+        self._lines.append(line)
+        if match := _ITERATION.search(line):
+            iteration = int(match[1])
+            self.ended_at.setdefault(iteration, at)
+            self._on_iteration(iteration)
+
+    @property
+    def watch(self) -> Watch:
+        """Observations of the started job."""
+        assert self._watch is not None, "the job was not started"
+        return self._watch
 
     @property
     def log(self) -> str:
@@ -143,40 +141,51 @@ class Job:
         """Wait until `condition()` holds.
 
         Raises:
-            JobError: a rank has ended before, or `deadline` has passed.
+            JobError: a rank has ended before, `deadline` has passed, or the job is silent.
         """
         while not condition():
             if any(rank.poll() is not None for rank in self._ranks) and not condition():
-                self._join_readers()
+                self.watch.finish()
                 raise self.error(f"ended before {what}")
-            if time.perf_counter() > deadline:
-                raise self.error(f"took too long: {what} did not come")
+            self._check_progress(deadline, f"{what} did not come")
             time.sleep(_POLL_S)
 
     def wait(self, deadline: float) -> float:
         """Wait until all ranks have ended with status 0; return the time of the last end.
 
         Raises:
-            JobError: a rank failed, or `deadline` has passed.
+            JobError: a rank failed, `deadline` has passed, or the job is silent.
         """
         while any(rank.poll() is None for rank in self._ranks):
             if any(rank.poll() for rank in self._ranks):
                 break
-            if time.perf_counter() > deadline:
-                raise self.error("took too long to end")
+            self._check_progress(deadline, "it did not end")
             time.sleep(_POLL_S)
         ended_at = time.perf_counter()
+        self.watch.finish()
         if statuses := [rank.returncode for rank in self._ranks if rank.poll()]:
-            self._join_readers()
             raise self.error(f"ended with {statuses[0]}")
         return ended_at
+
+    def _check_progress(self, deadline: float, what: str) -> None:
+        now = time.perf_counter()
+        if now > deadline:
+            raise self._hung(f"took too long: {what}")
+        if now - self.watch.line_at > self._silence_s:
+            raise self._hung(f"printed nothing for {self._silence_s:g} s: {what}")
 
     def error(self, what: str) -> JobError:
         """Return an error with the last error, or the last lines, of the job's output."""
         errors = _ERROR.findall(self.log)
+        return JobError("\n  ".join([what, *(errors[-1:] or self._last_lines())]), self.log)
+
+    def _hung(self, what: str) -> JobError:
+        """Return an error with the last lines; an error before them need not be the cause."""
+        return JobError("\n  ".join([what, *self._last_lines()]), self.log)
+
+    def _last_lines(self) -> list[str]:
         lines = [line for line in self.log.splitlines() if not line.startswith("WARNING:")]
-        last = errors[-1:] or lines[-_TAIL_LINES:]
-        return JobError("\n  ".join([what, *last]), self.log)
+        return lines[-_TAIL_LINES:]
 
     def kill(self) -> float:
         """Send SIGKILL to all ranks, but not to their agent; return the time before that."""
@@ -189,14 +198,14 @@ class Job:
 
     def end(self) -> None:
         """Kill every process of this job; remove its files in shared memory."""
-        self.kill()
-        rest = self.processes()
-        for process in rest:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(rest, timeout=_LEAVE_S)
-        # A short wait: a reader ends with the last process that has the pipe, which may stay.
-        self._join_readers()
+        pids = {rank.pid for rank in self._ranks}
+        left = {process.pid for process in descendants.end(self._earlier, pids, _LEAVE_S)}
+        for rank in self._ranks:
+            if rank.pid not in left:
+                rank.wait()
+        if self._watch is not None:
+            self._watch.finish()
+        shutil.rmtree(self._outputs, ignore_errors=True)
         # DLRover's saver names these files and the directory after the job.
         for file in Path("/dev/shm").glob(f"{self.name}_*"):
             file.unlink(missing_ok=True)
@@ -210,16 +219,7 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """Return the living processes of this job, its agent included."""
-        result = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if self._marks & process.environ().items():
-                    result.append(process)
-        return result
-
-    def _join_readers(self) -> None:
-        for reader in self._readers:
-            reader.join(timeout=0.5)
+        return descendants.living(self._earlier, {rank.pid for rank in self._ranks})
 
 
 @contextlib.contextmanager
@@ -229,16 +229,24 @@ def running(
     arguments: list[str],
     env: dict[str, str],
     on_iteration: Callable[[int], None],
+    tracker: Path | None = None,
+    silence_s: float = float("inf"),
 ) -> Iterator[Job]:
-    """Yield a started job; end all its processes with the context."""
+    """Yield a started job; end all its processes with the context.
+
+    Args:
+        tracker: Megatron's tracker file, which `Job.watch` observes.
+        silence_s: a wait for the job fails if no rank prints a line for so long.
+    """
     command = [*runner, str(megatron.script), *megatron.flags, *arguments]
-    job = Job(command, {**megatron.env, **env}, megatron.cwd, on_iteration)
-    try:
-        job.start()
-        yield job
-    finally:
-        with _undisturbed():
-            job.end()
+    with descendants.orphans_come_here():
+        job = Job(megatron, command, env, on_iteration, tracker, silence_s)
+        try:
+            job.start()
+            yield job
+        finally:
+            with _undisturbed():
+                job.end()
 
 
 @contextlib.contextmanager

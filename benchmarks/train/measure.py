@@ -16,6 +16,7 @@ from benchmarks.train.job import Job, JobError, Megatron, running
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
+from benchmarks.train.watch import tracked
 from tests.compat.tree import Run as Printed
 
 #: File that names the newest checkpoint, and DLRover's additional file.
@@ -60,6 +61,10 @@ class Measured:
     """Size of one checkpoint."""
     blocked_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of Megatron's own timer around `save_checkpoint`, without the save at the end."""
+    durable_s: list[float] = dataclasses.field(default_factory=list)
+    """Seconds from the end of an iteration until the tracker names its save, likewise."""
+    peak_nbytes: int = 0
+    """Largest fall of the host's available memory from the start of the ranks to their end."""
     restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
     """Restarts by source: `storage`, `memory`."""
 
@@ -75,6 +80,12 @@ class Session:
     progress: Callable[[str], None]
     """Receives the name of the current step."""
     limit: StorageLimit | None = None
+    restarts: bool = True
+    """True if new ranks load the checkpoints of a run."""
+    silence_s: float = float("inf")
+    """Seconds without output after which a job counts as hanging."""
+    ends_at: float = float("inf")
+    """Time on the monotonic clock at which every job is ended."""
 
     def measure(self, system: System, megatron: Megatron) -> Measured:
         """Run a system once, and restart from its checkpoints.
@@ -115,7 +126,7 @@ class _Measurement:
 
     def measure(self) -> Measured:
         result = self._whole_run()
-        if self._system.saves:
+        if self._system.saves and self._session.restarts:
             early = [number for number in result.saved if number <= self._schedule.resumed_from]
             if not early:
                 raise JobError(f"there is no checkpoint before iteration {max(result.ended_at)}")
@@ -145,6 +156,7 @@ class _Measurement:
                 {number: at - job.started_at for number, at in sorted(job.ended_at.items())},
                 ended_at - job.ended_at[last],
                 self._losses("whole", job),
+                peak_nbytes=job.watch.peak_nbytes,
             )
             if self._system.saves:
                 newest = self._await_commit(job, last)
@@ -154,6 +166,12 @@ class _Measurement:
                 result.owed_s = time.perf_counter() - committed_at
                 result.exit_s = time.perf_counter() - job.ended_at[last]
                 result.blocked_s = job.blocked_s
+                tracked_at = job.watch.tracked_at
+                result.durable_s = [
+                    tracked_at[number] - job.ended_at[number]
+                    for number in self._schedule.saved_at
+                    if number in tracked_at
+                ]
                 result.saved = sorted(
                     int(directory.name[5:]) for directory in self._checkpoints.glob("iter_*")
                 )
@@ -166,7 +184,8 @@ class _Measurement:
     def _restart(self, result: Measured, first: int) -> None:
         """Start new ranks from checkpoint `first`, and from memory if the system supports that."""
         again = self._system.from_memory
-        newest = first + self._schedule.interval if again else first
+        every = self._schedule.restart_interval
+        newest = (first // every + 1) * every if again else first
         with self._running("storage", save=again, load=True) as job:
             deadline = self._deadline()
             self._await_steps(job, newest, deadline, at_least=1 if again else RESUMED_STEPS)
@@ -203,8 +222,8 @@ class _Measurement:
         arguments = ["--train-iters", str(self._schedule.iterations)]
         arguments += self._system.flags
         if save:
-            arguments += ["--save", str(self._checkpoints)]
-            arguments += ["--save-interval", str(self._schedule.interval)]
+            interval = self._schedule.restart_interval if load else self._schedule.interval
+            arguments += ["--save", str(self._checkpoints), "--save-interval", str(interval)]
         if load:
             arguments += ["--load", str(self._checkpoints)]
         env = {
@@ -222,10 +241,20 @@ class _Measurement:
         def on_iteration(iteration: int) -> None:
             self._session.progress(f"{kind}: step {iteration} of {self._schedule.iterations}")
 
-        return running(self._megatron, self._system.runner, arguments, env, on_iteration)
+        return running(
+            self._megatron,
+            self._system.runner,
+            arguments,
+            env,
+            on_iteration,
+            self._checkpoints / TRACKER if save else None,
+            self._session.silence_s,
+        )
 
     def _deadline(self) -> float:
-        return time.perf_counter() + self._session.timeout_s
+        """Return the time at which a job that starts now is ended."""
+        limits = (self._session.timeout_s, self._session.ends_at - time.monotonic())
+        return time.perf_counter() + min(*limits, self._system.timeout_s or limits[0])
 
     def _await_steps(self, job: Job, resumed_from: int, deadline: float, *, at_least: int) -> None:
         """Wait until `at_least` iterations after `resumed_from` have ended."""
@@ -250,10 +279,7 @@ class _Measurement:
         return iteration
 
     def _tracked(self) -> int | None:
-        try:
-            return int((self._checkpoints / TRACKER).read_text())
-        except (OSError, ValueError):
-            return None
+        return tracked(self._checkpoints / TRACKER)
 
     def _cut_back(self, iteration: int) -> None:
         """Remove all checkpoints newer than `iteration`."""

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import Table
 from benchmarks.train.figures import LABELS, Spread
 
 
-def read_figures(path: Path) -> dict[str, Any]:
-    """Return the figures that an earlier run wrote.
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """Return the figures that an earlier run wrote, one for each model.
 
     Raises:
         SystemExit: the file does not hold figures of such a run.
     """
     try:
         results = json.loads(path.read_text())
-        return next(
-            result for result in results if isinstance(result, dict) and "systems" in result
-        )
-    except (OSError, ValueError, StopIteration) as error:
-        raise SystemExit(
-            f"{path}: not the figures of `python -m benchmarks train` ({error!r})"
-        ) from error
+        figures = [entry for entry in results if isinstance(entry, dict) and "systems" in entry]
+        if figures:
+            return figures
+        reason = "no figures"
+    except (OSError, ValueError) as error:
+        reason = repr(error)
+    raise SystemExit(f"{path}: not the figures of `python -m benchmarks train` ({reason})")
 
 
 def measured_labels(figures: dict[str, Any]) -> dict[str, str]:
-    """Return those of `LABELS` of which at least one system has a figure."""
+    """Return those of `LABELS` of which at least one system has a figure that is to be shown."""
+    shown = figures.get("columns", LABELS)
     measured = {name for system in figures["systems"].values() for name in system["figures"]}
-    return {name: label for name, label in LABELS.items() if name in measured}
+    return {name: label for name, label in LABELS.items() if name in measured and name in shown}
 
 
 def cells(figures: dict[str, Any]) -> list[list[str]]:
@@ -42,12 +46,15 @@ def cells(figures: dict[str, Any]) -> list[list[str]]:
             value = system["figures"].get(name)
             hidden = value is None or (not system["saves"] and name not in _OF_BASELINES)
             row.append("-" if hidden else str(Spread(**value)))
+        if failed := system.get("failed"):
+            # In place of the first figure.
+            row[1:2] = [failed.splitlines()[0]]
         rows.append([*row, str(len(system["rounds"]))])
     return rows
 
 
 #: Figures of a run without saves.
-_OF_BASELINES = ("first_save_step_s", "exit_s")
+_OF_BASELINES = ("first_save_step_s", "exit_s", "host_gb")
 
 
 def usual_steps(figures: dict[str, Any]) -> dict[str, float]:
@@ -64,10 +71,23 @@ def machine_line(figures: dict[str, Any]) -> str:
     machine = figures["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     kernel, _, _ = machine["kernel"].partition("-")
+    gpu = f"{machine['gpu']}; " if machine.get("gpu") else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
         f"{machine['file_system']}, Linux {kernel}; {versions}; {figures['started']}"
     )
+
+
+def ranks_of(figures: dict[str, Any]) -> str:
+    """Return a description of the job: its ranks, and for a GPU its model."""
+    if figures["ranks"] > 1:
+        return f"{figures['ranks']} ranks"
+    model = re.sub(r"^([\d.]+)b$", r"\1 billion parameters", figures["size"])
+    return f"one rank, {model}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def rounds_of(figures: dict[str, Any]) -> str:
@@ -77,8 +97,42 @@ def rounds_of(figures: dict[str, Any]) -> str:
     return f"medians of {figures['rounds']} interleaved rounds (least to most)"
 
 
+#: Figures that a brief table shows.
+_BRIEF = (
+    "lost_per_save_s",
+    "first_save_step_s",
+    "durable_s",
+    "exit_s",
+    "storage_load_s",
+    "memory_load_s",
+)
+
+
+def document(runs: list[dict[str, Any]], *, brief: bool = False) -> str:
+    """Return the tables for a document, one for each model.
+
+    Args:
+        brief: the first model only, fewer columns, and no last lines of systems that failed.
+    """
+    if brief:
+        return "\n".join(_table({**runs[0], "columns": _BRIEF}))
+    return "\n\n".join(map(markdown, runs))
+
+
 def markdown(figures: dict[str, Any]) -> str:
-    """Return the table for a document, with a line about the run below it."""
+    """Return the table for a document, with lines about the run and its failures below it."""
+    lines = _table(figures)
+    lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
+    for system in figures["systems"].values():
+        first, *log = (system.get("failed") or "").splitlines() or [""]
+        if log:
+            tail = textwrap.dedent("\n".join(log))
+            lines += ["", f"{system['label']}, {first}:", "", "```text", tail, "```"]
+    return "\n".join(lines)
+
+
+def _table(figures: dict[str, Any]) -> list[str]:
+    """Return the lines of the table, with a line about the run below it."""
     header = ["", *measured_labels(figures).values(), "rounds"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in cells(figures)]
@@ -86,9 +140,19 @@ def markdown(figures: dict[str, Any]) -> str:
     steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
     lines += [
         "",
-        f"Seconds. {figures['ranks']} ranks, a save every {schedule['interval']} steps; "
+        f"Seconds. {_capital(ranks_of(figures))}, a save every {schedule['interval']} steps; "
         f"{rounds_of(figures)}; a step without a save: {steps}. "
         f"{machine_line(figures)}; {figures['seconds']} s in all.",
     ]
-    lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
-    return "\n".join(lines)
+    return lines
+
+
+def table_of(figures: dict[str, Any]) -> Table:
+    """Return the printed table."""
+    labels = {name: system["label"] for name, system in figures["systems"].items()}
+    steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
+    return Table(
+        f"{_capital(ranks_of(figures))}; seconds, {rounds_of(figures)}; a step: {', '.join(steps)}",
+        {"": "", **dict.fromkeys(measured_labels(figures).values(), ""), "rounds": ""},
+        [tuple(row) for row in cells(figures)],
+    )

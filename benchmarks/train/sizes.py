@@ -11,6 +11,13 @@ class Schedule:
 
     interval: int
     saves: int
+    after_restart: int | None = None
+    """Interval of the saves after a restart; None: the same."""
+
+    @property
+    def restart_interval(self) -> int:
+        """Interval of the saves after a restart."""
+        return self.after_restart or self.interval
 
     @property
     def iterations(self) -> int:
@@ -62,4 +69,36 @@ SIZES = {
     # 210 million parameters: 2.9 GB, 1.5 GB for each of two ranks, as in DLRover's published runs.
     # At 100 MB/s a save takes 30 s; the interval is longer, so that no system has to skip one.
     LARGE: Size(_model(16, 1024, 16, 32, 2), Schedule(10, 2), 1, 900.0, 240.0, 12e9),
+}
+
+GPU_QUICK = "quick"
+#: Models for one GPU. `system_s` is for an H100; there a rank's imports are already made.
+GPU_SIZES = {
+    # 0.4 billion parameters: 5 GB, which that machine's disk takes in 3 s, 12 steps in 4 s.
+    "0.4b": Size(
+        tuple(
+            "--num-layers 20 --hidden-size 1280 --ffn-hidden-size 3456 --num-attention-heads 16 "
+            "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 "
+            "--micro-batch-size 8 --global-batch-size 24".split()
+        ),
+        Schedule(12, 3, 2),
+        2,
+        100.0,
+        35.0,
+        26e9,
+    ),
+    # 1.3 billion parameters: 18 GB, 12 s of writing, 32 steps in 12 s.
+    "1.3b": Size(
+        tuple(
+            "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
+            "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 128000 "
+            "--micro-batch-size 4 --global-batch-size 8".split()
+        ),
+        Schedule(32, 2, 2),
+        1,
+        180.0,
+        90.0,
+        56e9,
+    ),
+    GPU_QUICK: Size(_model(2, 128, 4, 32, 4), Schedule(3, 2, 2), 1, 120.0, 30.0, 3e8),
 }

@@ -17,25 +17,32 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.compare.driver import machine
-from benchmarks.study import Result, Study, Table
-from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
-from benchmarks.train.job import RANKS, JobError, Megatron
-from benchmarks.train.measure import Measured, Session
+from benchmarks.study import Result, Study
+from benchmarks.train import gpu
+from benchmarks.train.job import RANKS, Megatron
+from benchmarks.train.measure import Session
 from benchmarks.train.progress import Progress
 from benchmarks.train.report import (
-    cells,
-    markdown,
-    measured_labels,
+    document,
     read_figures,
-    rounds_of,
-    usual_steps,
+    table_of,
 )
-from benchmarks.train.sizes import LARGE, QUICK, SIZES, USUAL, Schedule
+from benchmarks.train.series import Series
+from benchmarks.train.sizes import LARGE, QUICK, SIZES, USUAL
 from benchmarks.train.storage_limit import StorageLimit
-from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installed, old_trees
+from benchmarks.train.systems import (
+    GPU_ONLY,
+    HANGING,
+    SYSTEMS,
+    System,
+    UnavailableError,
+    available,
+    chosen,
+    installed,
+    old_trees,
+)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 #: System load above which other processes distort the figures.
@@ -52,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--large", const=LARGE, help="a model with 1.5 GB of state for each rank", **size
     )
-    names = [system.name for system in SYSTEMS]
+    gpu.add_options(parser)
+    names = [system.name for system in (*SYSTEMS, *GPU_ONLY, HANGING)]
     parser.add_argument(
         "--systems",
         nargs="+",
@@ -82,12 +90,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="only print the table of an earlier run (default: the published one)",
     )
+    parser.add_argument(
+        "--brief", action="store_true", help="with --markdown: one model, fewer columns"
+    )
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the figures of every system, as medians over the rounds."""
     if options.markdown:
-        yield markdown(read_figures(options.markdown))
+        yield document(read_figures(options.markdown), brief=options.brief)
+        return
+    if options.gpu:
+        yield from gpu.run(options, root)
         return
     size = SIZES[options.size]
     rounds, schedule = options.rounds or size.rounds, size.schedule
@@ -95,8 +109,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         raise SystemExit(
             f"{root}: needs {needed / 1e9:g} GB of free space; name another directory with --dir"
         )
-    systems = _chosen(options.systems)
+    systems, lacking = available(chosen(SYSTEMS, options.systems))
     megatrons, left_out = _megatrons(systems, root, options)
+    left_out |= lacking
     systems = [system for system in systems if system.megatron in megatrons]
     limit = StorageLimit.made(root, options.storage_mb_s) if options.storage_mb_s else None
     load = os.getloadavg()[0]
@@ -110,7 +125,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     if load > _QUIET_LOAD:
         yield f"other processes keep this machine busy (load {load:.1f}): figures will be too high"
     began_at = time.time()
-    series = _Series(systems, megatrons, schedule)
+    series = Series(systems, megatrons, schedule)
     with Progress(rounds * len(systems)) as progress:
         session = Session(
             schedule, root, options.timeout_s or size.timeout_s, progress.detail, limit
@@ -145,13 +160,6 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         options.png = options.png or RESULTS / "train.png"
 
 
-def _chosen(names: list[str] | None) -> list[System]:
-    """Return the systems with these names, and their runs without saves."""
-    chosen = [system for system in SYSTEMS if names is None or system.name in names]
-    baselines = {system.baseline for system in chosen}
-    return [system for system in SYSTEMS if system in chosen or system.name in baselines]
-
-
 def _megatrons(
     systems: list[System], root: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Megatron], dict[str, str]]:
@@ -166,96 +174,6 @@ def _megatrons(
         except UnavailableError as error:
             left_out["DLRover"] = str(error)
     return megatrons, left_out
-
-
-class _Series:
-    """Rounds of a study, with their figures and errors."""
-
-    def __init__(
-        self, systems: list[System], megatrons: dict[str, Megatron], schedule: Schedule
-    ) -> None:
-        self._systems, self._megatrons, self._schedule = systems, megatrons, schedule
-        self.errors: list[str] = []
-        self._rounds: dict[str, list[dict[str, float | None]]] = {s.name: [] for s in systems}
-        self._usual_steps: dict[str, list[float]] = {}
-        self._runs: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
-        self._failed: set[str] = set()
-
-    def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
-        """Run every system once, except those that have failed before; record the figures."""
-        runs: dict[str, Measured] = {}
-        at = number * 2 % len(self._systems)
-        for system in self._systems[at:] + self._systems[:at]:
-            progress.begin(f"round {number + 1} of {rounds}: {system.label}")
-            if system.name not in self._failed:
-                try:
-                    runs[system.name] = self._measure(session, system)
-                except (JobError, OSError) as error:
-                    self._fail(system, number, f"{error}; left out of later rounds")
-                    self._failed.add(system.name)
-            progress.advance()
-        for system in self._systems:
-            if system.name in runs:
-                self._judge(system, number, runs)
-
-    def _measure(self, session: Session, system: System) -> Measured:
-        megatron = self._megatrons[system.megatron]
-        try:
-            return session.measure(system, megatron)
-        except JobError as error:
-            if not system.hangs_with or system.hangs_with not in error.log:
-                raise
-        return session.measure(system, megatron)
-
-    def _judge(self, system: System, number: int, runs: dict[str, Measured]) -> None:
-        run, baseline = runs[system.name], runs.get(system.baseline)
-        if baseline is None:
-            self._fail(system, number, f"no run '{system.baseline}' to compare with")
-            return
-        if reasons := objections(self._schedule, run, baseline):
-            self._fail(system, number, "no result: " + "; ".join(reasons))
-            return
-        self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
-        self._runs[system.name].append(
-            {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}
-        )
-        if not system.saves:
-            self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
-        elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
-            left_out = ", ".join(map(str, sorted(missing)))
-            self._note(system, number, f"left out the saves of iterations {left_out}")
-
-    def _note(self, system: System, number: int, what: str) -> None:
-        self.errors.append(f"{system.label}, round {number + 1}: {what}")
-
-    _fail = _note
-
-    def figures(self) -> dict[str, Any]:
-        """Return the content of the JSON file."""
-        systems = {}
-        for system in self._systems:
-            values = spreads(self._rounds[system.name])
-            systems[system.name] = {
-                "label": system.label,
-                "saves": system.saves,
-                "baseline": system.baseline,
-                "figures": {name: dataclasses.asdict(value) for name, value in values.items()},
-                "rounds": self._rounds[system.name],
-                "runs": self._runs[system.name],
-                "usual_step_s": self._usual_steps.get(system.name, []),
-            }
-        return {"systems": systems}
-
-
-def table_of(figures: dict[str, Any]) -> Table:
-    """Return the printed table."""
-    labels = {name: system["label"] for name, system in figures["systems"].items()}
-    steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
-    return Table(
-        f"{figures['ranks']} ranks; seconds, {rounds_of(figures)}; a step: {', '.join(steps)}",
-        {"": "", **dict.fromkeys(measured_labels(figures).values(), ""), "rounds": ""},
-        [tuple(row) for row in cells(figures)],
-    )
 
 
 def draw(results: list[Result], path: Path) -> None:

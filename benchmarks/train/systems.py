@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.train.job import Megatron, kept_environment
-from benchmarks.train.sizes import SIZES
+from benchmarks.train.sizes import SIZES, Size
+from benchmarks.train.starts import Start
 from patches.patch import TAGS
 from tests.compat import real_dlrover
 from tests.compat.tree import Tree
@@ -53,12 +58,19 @@ class System:
     """True if the system skips a save while it writes the last one."""
     hangs_with: str | None = None
     """Output of a run that hangs and may be run once more."""
+    timeout_s: float | None = None
+    """Time limit of each of its jobs, if shorter than that of all systems."""
+    package: str | None = None
+    """Module that the system needs in addition to Megatron."""
+    flag: str | None = None
+    """Flag of the system that not all releases of Megatron have."""
 
 
 _TORCH_DIST = ("--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure")
-#: Without the last two flags Megatron 0.17.1 switches asynchronous saves off, or imports a package
-#: that needs a GPU.
-_ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+#: Without the persistent worker Megatron 0.17.1 switches asynchronous saves off.
+_ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy")
+#: Saves through shared memory, instead of through handles of the GPU's memory.
+_SHM = "--async-ckpt-use-cpu-shm"
 
 SYSTEMS: tuple[System, ...] = (
     System("none", "no saves", saves=False),
@@ -68,7 +80,17 @@ SYSTEMS: tuple[System, ...] = (
         runner=(sys.executable, "-m", "megatron_flashckpt.launch"),
         from_memory=True,
     ),
-    System("torch_dist-async", "Megatron torch_dist, async", (*_TORCH_DIST, *_ASYNC)),
+    System(
+        "torch_dist-nvrx",
+        "Megatron torch_dist, async (nvrx)",
+        (*_TORCH_DIST, *_ASYNC, "nvrx"),
+        package="nvidia_resiliency_ext",
+    ),
+    System(
+        "torch_dist-async",
+        "Megatron torch_dist, async (mcore)",
+        (*_TORCH_DIST, *_ASYNC, "mcore"),
+    ),
     System("torch_dist", "Megatron torch_dist, sync", _TORCH_DIST),
     System("torch", "Megatron torch (legacy)", ("--ckpt-format", "torch")),
     System(
@@ -90,6 +112,61 @@ SYSTEMS: tuple[System, ...] = (
 )
 
 
+#: Systems that only a GPU's study has.
+GPU_ONLY = (
+    System(
+        "torch_dist-nvrx-shm",
+        "Megatron torch_dist, async (nvrx, shared memory)",
+        (*_TORCH_DIST, *_ASYNC, "nvrx", _SHM),
+        package="nvidia_resiliency_ext",
+        flag=_SHM,
+    ),
+)
+#: Double of a system that hangs, and whose processes evade signals to the rank.
+HANGING = System(
+    "hangs",
+    "a peer that hangs",
+    runner=(sys.executable, "-m", "benchmarks.train.hanging"),
+    timeout_s=15.0,
+)
+
+
+def chosen(systems: Sequence[System], names: Sequence[str] | None) -> list[System]:
+    """Return the systems with these names (None: all), and their runs without saves."""
+    wanted = [system for system in systems if names is None or system.name in names]
+    baselines = {system.baseline for system in wanted}
+    return [system for system in systems if system in wanted or system.name in baselines]
+
+
+def available(systems: Sequence[System]) -> tuple[list[System], dict[str, str]]:
+    """Return the systems whose package and flag are there; the reasons of the others by label."""
+    lacking = {system.label: reason for system in systems if (reason := _lacking(system))}
+    return [system for system in systems if system.label not in lacking], lacking
+
+
+def _lacking(system: System) -> str | None:
+    if system.package and importlib.util.find_spec(system.package) is None:
+        return f"{system.package} is not installed"
+    if system.flag and system.flag not in _flags_of_megatron():
+        return f"the installed Megatron has no {system.flag}"
+    return None
+
+
+@functools.cache
+def _flags_of_megatron() -> set[str]:
+    """Return the flags of the installed Megatron, which it derives in part from field names."""
+    spec = importlib.util.find_spec("megatron.training")
+    flags = set()
+    for directory in (spec and spec.submodule_search_locations) or ():
+        for file in (Path(directory, "arguments.py"), *Path(directory, "config").glob("*.py")):
+            text = file.read_text()
+            flags |= set(re.findall(r"--[a-z][a-z0-9-]+", text))
+            flags |= {
+                f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+):", text, re.M)
+            }
+    return flags
+
+
 def _flags(size: str, *, distributed: bool) -> tuple[str, ...]:
     optimizer = ("--use-distributed-optimizer",) if distributed else ()
     return (*_COMMON, *SIZES[size].model, *optimizer)
@@ -97,19 +174,60 @@ def _flags(size: str, *, distributed: bool) -> tuple[str, ...]:
 
 def installed(size: str, *, distributed: bool = True) -> Megatron:
     """Return the Megatron of this environment, on CPU ranks."""
-    path = [str(REPO / "tests/cpu_megatron"), str(REPO)]
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
         flags=(*_flags(size, distributed=distributed), *_NEWER),
-        env={
-            **kept_environment(),
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "CPU_CUDA_STUBS": "triton apex",
-            "PYTHONWARNINGS": "ignore",
-        },
+        env=_environment(on_cpu=True),
         cwd=REPO,
     )
+
+
+def on_gpu(size: Size, start: Start, *, on_cpu: bool) -> Megatron:
+    """Return the Megatron of this environment with one rank.
+
+    Args:
+        start: starts a rank, with the variables of `environment_on_gpu`.
+        on_cpu: the rank runs on a CPU, to test the study.
+    """
+    flags = "--use-distributed-optimizer --swiglu --deterministic-mode --lr 1e-4 --min-lr 1e-5"
+    return Megatron(
+        script=REPO / "scripts/pretrain_gpt_tiny.py",
+        flags=(*_COMMON, *_NEWER, *flags.split(), *size.model),
+        env=environment_on_gpu(on_cpu=on_cpu),
+        cwd=REPO,
+        ranks=1,
+        start=start,
+    )
+
+
+def environment_on_gpu(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of the one rank on a GPU, without the variables of a launcher."""
+    return {
+        **_environment(on_cpu=on_cpu),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        # --deterministic-mode requires these settings.
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # The compilation of Megatron's small fused functions would take longer than the runs.
+        "TORCHDYNAMO_DISABLE": "1",
+        # A machine without a network may not resolve its own name.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def _environment(*, on_cpu: bool) -> dict[str, str]:
+    path = [str(REPO), os.environ.get("PYTHONPATH", "")]
+    stand_ins = {"CPU_CUDA_STUBS": "triton apex"} if on_cpu else {}
+    if on_cpu:
+        path.insert(0, str(REPO / "tests/cpu_megatron"))
+    return {
+        **kept_environment(),
+        **stand_ins,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def old_trees(

@@ -1,0 +1,134 @@
+"""Rounds of `python -m benchmarks train`: every system once in each, and what came of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from benchmarks.train.budget import Budget
+from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
+from benchmarks.train.job import JobError, Megatron
+from benchmarks.train.measure import Measured, Session
+from benchmarks.train.progress import Progress
+from benchmarks.train.sizes import Schedule
+from benchmarks.train.systems import System
+
+
+class Series:
+    """Rounds of a study, with their figures and errors.
+
+    Args:
+        budget: if given, a run begins only if it is expected to end in time, and every round begins
+            with the runs without saves, because no other run has a result without them.
+    """
+
+    def __init__(
+        self,
+        systems: list[System],
+        megatrons: dict[str, Megatron],
+        schedule: Schedule,
+        budget: Budget | None = None,
+    ) -> None:
+        self._systems, self._megatrons, self._schedule = systems, megatrons, schedule
+        self._budget = budget
+        self.errors: list[str] = []
+        self._rounds: dict[str, list[dict[str, float | None]]] = {s.name: [] for s in systems}
+        self._usual_steps: dict[str, list[float]] = {}
+        self._runs: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
+        self._failed: set[str] = set()
+        self._reasons: dict[str, str] = {}
+
+    def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
+        """Run every system once, except those that have failed before; record the figures."""
+        runs: dict[str, Measured] = {}
+        try:
+            for system in self._order(number):
+                progress.begin(f"round {number + 1} of {rounds}: {system.label}")
+                if system.name not in self._failed and self._has_time(session, system):
+                    began_at = time.monotonic()
+                    try:
+                        runs[system.name] = self._measure(session, system)
+                    except (JobError, OSError) as error:
+                        self._note(system, number, f"{error}; left out of later rounds")
+                        self._reasons[system.name] = str(error)
+                        self._failed.add(system.name)
+                    if self._budget:
+                        self._budget.took(self._kind(session, system), time.monotonic() - began_at)
+                progress.advance()
+        finally:
+            for system in self._systems:
+                if system.name in runs:
+                    self._judge(system, number, runs)
+
+    def _order(self, number: int) -> list[System]:
+        at = number * 2 % len(self._systems)
+        order = self._systems[at:] + self._systems[:at]
+        return sorted(order, key=lambda system: system.saves) if self._budget else order
+
+    def _has_time(self, session: Session, system: System) -> bool:
+        if self._budget is None or self._budget.has_time(self._kind(session, system)):
+            return True
+        if not self._rounds[system.name]:
+            self._reasons.setdefault(system.name, "not run: no time was left")
+        return False
+
+    @staticmethod
+    def _kind(session: Session, system: System) -> tuple[str, bool]:
+        return system.name, session.restarts
+
+    def _measure(self, session: Session, system: System) -> Measured:
+        megatron = self._megatrons[system.megatron]
+        try:
+            return session.measure(system, megatron)
+        except JobError as error:
+            if not system.hangs_with or system.hangs_with not in error.log:
+                raise
+        return session.measure(system, megatron)
+
+    def _judge(self, system: System, number: int, runs: dict[str, Measured]) -> None:
+        run, baseline = runs[system.name], runs.get(system.baseline)
+        if baseline is None:
+            self._fail(system, number, f"no run '{system.baseline}' to compare with")
+            return
+        if reasons := objections(self._schedule, run, baseline):
+            self._fail(system, number, "no result: " + "; ".join(reasons))
+            return
+        self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
+        self._runs[system.name].append(
+            {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}
+        )
+        if not system.saves:
+            self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
+        elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
+            left_out = ", ".join(map(str, sorted(missing)))
+            self._note(system, number, f"left out the saves of iterations {left_out}")
+
+    def _note(self, system: System, number: int, what: str) -> None:
+        self.errors.append(f"{system.label}, round {number + 1}: {what}")
+
+    def _fail(self, system: System, number: int, what: str) -> None:
+        self._note(system, number, what)
+        self._reasons[system.name] = what
+
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds in which a system has a result."""
+        return max(map(len, self._rounds.values()))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
+        systems = {}
+        for system in self._systems:
+            values = spreads(self._rounds[system.name])
+            systems[system.name] = {
+                "label": system.label,
+                "saves": system.saves,
+                "baseline": system.baseline,
+                "figures": {name: dataclasses.asdict(value) for name, value in values.items()},
+                "rounds": self._rounds[system.name],
+                "runs": self._runs[system.name],
+                "usual_step_s": self._usual_steps.get(system.name, []),
+                "failed": None if values else self._reasons.get(system.name),
+            }
+        return {"systems": systems}

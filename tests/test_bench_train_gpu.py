@@ -1,0 +1,241 @@
+"""`python -m benchmarks train --gpu`: its forked ranks, its time limit and its rows, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.train import gpu, report, starts
+from benchmarks.train.budget import Budget
+from benchmarks.train.job import JobError, Megatron
+from benchmarks.train.measure import Measured
+from benchmarks.train.progress import Progress
+from benchmarks.train.series import Series
+from benchmarks.train.systems import HANGING, System, environment_on_gpu
+from tests.support.trainer import eventually
+from tests.test_bench_train import NONE, OTHER, OURS, SCHEDULE, FakeSession, saving
+
+REPO = Path(__file__).resolve().parents[1]
+PRINTS = "import os, sys; print(os.environ['NAME'], os.getcwd(), *sys.argv[1:]); sys.exit(3)"
+
+# ---------------------------------------------------------------------- forked ranks
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[starts.Start]:
+    output = tmp_path_factory.mktemp("zygote") / "output"
+    with starts.forking(gpu._of_one_rank(on_cpu=True), output) as made:
+        yield made
+
+
+def command(tmp_path: Path, script: str, *arguments: str) -> list[str]:
+    (tmp_path / "script.py").write_text(script)
+    return [sys.executable, str(tmp_path / "script.py"), *arguments]
+
+
+def env_of(**more: str) -> dict[str, str]:
+    return {"PYTHONPATH": str(REPO), **more}
+
+
+def test_a_forked_rank_is_as_a_new_process_with_megatron_imported(
+    start: starts.Start, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    script = f"{PRINTS[:-13]}; print('megatron.training.training' in sys.modules); sys.exit(3)"
+    env = env_of(NAME="a rank")
+    rank = start(command(tmp_path, script, "--flag", "1"), env, tmp_path, output)
+    assert rank.wait() == rank.poll() == rank.returncode == 3
+    assert output.read_text().split("\n")[:2] == [f"a rank {tmp_path} --flag 1", "True"]
+    new = starts.new_process(command(tmp_path, PRINTS), {**os.environ, **env}, tmp_path, output)
+    assert new.wait() == 3
+    assert f"a rank {tmp_path}\n" in output.read_text()
+
+
+def test_a_forked_rank_has_a_process_group_and_is_killed(
+    start: starts.Start, tmp_path: Path
+) -> None:
+    waits = command(tmp_path, "import time; time.sleep(1000)")
+    rank = start(waits, env_of(), tmp_path, tmp_path / "output")
+    eventually("a process group", lambda: os.getpgid(rank.pid) == rank.pid)
+    assert rank.poll() is None
+    rank.kill()
+    assert rank.wait() == -signal.SIGKILL
+    assert not psutil.pid_exists(rank.pid)
+
+
+def test_forked_ranks_that_cannot_use_the_gpu_are_refused(tmp_path: Path) -> None:
+    env = {**gpu._of_one_rank(on_cpu=True), "CPU_CUDA_SHIM": "0"}
+    with (
+        pytest.raises(ConnectionError, match="a forked process ended with"),
+        starts.forking(env, tmp_path / "output"),
+    ):
+        pass
+    assert "a forked rank" not in (tmp_path / "output").read_text()
+
+
+# ---------------------------------------------------------------------- rounds in a limited time
+
+
+def run_rounds(session: FakeSession, budget: Budget, rounds: int) -> Series:
+    all_systems = [OURS, NONE, OTHER]
+    megatron = Megatron(Path(), (), {}, Path())
+    series = Series(all_systems, {"installed": megatron}, SCHEDULE, budget)
+    with Progress(rounds * len(all_systems)) as progress:
+        for number in range(rounds):
+            session.restarts = number == 0
+            series.round(session, number, rounds, progress)
+    return series
+
+
+def test_a_limited_study_begins_each_round_with_the_run_without_saves() -> None:
+    session = FakeSession(saving)
+    series = run_rounds(session, Budget(1000.0, 1.0), 3)
+    rounds = [session.order[at : at + 3] for at in (0, 3, 6)]
+    assert [order[0] for order in rounds] == ["none"] * 3
+    assert len({tuple(order) for order in rounds}) > 1, "the others take turns"
+    assert series.most_rounds == 3
+
+
+def test_a_run_that_would_not_end_in_time_is_left_out() -> None:
+    budget = Budget(1000.0, 1.0)
+
+    def measured(system: System) -> Measured:
+        if system is OURS:
+            # Nothing ends in time any more.
+            budget.ends_at = time.monotonic()
+        return saving(system)
+
+    session = FakeSession(measured)
+    series = run_rounds(session, budget, 2)
+    assert session.order == ["none", "flashckpt"]
+    systems = series.figures()["systems"]
+    assert systems["other"]["failed"] == "not run: no time was left"
+    assert systems["flashckpt"]["failed"] is None
+    assert series.errors == []
+
+
+def test_a_run_takes_as_long_as_the_last_of_its_kind() -> None:
+    budget = Budget(100.0, 10.0)
+    assert budget.has_time("a system")
+    budget.took("a system", 200.0)
+    assert not budget.has_time("a system")
+    assert budget.has_time("another")
+
+
+def test_an_interrupted_round_keeps_its_results() -> None:
+    def measured(system: System) -> Measured:
+        if system is OTHER:
+            raise SystemExit(1)
+        return saving(system)
+
+    all_systems = [NONE, OURS, OTHER]
+    series = Series(all_systems, {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
+    with pytest.raises(SystemExit), Progress(3) as progress:
+        series.round(FakeSession(measured), 0, 1, progress)
+    assert len(series.figures()["systems"]["flashckpt"]["rounds"]) == 1
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def figures_with_a_hang() -> dict:
+    def measured(system: System) -> Measured:
+        if system is OTHER:
+            raise JobError("took too long: it did not end\n  waiting for process 12")
+        return saving(system)
+
+    series = run_rounds(FakeSession(measured), Budget(1000.0, 1.0), 1)
+    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
+    return {
+        "ranks": 1,
+        "rounds": series.most_rounds,
+        "started": "today",
+        "seconds": 60,
+        "size": "0.4b",
+        "schedule": {"interval": 5, "saves": 4},
+        "machine": {**machine, "gpu": "a card, driver 1", "versions": {"torch": "2"}},
+        "columns": gpu.COLUMNS,
+        "left_out": {},
+        **series.figures(),
+    }
+
+
+def test_a_system_that_hangs_is_a_row_that_says_so_with_its_last_lines() -> None:
+    text = report.markdown(figures_with_a_hang())
+    header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert header.count("|") == len(rows[-1].strip().split("|")) - 1
+    assert rows[-1].startswith("| another | took too long: it did not end | - |")
+    assert rows[-1].endswith("| 0 |")
+    assert text.endswith(
+        "another, took too long: it did not end:\n\n```text\nwaiting for process 12\n```"
+    )
+
+
+def test_the_table_of_a_gpu_names_card_driver_and_model_and_no_start_times() -> None:
+    figures = figures_with_a_hang()
+    text = report.markdown(figures)
+    assert "One rank, 0.4 billion parameters, a save every 5 steps" in text
+    assert "a card, driver 1; a CPU, 2 cores" in text
+    assert "lost in all" not in text
+    assert "restart: storage" not in text
+    assert "| durable |" in text.splitlines()[0]
+    assert report.table_of(figures).title.startswith("One rank, 0.4 billion parameters; seconds")
+
+
+def test_a_brief_table_has_one_model_fewer_columns_and_no_log() -> None:
+    figures = figures_with_a_hang()
+    text = report.document([figures, figures], brief=True)
+    assert text.startswith("|  | lost per save | first save's step | durable | exit | rounds |")
+    assert (text.count("| ours |"), text.count("waiting for process")) == (1, 0)
+    assert report.document([figures, figures]).count("| ours |") == 2
+
+
+def test_the_environment_of_a_gpu_has_no_stand_in_for_it() -> None:
+    assert "cpu_megatron" not in environment_on_gpu(on_cpu=False)["PYTHONPATH"]
+    assert "CPU_CUDA_STUBS" not in environment_on_gpu(on_cpu=False)
+    assert "cpu_megatron" in environment_on_gpu(on_cpu=True)["PYTHONPATH"]
+
+
+# ---------------------------------------------------------------------- one real run
+
+
+def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path: Path) -> None:
+    scratch, file = tmp_path / "s", tmp_path / "gpu.json"
+    scratch.mkdir()
+    arguments = ["--gpu", "--quick", "--systems", "flashckpt", "hangs", "--dir", str(scratch)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "train", *arguments, "--json", str(file)],
+        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (figures,) = report.read_figures(file)
+    assert figures["forked"], done.stdout
+    systems = figures["systems"]
+    assert systems["flashckpt"]["failed"] is None
+    assert {*gpu.COLUMNS} <= systems["flashckpt"]["figures"].keys()
+    assert systems[HANGING.name]["failed"].startswith(
+        "took too long: it did not end\n  waiting for process"
+    )
+    hidden = int(systems[HANGING.name]["failed"].split()[-1])
+    assert not psutil.pid_exists(hidden)
+    assert not list(scratch.iterdir())
+
+
+def test_a_study_on_a_gpu_needs_one(tmp_path: Path) -> None:
+    options = argparse.Namespace(size="usual", budget=1.0, systems=None)
+    with pytest.raises(SystemExit, match="torch sees no GPU"):
+        next(gpu.run(options, tmp_path))
