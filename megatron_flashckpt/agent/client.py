@@ -83,6 +83,9 @@ class AgentClient:
         #: for it.
         self._ended: str | None = None
         self._was_killed = False
+        #: Reports only the end of the connection, which the kernel reports without being asked.
+        self._hang_up = select.poll()
+        self._hang_up.register(sock, 0)
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION, identity), p.Welcome)[0]
         self.agent_pid = welcome.pid
         self.facts = welcome.facts
@@ -249,6 +252,13 @@ class AgentClient:
             spans: the trainer's work since the "staged" message, by save.
         """
         return self._ask(p.Poll(wait_s, dict(spans or {})), p.Outcomes, None, wait_s)[0]
+
+    def has_hung_up(self) -> bool:
+        """Return whether the agent has died or ended this connection; 1 us, without a request.
+
+        Called by the training thread only.
+        """
+        return self._ended is not None or bool(self._hang_up.poll(0))
 
     def open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
         """Make the agent listen for agents of other nodes; return its address and key."""

@@ -129,7 +129,7 @@ class Committer:
                     slow = sorted(set(save.metas) - save.persisted)[:1]
                     for number in {*slow, 0} & set(save.metas):
                         report = p.Notice(save.iteration, notice)
-                        self._node.ranks[number].notices.append(report)
+                        self._node.ranks[number].report(report)
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
                     error = gave_up(save, self._node.options.commit_timeout_s)
                     logger.error("iteration %d was not saved: %s", save.iteration, error)
@@ -322,7 +322,10 @@ class Committer:
         """Report `outcome` at the trainer's next poll, if that trainer staged the save."""
         if outcome.save_id in rank.awaited:
             rank.awaited.remove(outcome.save_id)
-            rank.unreported.append(outcome)
+            rank.report(outcome)
+        else:
+            # The rank has one open save less: it may look for the save in storage now.
+            rank.signal()
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep older pending saves from moving the tracker back."""

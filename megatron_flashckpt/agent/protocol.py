@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, 
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Offer(msgspec.Struct, frozen=True):

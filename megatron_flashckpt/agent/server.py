@@ -71,6 +71,7 @@ class Agent:
         self._committer.start()
         self._claim.start()
         while not self._may_leave():
+            self._node.beat()
             self._committer.watch()
             self._handler.departed.release()
             listener = self._upkeep.restore_missing()

@@ -59,6 +59,23 @@ class Trainer:
         self.run: RunKey | None = None
         """The run of the connected trainer, if it has reported one."""
 
+    def report(self, item: p.Outcome | p.Notice) -> None:
+        """Add to what the trainer's next request returns. The caller holds the lock."""
+        if isinstance(item, p.Notice):
+            self.notices.append(item)
+        else:
+            self.unreported.append(item)
+        self.signal()
+
+    def signal(self) -> None:
+        """Have the trainer ask: its next `Poll` gets another answer than before.
+
+        Without a slab there is no counter, and the trainer asks in every iteration. The caller
+        holds the lock and has made the change.
+        """
+        if self.slots is not None:
+            self.slots.slab.signals.add_news()
+
     def forget_saves(self) -> None:
         """Drop the results that a former trainer of this rank was waiting for.
 
@@ -129,6 +146,13 @@ class Node:
     def storage_at(self, root: str) -> FencedStorage:
         """Return the save directory at the path that one of its trainers uses."""
         return FencedStorage(open_storage(root, self.direct_io), self.fence)
+
+    def beat(self) -> None:
+        """Show all trainers that this process runs and that its lock is free."""
+        with self.changed:
+            for rank in self.ranks.values():
+                if rank.slots is not None:
+                    rank.slots.slab.signals.add_beat()
 
     def saves(self) -> tuple[tuple[int, str], ...]:
         """Return iteration and id of every save in a slot of any rank. The caller holds the lock.

@@ -1,6 +1,6 @@
 """Layout of one rank's checkpoint in memory.
 
-A slab is a memfd: one page of `SlabHeader`, then the slots. A slot is one page of `SlotHeader` and
+A slab is a memfd: one page of `SlabGeometry` and `Signals`, then the slots. A slot is one page of `SlotHeader` and
 the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and `data_capacity`
 bytes for the pieces. All offsets are multiples of the page size.
 

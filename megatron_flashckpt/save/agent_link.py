@@ -247,6 +247,14 @@ class NodeLink:
         client = self._connection.current
         return client is not None and self._attached_to is client
 
+    @property
+    def shared(self) -> tuple[AgentClient, Slab] | None:
+        """The open connection and the slab that its agent has; None without one of them."""
+        client, slab = self._connection.current, self._slab
+        if client is None or slab is None or self._attached_to is not client:
+            return None
+        return client, slab
+
     def take_slab(self) -> tuple[Slab | None, tuple[Offer, ...]]:
         """Return the slab that the agent kept of this rank's previous process, and its offers.
 

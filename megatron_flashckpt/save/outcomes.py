@@ -26,6 +26,7 @@ from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import RETRIES_S
@@ -64,6 +65,7 @@ class PendingSaves:
         self._rank = rank
         self._link = link
         self._copy_check = copy_check
+        self._watch = AgentWatch()
         self.traces = OpenTraces()
         #: Iterations of pending saves, by save id.
         self._open: dict[str, int] = {}
@@ -141,13 +143,14 @@ class PendingSaves:
         """Return the outcomes since the last call, waiting up to `wait_s` for the first.
 
         Never raises for a failed save. A lost agent is replaced in the background, and its
-        successor continues with the staged saves.
+        successor continues with the staged saves. Without `wait_s`, the agent is asked only if it
+        has something to report.
         """
         self.process_failures()
         client = self._link.current
         handed_over = self._handed_over & self._open.keys()
         try:
-            reply = self._ask_agent(0.0 if self._unreported else wait_s)
+            reply = self._ask_agent(0.0 if self._unreported else wait_s, len(handed_over))
         except AgentRefusedError as error:
             # The agent serves another process of this rank from now on.
             for save_id in list(self._open):
@@ -165,10 +168,13 @@ class PendingSaves:
                 self._copy_check.learn(outcome.iteration, outcome.differing)
         return outcomes
 
-    def _ask_agent(self, wait_s: float) -> Outcomes | None:
-        """Return the outcomes that the agent reports; None while a new agent is being sought.
+    def _ask_agent(self, wait_s: float, handed_over: int) -> Outcomes | None:
+        """Return the outcomes that the agent reports; None if it has none, or is being sought.
 
         Without an agent, because none was needed or none can be started, no outcome is pending.
+
+        Args:
+            handed_over: number of open saves that were handed to an agent.
 
         Raises:
             AgentError: the agent is gone.
@@ -178,7 +184,10 @@ class PendingSaves:
         client = self._link.current
         if client is None:
             return Outcomes((), 0)
+        if not self._watch.must_ask(self._link.shared, handed_over) and not wait_s:
+            return None
         reply = client.poll(wait_s, self.traces.unsent())
+        self._watch.answered(reply.pending)
         for notice in reply.notices:
             logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
         return reply

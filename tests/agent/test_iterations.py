@@ -1,0 +1,218 @@
+"""Iterations between saves: a rank asks its agent only if the answer may have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.memory.signals import Signals
+from megatron_flashckpt.save import agent_watch
+from tests.agent.conftest import Node
+from tests.agent.test_checkpointer import RUN, Job
+from tests.support.trainer import blocked_open, eventually, is_alive, suspend
+
+ITERATIONS = 100
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the requests that this process has sent to agents."""
+    sent: list[str] = []
+    ask = AgentClient._ask
+
+    def noted(client: AgentClient, request: Any, *more: Any) -> Any:
+        sent.append(type(request).__name__)
+        return ask(client, request, *more)
+
+    monkeypatch.setattr(AgentClient, "_ask", noted)
+    return sent
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a machine that gives the agent no core from counting as a stopped agent."""
+    monkeypatch.setattr(agent_watch, "_SILENT_S", 600.0)
+
+
+@pytest.fixture
+def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(root, node.config(answer_timeout_s=1.0, slow_save_s=0.2), monkeypatch)
+    yield made
+    made.checkpointer.close(leave=False)
+
+
+def stage(job: Job, iteration: int) -> None:
+    job.checkpointer.save(job.request(iteration))
+    job.checkpointer.link.stager.wait()
+
+
+def iterate(job: Job) -> list[Outcome]:
+    """Poll once, as an iteration of the training loop does."""
+    return job.checkpointer.saves.poll()
+
+
+def counters(job: Job) -> tuple[AgentClient, Signals]:
+    shared = job.checkpointer.link.shared
+    assert shared is not None
+    return shared[0], shared[1].signals
+
+
+def blocked_shard(root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the agent cannot write the job's save of `iteration`."""
+    name = file_names.shard_name(0, f"{RUN}{iteration - 1:04x}")
+    return blocked_open(root / file_names.iteration_dir(iteration) / name)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
+    job: Job, root: Path, requests: list[str]
+) -> None:
+    assert job.save(1) is None
+    assert iterate(job) == []
+    requests.clear()
+    assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
+    assert requests == []
+    _, signals = counters(job)
+    with blocked_shard(root, 2):
+        former = signals.news
+        stage(job, 2)
+        eventually("the notice of a slow save", lambda: signals.news > former)
+        assert iterate(job) == []
+        requests.clear()
+        assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
+        assert requests == [], "the save is pending, and nothing about it has changed"
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_result_is_reported_in_the_next_iteration(
+    job: Job, requests: list[str]
+) -> None:
+    for iteration in range(1, 6):
+        stage(job, iteration)
+        _, signals = counters(job)
+        former = signals.news
+        if not (outcomes := iterate(job)):
+            eventually("news", lambda: signals.news > former)  # noqa: B023, called at once
+            outcomes = iterate(job)
+        assert [outcome.iteration for outcome in outcomes] == [iteration]
+        assert requests.count("Poll") <= 3, "one after the hand-over, one or two for the result"
+        requests.clear()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_notice_is_reported_in_the_next_iteration(
+    job: Job, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert job.save(1) is None
+    iterate(job)
+    _, signals = counters(job)
+    with blocked_shard(root, 2):
+        stage(job, 2)
+        iterate(job)
+        former = signals.news
+        eventually("news", lambda: "not durable" in caplog.text or signals.news > former)
+        iterate(job)
+    assert "not durable" in caplog.text
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_killed_agent_is_replaced_in_the_next_iteration(
+    job: Job, root: Path
+) -> None:
+    assert job.save(1) is None
+    iterate(job)
+    former, _ = counters(job)
+    os.kill(former.agent_pid, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(former.agent_pid))
+    iterate(job)
+    assert job.checkpointer.link.current is not former
+    assert job.save(2) is None
+    assert counters(job)[0].agent_pid != former.agent_pid
+    job.assert_stored(root, 2)
+
+
+def test_a_stopped_agent_is_replaced_while_its_rank_waits_for_a_result(
+    job: Job, root: Path
+) -> None:
+    assert job.save(1) is None
+    former, _ = counters(job)
+    with blocked_shard(root, 2) as unblock:
+        stage(job, 2)
+        iterate(job)
+        suspend(former.agent_pid)
+        eventually(
+            "another agent",
+            lambda: iterate(job) or job.checkpointer.link.current not in (former, None),
+        )
+        unblock()
+    assert not is_alive(former.agent_pid)
+    (outcome,) = job.checkpointer.wait(60.0)
+    assert outcome.error is None
+    job.assert_stored(root, 2)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_without_a_result_looks_into_storage_when_its_save_is_no_longer_pending(
+    job: Job, root: Path
+) -> None:
+    """Another connection of the rank has taken the result; as if this one had been interrupted."""
+    assert job.save(1) is None
+    iterate(job)
+    client, signals = counters(job)
+    former = signals.news
+    with blocked_shard(root, 2) as unblock:
+        stage(job, 2)
+        assert iterate(job) == []
+        unblock()
+        eventually("the result", lambda: signals.news > former)
+        assert [outcome.iteration for outcome in client.poll().finished] == [2]
+    (outcome,) = iterate(job)
+    assert (outcome.iteration, outcome.error) == (2, None)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_asks_until_the_agent_owes_all_saves_that_it_was_handed(
+    job: Job, requests: list[str]
+) -> None:
+    """The result is gone before the copy thread has noted that the agent has the save."""
+    assert job.save(1) is None
+    iterate(job)
+    client, _ = counters(job)
+    saves = job.checkpointer.saves
+    stage(job, 2)
+    saves._handed_over.clear()
+    eventually("the result", lambda: client.poll(0.1).finished)
+    assert iterate(job) == []
+    requests.clear()
+    assert iterate(job) == []
+    assert requests == []
+    saves.handed_over(next(iter(saves._open)))
+    (outcome,) = iterate(job)
+    assert (outcome.iteration, outcome.error) == (2, None)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_save_that_its_trainer_did_not_stage_is_news_when_it_ends(node: Node, root: Path) -> None:
+    """The trainer has reconnected: it gets no result, and finds the save in storage."""
+    trainer = node.trainer(root)
+    with blocked_open(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, "ab")
+    ) as unblock:
+        trainer.stage(1, "ab")
+        trainer.find_agent()
+        assert trainer.slab is not None
+        assert trainer.client.poll().pending == 1
+        former = trainer.slab.signals.news
+        unblock()
+        eventually("news", lambda: trainer.slab is not None and trainer.slab.signals.news > former)
+    answer = trainer.client.poll()
+    assert (answer.finished, answer.pending) == ((), 0)
