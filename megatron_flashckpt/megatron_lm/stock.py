@@ -8,6 +8,7 @@ features of some releases, `old_releases` the differences of releases before cor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -112,9 +113,13 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     Raises:
         TypeError: this release does not have an argument.
     """
-    bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    bound = _signature_of(function).bind_partial(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
+
+
+#: Cached: the training loop calls a shim in every iteration.
+_signature_of = functools.cache(inspect.signature)
 
 
 #: Arguments that the shims act on, by Megatron's names: of every release, then of later ones.

@@ -243,6 +243,8 @@ class Session:
                 announcements.announce_drain(checkpointing().get_args())
             outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
             opened.report_staged()
+            if not outcomes:  # nearly always: the loop calls this in every iteration
+                continue
             # In order of iterations, so that the newest is the last in the log and the artifacts.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(opened, outcome):
