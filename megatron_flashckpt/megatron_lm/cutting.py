@@ -17,8 +17,8 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A piece and its local elements."""
 
     piece: Piece
-    tensor: torch.Tensor
-    """The elements, flat and without gradients: a view, or a copy of a non-contiguous source."""
+    source: torch.Tensor
+    """A flat tensor without gradients: a view, or a copy of a non-contiguous tensor."""
     early: bool = False
     """True if other code than `optimizer.step()` may change the tensor."""
     resizable: bool = False
@@ -26,7 +26,15 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     copy: str = ""
     """Name of this rank's copy of the tensor; empty for the main copy (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
-    """A non-contiguous tensor and its contiguous copy; `tensor` is a view of the copy."""
+    """A non-contiguous tensor and its contiguous copy; `source` is a view of the copy."""
+    start: int = 0
+    end: int | None = None
+    """The half-open range of the piece's elements in `source`; None: up to its end."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements, flat."""
+        return self.source if self.end is None else self.source[self.start : self.end]
 
 
 # Calls of torch dominate the time to enumerate tens of thousands of tensors, so calls without

@@ -25,8 +25,10 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
-_dtype_of = operator.attrgetter("dtype")
-_requires_grad = operator.attrgetter("requires_grad")
+#: The properties that make a tensor flat and the source of the same pieces. One call reads all,
+#: because most of its time is the wait for the tensor's memory.
+_form_of = operator.attrgetter("dtype", "nbytes", "ndim", "requires_grad")
+_data_of = operator.attrgetter("data")
 
 
 class WrittenEntry(NamedTuple):
@@ -68,12 +70,8 @@ class Repeat:
         self._numbers = _kinds_of_numbers(itertools.compress(values, self._is_number))
         tensors = self._tensors(owned, values)
         self._known = [weakref.ref(tensor) for tensor in tensors]
-        self._forms = _forms(tensors)
-        self._weights = [
-            (number, w.entry.start, w.entry.end)
-            for number, w in enumerate(written)
-            if w.weight_kind is not None
-        ]
+        self._forms = list(map(_form_of, tensors))
+        self._weights = [number for number, w in enumerate(written) if w.weight_kind is not None]
         self._arrange(written, tensors)
 
     @classmethod
@@ -123,11 +121,11 @@ class Repeat:
         numbers = itertools.compress(values, self._is_number)
         if (
             not _are_same(tensors, self._known)
-            or _forms(tensors) != self._forms
+            or list(map(_form_of, tensors)) != self._forms
             or _kinds_of_numbers(numbers) != self._numbers
         ):
             return None
-        weights = _weights(parameters, self._weights)
+        weights = _flat(list(map(parameters.__getitem__, self._weights)))
         return None if weights is None else self._arranged([*weights, *tensors])
 
     def _tensors(self, owned: list[torch.Tensor], values: list[Any]) -> list[torch.Tensor]:
@@ -139,35 +137,44 @@ class Repeat:
         """Store the pieces and their source tensors, in the order of a full enumeration."""
         positions = {id(tensor): n for n, tensor in enumerate(tensors, len(self._weights))}
         weight = itertools.count()
-        self._sections: list[tuple[int, int, int]] = []
         self._pieces: list[Piece] = []
         self._sources: list[int] = []
         self._resizable: list[bool] = []
         self._copies: list[str] = []
-        first_section = len(self._weights) + len(tensors)
+        self._starts: list[int] = []
+        self._ends: list[int | None] = []
         for entry, geometry, kinds, weight_kind in written:
-            sources: list[tuple[str, int, torch.Tensor]] = []
+            # The tensors of the optimizer hold only the owned range of the parameter.
+            sources: list[tuple[str, int, torch.Tensor, int]] = []
             if weight_kind is not None:
-                sources.append((weight_kind, next(weight), entry.parameter))
-            sources += [(kind, positions[id(t)], t) for kind, t in kinds.items()]
-            for kind, source, tensor in sources:
+                sources.append((weight_kind, next(weight), entry.parameter, 0))
+            sources += [(kind, positions[id(t)], t, entry.start) for kind, t in kinds.items()]
+            for kind, source, tensor, first in sources:
                 for part in geometry.parts(kind, tensor.dtype, entry.start, entry.end):
-                    low, high = part.start - entry.start, part.end - entry.start
-                    if high - low == entry.end - entry.start:
-                        self._sources.append(source)
-                    else:
-                        self._sources.append(first_section + len(self._sections))
-                        self._sections.append((source, low, high))
+                    start, end = part.start - first, part.end - first
+                    is_whole = end - start == tensor.numel()
+                    self._starts.append(start)
+                    self._ends.append(None if is_whole else end)
+                    self._sources.append(source)
                     self._pieces.append(part.piece)
                     self._resizable.append(geometry.resizable)
                     self._copies.append(geometry.copy)
 
     def _arranged(self, tensors: list[torch.Tensor]) -> list[LocalPiece]:
         """Return the pieces of `tensors`: all weights, then the tensors from `_tensors`."""
-        tensors += [tensors[source][low:high] for source, low, high in self._sections]
-        of_pieces = map(tensors.__getitem__, self._sources)
-        early = itertools.repeat(False)
-        return list(map(LocalPiece, self._pieces, of_pieces, early, self._resizable, self._copies))
+        return list(
+            map(
+                LocalPiece,
+                self._pieces,
+                map(tensors.__getitem__, self._sources),
+                itertools.repeat(False),
+                self._resizable,
+                self._copies,
+                itertools.repeat(None),
+                self._starts,
+                self._ends,
+            )
+        )
 
 
 #: State of a tensor that the optimizer has never stepped.
@@ -196,28 +203,12 @@ def _are_same(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]
     alive = [ref() for ref in known]
     # An optimizer may hold None instead of a tensor, and a dead reference also returns None.
     is_same = len(tensors) == len(alive) and all(map(operator.is_, tensors, alive))
-    return is_same and all(map(torch.is_tensor, alive))
+    return is_same and all(map(operator.is_not, alive, itertools.repeat(None)))
 
 
-def _forms(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
-    """Return the properties that make tensors flat and the sources of the same pieces."""
-    return (
-        list(map(_dtype_of, tensors)),
-        list(map(torch.Tensor.numel, tensors)),
-        list(map(torch.Tensor.dim, tensors)),
-        list(map(_requires_grad, tensors)),
-    )
-
-
-def _weights(
-    parameters: list[torch.nn.Parameter], wanted: Iterable[tuple[int, int, int]]
-) -> list[torch.Tensor] | None:
-    """Return the owned elements of the parameters; None if a parameter is not contiguous."""
-    weights = []
-    for number, start, end in wanted:
-        content = parameters[number].data  # no gradients; a quarter of the time of `detach`
-        if not content.is_contiguous():
-            return None
-        # One call instead of two (flatten, slice).
-        weights.append(content.as_strided((end - start,), (1,), content.storage_offset() + start))
-    return weights
+def _flat(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor] | None:
+    """Return flat views of the parameters, without gradients; None if one is not contiguous."""
+    contents = list(map(_data_of, parameters))  # half of the time of `detach`
+    if not all(map(torch.Tensor.is_contiguous, contents)):
+        return None
+    return list(map(torch.Tensor.view, contents, itertools.repeat(-1)))

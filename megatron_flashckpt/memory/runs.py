@@ -28,6 +28,9 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Bytes from the start of the slab."""
     early: bool
     """True if other code than `optimizer.step()` may change the source."""
+    start: int = 0
+    end: int | None = None
+    """The half-open range of the piece's elements in `source`; None: up to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +117,7 @@ def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor
 
     CUDA does not document copies across two registrations of page-locked memory.
     """
-    for copy in copies:
-        source, offset = copy.source, copy.offset
+    for source, offset in _joined(copies):
         while True:
             nbytes = min(source.nbytes, most_nbytes, CHUNK_NBYTES - offset % CHUNK_NBYTES)
             if nbytes == source.nbytes:
@@ -124,3 +126,29 @@ def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor
             numel = nbytes // source.itemsize
             yield source[:numel], offset
             source, offset = source[numel:], offset + nbytes
+
+
+def _joined(copies: list[Copy]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield sources and offsets. Pieces that follow each other in both memories are one source.
+
+    Nearly every tensor with several pieces (both halves of SwiGLU's fc1) is copied whole, without
+    views of its pieces.
+    """
+    rest = iter(copies)
+    copy = next(rest, None)
+    while copy is not None:
+        source, offset, start, end = copy.source, copy.offset, copy.start, copy.end
+        copy = next(rest, None)
+        if end is None:
+            yield source, offset
+            continue
+        while (
+            copy is not None
+            and copy.source is source
+            and copy.start == end
+            and copy.end is not None
+            and copy.offset == offset + (end - start) * source.itemsize
+        ):
+            end = copy.end
+            copy = next(rest, None)
+        yield source if end - start == source.numel() else source[start:end], offset

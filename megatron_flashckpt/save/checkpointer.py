@@ -317,7 +317,13 @@ class Checkpointer:
         # Training waits for early copies, so this thread makes them: no other has to wake up.
         with gc_paused():
             copies = [
-                Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
+                Copy(
+                    local.source,
+                    data_offset + item.byte_offset,
+                    blocking or local.early,
+                    local.start,
+                    local.end,
+                )
                 for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
             ]
         if plan.comparison is None:

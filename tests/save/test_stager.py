@@ -174,6 +174,44 @@ def test_adjacent_large_and_small_pieces_land_at_their_offsets(
     assert bytes_at(slab, position, 64) == bytes(64)
 
 
+#: Ranges of one tensor of 100 elements in their order in the slot, and the gaps before them.
+SECTIONS = {
+    "whole": [(0, 40, 0), (40, 100, 0)],
+    "the middle": [(10, 40, 0), (40, 90, 0)],
+    "another order": [(40, 100, 0), (0, 40, 0)],
+    "a gap in the tensor": [(0, 40, 0), (50, 100, 0)],
+    "a gap in the slot": [(0, 40, 0), (40, 100, 8)],
+    "twice": [(0, 40, 0), (0, 40, 0)],
+    "empty": [(0, 40, 0), (40, 40, 0), (40, 100, 0)],
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("ranges", SECTIONS.values(), ids=SECTIONS)
+def test_sections_of_one_tensor_land_at_their_offsets(
+    slab: Slab, stager: HeldStager, ranges: list[tuple[int, int, int]], early: bool
+) -> None:
+    """Sections that follow each other in both memories are copied by one call."""
+    stager.gate.set()
+    position = slab.slots[0].data_offset
+    first, last, source = torch.randn(3), torch.randn(120), torch.randn(100)
+    expected = {position: first}
+    copies = [Copy(first, position, early)]
+    position += first.nbytes
+    for start, end, gap in ranges:
+        position += gap
+        copies.append(Copy(source, position, early, start, end))
+        expected[position] = source[start:end]
+        position += 4 * (end - start)
+    copies.append(Copy(last, position, early, ranges[-1][1], 120))  # begins where `source` ended
+    expected[position] = last[ranges[-1][1] :]
+    stager.stage(copies, Finish())
+    stager.wait()
+    for offset, tensor in expected.items():
+        assert bytes_at(slab, offset, tensor.nbytes) == raw(tensor)
+    assert bytes_at(slab, position + expected[position].nbytes, 64) == bytes(64)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_the_stager_keeps_no_copied_tensor_alive(
     slab: Slab, stager: HeldStager, early: bool
