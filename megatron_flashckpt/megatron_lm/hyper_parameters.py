@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,7 @@ from megatron_flashckpt.megatron_lm.param_groups import (
 #: Key of an entry that has parameters but no step yet; older checkpoints do not have it.
 _NO_STEP_MADE = "no_step_made"
 
+_step_in = operator.methodcaller("get", "step")
 _Family = tuple[frozenset[str], bool]
 """Names of the settings of groups that step together, and whether the groups have experts."""
 
@@ -80,10 +82,10 @@ def _step_below(inner: torch.optim.Optimizer) -> Any:
         UnsupportedError: parameters have different numbers of steps.
     """
     steps = {
-        float(state["step"])
+        float(step)
         for optimizer in below(inner)
-        for state in optimizer.state.values()
-        if isinstance(state.get("step"), torch.Tensor)
+        for step in map(_step_in, optimizer.state.values())
+        if step is not None and isinstance(step, torch.Tensor)
     }
     if is_offloading(inner):
         groups = (group for optimizer in below(inner) for group in optimizer.param_groups)

@@ -37,14 +37,14 @@ from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 _MANY_RUNS, _SHORT_RUN = 1024, 16
 #: Characters of an error text of Megatron that are quoted; an assertion may list all names.
 _LONG = 300
-_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_form_of = operator.attrgetter("shape", "dtype")
 
 
 @dataclasses.dataclass
 class ModelGeometry:
     """Geometry of all parameters, buffers and objects of this rank's model chunks.
 
-    It holds references to the parameters, so that an `id` cannot be reused.
+    It holds references to the parameters and modules, so that an `id` cannot be reused.
     """
 
     signature: tuple[Any, ...]
@@ -56,6 +56,10 @@ class ModelGeometry:
     extra state). The global name is equal under all parallel layouts."""
     quantized: dict[int, Geometry] = dataclasses.field(default_factory=dict)
     """The FP8 and FP4 parameters among `parameters`, by id."""
+    modules: list[Any] = dataclasses.field(default_factory=list)
+    """The modules that `signature` identifies."""
+    keepers: list[tuple[str, Any]] | None = None
+    """Cached results of `side_state`: the modules of `objects`, each with the global name."""
     keys_of_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], list[list[str]]]] = (
         dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     )
@@ -64,6 +68,11 @@ class ModelGeometry:
         default_factory=weakref.WeakKeyDictionary
     )
     """Cached enumerations (`repeats.Repeat`) of this geometry, by optimizer."""
+
+    @functools.cached_property
+    def ids(self) -> frozenset[int]:
+        """Ids of `parameters`."""
+        return frozenset(id(parameter) for parameter, _ in self.parameters)
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:
@@ -100,18 +109,40 @@ class ModelGeometry:
 
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
-    """Return a value that changes when a cached geometry of `chunks` becomes invalid."""
+    """Return a value that changes when a cached geometry of `chunks` becomes invalid.
+
+    It identifies all modules, by the names and numbers of their children, and all tensors.
+    """
+    modules, names, counts, tensors = _listed(chunks)
+    return (
+        list(map(id, modules)),
+        names,
+        counts,
+        list(map(id, tensors)),
+        list(map(_form_of, tensors)),
+    )
+
+
+def _listed(chunks: list[Any]) -> tuple[list[Any], list[str], list[int], list[torch.Tensor]]:
+    """Return modules, names of their children, counts of names up to each module, and tensors."""
     # `Module.parameters` also builds all names: for 20,000 tensors a quarter of the time that a
     # save blocked training. Shared modules are visited several times here.
     slots: list[torch.Tensor | None] = []
-    modules = list(chunks)
-    while modules:
-        module = modules.pop()
-        slots += module._parameters.values()
-        slots += module._buffers.values()
-        modules += [child for child in module._modules.values() if child is not None]
-    tensors = [tensor for tensor in slots if tensor is not None]
-    return list(map(id, tensors)), list(map(_shape_of, tensors)), list(map(_dtype_of, tensors))
+    modules: list[Any] = list(chunks)
+    names: list[str] = []
+    counts: list[int] = []
+    for module in modules:  # grows meanwhile; most modules have no children or no tensors
+        if module is None:  # a child that was set to None
+            continue
+        if parameters := module._parameters:
+            slots += parameters.values()
+        if buffers := module._buffers:
+            slots += buffers.values()
+        if children := module._modules:
+            modules += children.values()
+            names += children
+        counts.append(len(names))
+    return modules, names, counts, [tensor for tensor in slots if tensor is not None]
 
 
 def model_geometry(chunks: list[Any]) -> ModelGeometry:
@@ -120,7 +151,7 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
     Raises:
         UnsupportedError: parameters are in no sharded state dict; names all of them.
     """
-    result = ModelGeometry(signature(chunks), [], [], [])
+    result = ModelGeometry(signature(chunks), [], [], [], modules=_listed(chunks)[0])
     missing = []
     for number, chunk in enumerate(chunks):
         if not hasattr(chunk, "sharded_state_dict"):

@@ -252,18 +252,24 @@ def _fits(module: Any, saved: Any) -> bool:
 def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules that have an extra state, each with Megatron's global name of the state.
 
-    Megatron lists an entry for every layer that could have an extra state.
+    Megatron lists an entry for every layer that could have an extra state. The modules are looked
+    up once per geometry, which is computed anew when a module is replaced.
     """
+    if geometry.keepers is None:
+        geometry.keepers = list(_listed_modules(chunks, geometry))
+    for global_name, module in geometry.keepers:
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield global_name, module
+
+
+def _listed_modules(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, Any]]:
+    """Yield the modules whose extra states `geometry` lists, each with the global name."""
     for number, name, global_name in geometry.objects:
         *path, leaf = name.split(".")
-        module = chunks[number]
+        module = chunks[number] if leaf == "_extra_state" else None
         for step in path:  # few modules; `named_modules` would build the names of all
             module = None if module is None else module._modules.get(step)
-        if (
-            leaf == "_extra_state"
-            and module is not None
-            and type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        ):
+        if module is not None:
             yield global_name, module
 
 

@@ -111,7 +111,9 @@ class PieceCollector:
         The optimizer's entries do not include parameters that lie entirely in other ranks' ranges.
         `requires_grad` does not identify such parameters: they may have been frozen later.
         """
-        sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
+        sharded = set(map(id, optimizer_state.sharded(optimizer)))
+        if sharded.issuperset(self._geometry.ids):
+            return
         for parameter, geo in self._geometry.parameters:
             if id(parameter) in sharded:
                 continue

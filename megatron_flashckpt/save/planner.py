@@ -106,4 +106,5 @@ class Planner:
             save_rng = not getattr(args, "no_save_rng", False)
             state = side_state.rank_state(chunks, geometry, optimizer, rerun, save_rng=save_rng)
             pieces.append(side_state.frame(state, self._rank, self._world_size))
-            return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]
+            order = self._plans.order([local.piece for local in pieces])
+            return list(map(pieces.__getitem__, order))

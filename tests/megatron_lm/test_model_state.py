@@ -181,6 +181,18 @@ def buffer_replaced(job: Job) -> None:
     job.bias = torch.randn(3)
 
 
+def module_replaced(job: Job) -> None:
+    """Wrap the parameters in another module, as a replaced layer does that shares its weights."""
+    former = job.layer
+    job.layer = torch.nn.Module()
+    job.layer.matrix, job.layer.vector = former.matrix, former.vector
+
+
+def module_renamed(job: Job) -> None:
+    children = {"block" if name == "layer" else name: job._modules[name] for name in job._modules}
+    job._modules = children
+
+
 @pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize(
     "change",
@@ -201,6 +213,23 @@ def test_a_save_takes_the_current_tensors_after_any_change(change: Callable[[Job
         for place, expected in held.items():
             assert torch.equal(pieces_by_key[place].tensor, expected.reshape(-1)), place
             assert pieces_by_key[place].piece.shape == expected.shape or place[0] != "weight"
+
+
+def module_moved(job: Job) -> None:
+    """Move a child to the next module: the order of all modules stays the same."""
+    job.right.leaf = job.left._modules.pop("leaf")
+
+
+@pytest.mark.parametrize("change", [module_replaced, module_renamed, module_moved])
+def test_a_geometry_is_computed_anew_when_a_module_changes(change: Callable[[Job], None]) -> None:
+    """The parameters stay the same; the modules' extra states are looked up once per geometry."""
+    job, state = Job(), ModelState(Replicated())
+    job.left, job.right = torch.nn.Module(), torch.nn.Module()
+    job.left.leaf = torch.nn.Identity()
+    before = state.geometry([job])
+    assert state.geometry([job]) is before
+    change(job)
+    assert state.geometry([job]) is not before
 
 
 @pytest.mark.usefixtures("single_rank")
