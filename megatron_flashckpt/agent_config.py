@@ -41,7 +41,7 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     session_nice: CountOrZero = 0
     """Niceness of the whole agent where the kernel first divides CPUs between sessions, 0 to 19. A
     positive value delays the agent's answers while it writes and all CPUs are busy: with 5 they
-    take 14 ms instead of 7 ms, in every iteration."""
+    take 14 ms instead of 7 ms, several times per save."""
 
     cpus: str | int = "all"
     """CPUs that the agent runs on: `all` of its cpuset; `inherit` those of the rank that starts it;

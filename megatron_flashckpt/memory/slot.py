@@ -1,8 +1,8 @@
 """Layout of one rank's checkpoint in memory.
 
-A slab is a memfd: one page of `SlabGeometry` and `Signals`, then the slots. A slot is one page of `SlotHeader` and
-the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and `data_capacity`
-bytes for the pieces. All offsets are multiples of the page size.
+A slab is a memfd: one page of `SlabGeometry` and `Signals`, then the slots. A slot is one page of
+`SlotHeader` and the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and
+`data_capacity` bytes for the pieces. All offsets are multiples of the page size.
 
 The slot header decides the slot's state. Exactly one process writes the header at a time: the
 trainer up to STAGED or KEPT, the agent from then on.

@@ -13,7 +13,7 @@ _SILENT_S = 2.0
 
 
 class AgentWatch:
-    """What one rank's last request to its agent has shown. Used on the training thread.
+    """The facts from one rank's last request to its agent. Used on the training thread.
 
     The agent is asked if its answer may differ from the last one, if it may be gone, or if the last
     answer did not account for all saves that this rank has handed over.

@@ -93,9 +93,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_result_is_reported_in_the_next_iteration(
-    job: Job, requests: list[str]
-) -> None:
+def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str]) -> None:
     for iteration in range(1, 6):
         stage(job, iteration)
         _, signals = counters(job)
@@ -125,9 +123,7 @@ def test_a_notice_is_reported_in_the_next_iteration(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_killed_agent_is_replaced_in_the_next_iteration(
-    job: Job, root: Path
-) -> None:
+def test_a_killed_agent_is_replaced_in_the_next_iteration(job: Job, root: Path) -> None:
     assert job.save(1) is None
     iterate(job)
     former, _ = counters(job)
