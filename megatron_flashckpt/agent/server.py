@@ -72,6 +72,7 @@ class Agent:
         self._claim.start()
         while not self._may_leave():
             self._committer.watch()
+            self._saves.digester.digest_settled()
             self._handler.departed.release()
             listener = self._upkeep.restore_missing()
             if listener is not None:
