@@ -185,5 +185,5 @@ class TrainerConnections:
                 self._handler.inherit(number)
                 rank.forget_saves()
                 if not rank.left:
-                    self._saves.digest_unread(rank)
+                    self._saves.digester.digest(rank)
             self._node.changed.notify_all()

@@ -105,11 +105,11 @@ class DepartedRanks:
             in_background(functools.partial(self._close, freed))
 
     def _is_needed(self, number: int, rank: Trainer) -> bool:
-        """Return whether a slab of the rank is being read, or holds a save without a result."""
+        """Return whether a slab of the rank is being written, or holds a save without a result."""
         slots = [*rank.retired, *([] if rank.slots is None else [rank.slots])]
         return (
             bool(rank.retired)
-            or any(rank_slots.busy for rank_slots in slots)
+            or any(rank_slots.is_persisting for rank_slots in slots)
             or any(number in save.metas for save in self._committer.pending.values())
         )
 
@@ -132,7 +132,8 @@ class DepartedRanks:
             -1 if newest is None else newest.iteration,
             newest is not None and newest.durable,
             is_departed,
-            slots.busy or any(number in save.metas for save in self._committer.pending.values()),
+            slots.is_persisting
+            or any(number in save.metas for save in self._committer.pending.values()),
         )
 
 

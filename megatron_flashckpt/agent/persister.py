@@ -1,4 +1,4 @@
-"""Handling of staged slots: a thread pool persists them; memory-only slots get digests."""
+"""Handling of staged slots: a thread pool persists them; memory-only slots stay as they are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import msgspec
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_records import is_persisted
 from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.digester import Digester
 from megatron_flashckpt.agent.failed_save import forget, leave_note, shown_error
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
     DurableShard,
-    digest_slot,
     slot_shard,
     stored_digests,
 )
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
-from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.error_classes import may_pass, will_last
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 #: Pauses before a shard is written again from its first byte, after transient errors.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
-#: Threads that digest the slots of a node after a crash.
-_UNREAD_THREADS = 4
 #: Longest wait of a leaving agent for notes and removals of failed saves.
 _END_S = 10.0
 
@@ -47,11 +45,12 @@ _T = TypeVar("_T")
 
 
 class Saves:
-    """Persists or digests slots that trainers have staged, and reports them to the committer."""
+    """Persists slots that trainers have staged, and reports them to the committer."""
 
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
         self._committer = committer
+        self.digester = Digester(node)
         self._make_pools()
         #: Ids of the saves whose writing began after the last trainer had left.
         self._written_last: set[str] = set()
@@ -65,11 +64,8 @@ class Saves:
             return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
 
         self._pool = pool(options.persist_threads, "persist")
-        # Digests and notes take a second and must not wait for shards, which take minutes.
-        self._digest_pool = pool(1, "digest")
+        # Notes take a second and must not wait for shards, which take minutes.
         self._note_pool = pool(1, "note")
-        # Several threads: the trainers are gone, and their successors wait for this.
-        self._unread_pool = pool(_UNREAD_THREADS, "digest")
 
     def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
         """Apply the settings of a rank's run; return the changed ones. The caller holds the lock.
@@ -81,17 +77,16 @@ class Saves:
             logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
             self._node.changed.notify_all()
         if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
-            former = (self._pool, self._digest_pool, self._note_pool, self._unread_pool)
+            former = (self._pool, self._note_pool)
             self._make_pools()
+            self.digester.configure()
             for pool in former:
                 pool.shutdown(wait=False)
         return changed
 
     def close(self) -> None:
         """End the threads, except those that storage blocks."""
-        self._digest_pool.shutdown()
-        # The slots of dead trainers need no digests: their memory is about to be freed.
-        self._unread_pool.shutdown(wait=False, cancel_futures=True)
+        self.digester.close()
         if not self._committer.pending and not self._node.is_stuck():
             for pool in (self._pool, self._note_pool):
                 # Only notes and removals are left, and storage may block them for ever.
@@ -120,14 +115,17 @@ class Saves:
         index: int,
         message: p.Staged | None = None,
         described: tuple[Slot, SlotHeader, SlotMeta] | None = None,
+        *,
+        is_awaited: bool = True,
     ) -> str:
-        """Persist or digest a complete slot, depending on its state; return its save.
+        """Persist a complete slot, or keep it if it is for memory only; return its save.
 
         The caller holds the lock.
 
         Args:
             message: the "staged" message of the slot's trainer; None if the trainer is gone.
             described: the result of `described`, decoded; ignored if the slot has changed since.
+            is_awaited: report the result of the save to the rank.
         """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
@@ -145,17 +143,21 @@ class Saves:
             self._node.traces.add(header.iteration, header.save_id, number, message.spans)
             if save is not None and message.cost is not None:
                 save.costs[number] = message.cost
-        self._node.ranks[number].awaited.add(header.save_id)
-        if not info.claimed:
-            info.claimed, info.persisting = True, save is not None
-            info.persisting_since = time.monotonic()
+        if is_awaited:
+            self._node.ranks[number].awaited.add(header.save_id)
+        if info.accepted_at is None:
+            info.accepted_at, info.persisting = time.monotonic(), save is not None
             hit("agent.enqueued")
-            if save is None:
-                self._digest_pool.submit(self._keep, number, slots, slot, header, time.monotonic())
-            else:
+            if save is not None:
                 self._pool.submit(self._persist, number, slots, slot, save)
             if self._node.peers is not None:
                 self._node.peers.staged(number, slots, index)
+        if save is None:
+            # Kept as soon as it is complete: no later save can take this result back, and digests
+            # only reveal changes from then on.
+            staged_s = 0.0 if message is None or message.cost is None else message.cost.staged_s
+            kept = p.Outcome(header.iteration, header.save_id, None, staged_s, kept=True)
+            self._committer.queue_result(self._node.ranks[number], kept)
         self._node.changed.notify_all()
         return header.save_id
 
@@ -163,53 +165,6 @@ class Saves:
         self, number: int, slot: Slot, info: SlotInfo, save_id: str, meta: SlotMeta
     ) -> PendingSave:
         return self._committer.join(number, slot.header, meta, save_id, inherited=info.inherited)
-
-    def _keep(
-        self, number: int, slots: RankSlots, slot: Slot, header: SlotHeader, started: float
-    ) -> None:
-        """Digest a memory-only slot; only then it counts as kept."""
-        info = slots.infos[slot.index]
-        with self._node.changed:
-            rank = self._node.ranks.get(number)  # None: the rank has departed
-            still_there = rank is not None and rank.slots is slots and slot.header == header
-            info.persisting = info.persisting or still_there
-        digests: tuple[str, ...] | None = None
-        error: str | None = None
-        try:
-            with self._node.traces.recording(header.iteration, header.save_id, number):
-                digests = digest_slot(slot, header) if still_there else None
-        except Exception as failure:  # any failure must be reported to the trainer
-            shown = shown_error(failure)
-            error = f"rank {number}: not digested in host memory: {shown}; the slot is kept"
-            logger.exception("rank %d: iteration %d was not digested", number, header.iteration)
-        with self._node.changed:
-            if still_there:
-                # Digests taken when the trainer disconnected count: they reveal later changes.
-                info.persisting, info.digests = False, info.digests or digests
-            seconds = time.monotonic() - started
-            outcome = p.Outcome(
-                header.iteration,
-                header.save_id,
-                error,
-                seconds,
-                kept=error is None,
-                failed_ranks=() if error is None else (number,),
-            )
-            if rank is not None:
-                self._committer.queue_result(rank, outcome)
-                self._node.drop_retired(rank)
-            self._node.changed.notify_all()
-
-    def digest_unread(self, rank: Trainer) -> None:
-        """Begin to digest the slots that a departed trainer left and that were never read.
-
-        Slots that change from then on are neither loaded nor persisted. The caller holds the lock.
-        """
-        if rank.slots is None:
-            return
-        for slot, info in rank.slots.undigested():
-            info.digesting = True
-            self._unread_pool.submit(self._digest_unread, rank, slot, info)
 
     def look_up_digests(self, number: int) -> None:
         """Begin to read from storage the digests of slots that another agent made durable.
@@ -222,7 +177,7 @@ class Saves:
             return
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
-                info.looking_up = True
+                info.awaits_digests = True
                 self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 
     def _look_up_digests(
@@ -235,26 +190,9 @@ class Saves:
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
         finally:
             with self._node.changed:
-                info.looking_up = False
+                info.awaits_digests = False
                 if digests is not None and info in slots.infos:  # the slot has no later save
                     info.digests = digests
-                self._node.changed.notify_all()
-
-    def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
-        header = slot.header
-        digests: tuple[str, ...] | None = None
-        try:
-            digests = digest_slot(slot, header)
-        except Exception:  # a load then restores the slot unverified, and reports that
-            logger.exception("iteration %d was not digested", header.iteration)
-        finally:
-            with self._node.changed:
-                info.digesting = False
-                now = slot.header
-                if (now.save_id, now.iteration) == (header.save_id, header.iteration):
-                    # Digests taken while the slot was written count: storage has those bytes.
-                    info.digests = info.digests or digests
-                self._node.drop_retired(rank)
                 self._node.changed.notify_all()
 
     def abandon(self, number: int, request: p.Abandon) -> None:
@@ -349,11 +287,11 @@ class Saves:
                     digests = with_retries(lambda: stored_digests(save.storage, header, number))
                 except CorruptCheckpointError as error:
                     logger.warning("rank %d: its durable shard is damaged: %s", number, error)
-                    digests = info.digests or digest_slot(slot, header)
+                    digests = ()
                 return DurableShard(None, digests)
             save.past = with_retries(lambda: past_save(save.storage, save.save_id))
             if save.past is not None:
-                return DurableShard(None, info.digests or digest_slot(slot, header))
+                return DurableShard(None, ())
         meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
 
         def written() -> DurableShard:
@@ -387,7 +325,7 @@ class Saves:
                     self._try_again(number, rank_slots, slot)
                     continue
                 slot.set_state(SlotState.STAGED)
-                rank_slots.infos[slot.index].claimed = False
+                rank_slots.infos[slot.index].accepted_at = None
                 self.accept_slot(number, slot.index)
         return bool(saves)
 
@@ -395,5 +333,5 @@ class Saves:
         """Persist a failed save under a new id, because failure notes of the first id exist."""
         info = slots.infos[slot.index]
         save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
-        info.persisting, info.persisting_since = True, time.monotonic()
+        info.persisting, info.accepted_at = True, time.monotonic()
         self._pool.submit(self._persist, number, slots, slot, save)

@@ -23,7 +23,7 @@ class Offer(msgspec.Struct, frozen=True):
     save_id: str
     durable: bool
     digests: tuple[str, ...] | None
-    """Chunk digests, once the agent has read the slot to persist or to digest it."""
+    """Chunk digests, once the agent has read the whole slot."""
     recovered: bool = False
     """The slot came from other nodes; this node does not know whether its save was durable."""
     committed: int = -1
@@ -43,9 +43,9 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str | None
     """Reason of a failure, with place and remedy; None: committed."""
     seconds: float
-    """Time from staged on this node to committed (or failed)."""
+    """Time from staged on this node to committed (or failed); until staged, if it was kept."""
     kept: bool = False
-    """True: the save was for host memory only, and is kept there."""
+    """True: the save was for host memory only, and all of it is there."""
     cost: SaveCost | None = None
     """Timings of a committed save, if they are known."""
     differing: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The slot is complete: the agent persists it, or digests a KEPT one. Reply: Done."""
+    """The slot is complete: the agent persists it, unless it is KEPT. Reply: Done."""
 
     slot: int
     cost: RankCost | None = None
@@ -198,7 +198,7 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Text for the people of a job about a save that has no result yet."""
+    """Text about a save for the people of a job; not its result."""
 
     iteration: int
     text: str

@@ -78,7 +78,7 @@ class RequestHandler:
                     if rank.slots is None:
                         return (p.SlabOffer(False, (), saves=saves),)
                     read_only = rank.slots.former_pid() > 0
-                    self._saves.digest_unread(rank)
+                    self._saves.digester.digest(rank)
                     offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
                     is_digesting = rank.slots.awaits_digests
                     reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
@@ -173,7 +173,7 @@ class RequestHandler:
                     "the agent keeps it for a restart"
                 )
             self._node.retire_slots(rank)
-            if slots.busy:
+            if slots.is_persisting:
                 return
             rank.retired.remove(slots)
         # In the foreground: the rank needs the memory back before it allocates a larger slab.
@@ -236,7 +236,7 @@ class RequestHandler:
             )
         deadline = time.monotonic() + wait_s
         while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
-            hung_s = rank.slots.busy_for()
+            hung_s = rank.slots.persisting_for()
             if hung_s > self._node.options.commit_timeout_s:
                 # Waiting is useless: these saves have failed by their timeout.
                 index = rank.slots.acquire(newest_too=True)
@@ -291,8 +291,7 @@ class RequestHandler:
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
             # The rank's own node may have been lost before this save was durable, and others wait
             # for it.
-            self._saves.accept_slot(number, index)
-            rank.awaited.discard(request.save_id or "")
+            self._saves.accept_slot(number, index, is_awaited=False)
         self._node.changed.notify_all()
 
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:

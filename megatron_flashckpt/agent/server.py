@@ -73,6 +73,7 @@ class Agent:
         while not self._may_leave():
             self._node.beat()
             self._committer.watch()
+            self._saves.digester.digest_settled()
             self._handler.departed.release()
             listener = self._upkeep.restore_missing()
             if listener is not None:

@@ -40,6 +40,7 @@ class DurableShard(NamedTuple):
     record: CommitRecord | None
     """Commit record; None if it is in storage already."""
     digests: tuple[str, ...]
+    """Empty if a former agent has written the shard and its digests cannot be read."""
 
 
 def persist_slot(
@@ -95,20 +96,6 @@ def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str
     place = f"{storage.place}/{name}"
     nbytes = header_nbytes(storage.read(name, 0, 8), place)
     return decode_header(storage.read(name, 0, nbytes), place).digests
-
-
-def digest_slot(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
-    """Return the chunk digests of a slot that is not written to storage.
-
-    Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
-    """
-    with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section, phase("digest"):
-        return tuple(_digest(chunk) for chunk in data_section)
-
-
-def _digest(chunk: memoryview) -> str:
-    with chunk:
-        return chunk_digest(chunk)
 
 
 def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
@@ -169,7 +156,7 @@ def _check_unchanged(
     if changed:
         raise CorruptCheckpointError(
             f"rank {rank}: iteration {iteration} was not written: chunks {changed[:8]} of its slot "
-            "changed after its trainer had gone; host memory is damaged, or another process writes "
+            "changed after it was digested; host memory is damaged, or another process writes "
             "to the slot"
         )
 

@@ -23,22 +23,24 @@ class SlotInfo:
     sequence: int = -1
     """Order of acquisition; higher is newer."""
     persisting: bool = False
-    """The slot is being read, or about to be, and must not be overwritten."""
-    persisting_since: float = 0.0
-    claimed: bool = False
-    """The trainer has sent the "staged" message, or the agent has taken the slot without it."""
+    """The slot is being written to storage, or about to be, and must not be overwritten."""
+    accepted_at: float | None = None
+    """Time of the "staged" message, or at which the agent took the slot without it;
+    `time.monotonic`. None: neither has happened."""
     inherited: bool = False
     """Another agent had the slot before, and may have persisted or committed its save."""
     digests: tuple[str, ...] | None = None
-    digesting: bool = False
-    """The slot is being read only for its digests, and must not be overwritten."""
-    looking_up: bool = False
-    """The digests are being read from storage; the memory may have changed since it was written."""
+    awaits_digests: bool = False
+    """The digests are being computed, or read from storage: then the memory may have changed."""
     recovered: bool = False
     """The slot came from other nodes."""
     elsewhere: bool = False
     """The slot came from the slot of the rank on its former node, whose agent persists it. Two
     agents must never write one shard: one of them could overwrite the shard after the commit."""
+
+    def has_settled(self, before: float) -> bool:
+        """Return whether the slot was accepted by time `before` and is not being persisted."""
+        return self.accepted_at is not None and self.accepted_at <= before and not self.persisting
 
 
 class RankSlots:
@@ -72,15 +74,10 @@ class RankSlots:
             return max(self._former).pid
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             state = slot.header.state
-            in_hand = state in (SlotState.STAGED, SlotState.KEPT) and not info.claimed
+            in_hand = state in (SlotState.STAGED, SlotState.KEPT) and info.accepted_at is None
             if state == SlotState.STAGING or in_hand:
                 slot.set_header(EMPTY_HEADER)
         return 0
-
-    @property
-    def busy(self) -> bool:
-        """Return whether any slot is being persisted or digested."""
-        return self.is_persisting or self.is_digesting
 
     @property
     def is_persisting(self) -> bool:
@@ -88,29 +85,22 @@ class RankSlots:
         return any(info.persisting for info in self.infos)
 
     @property
-    def is_digesting(self) -> bool:
-        """Return whether any slot is being digested because its trainer is gone."""
-        return any(info.digesting for info in self.infos)
-
-    @property
     def awaits_digests(self) -> bool:
         """Return whether any slot will have digests soon that it lacks now."""
-        return any(info.digesting or info.looking_up for info in self.infos)
+        return any(info.awaits_digests for info in self.infos)
 
     def undigested(self) -> list[tuple[Slot, SlotInfo]]:
-        """Return the complete slots without digests that are not being digested or looked up."""
+        """Return the complete slots that have no digests and await none."""
         return [
             (slot, info)
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
-            if slot.header.state in COMPLETE
-            and info.digests is None
-            and not (info.digesting or info.looking_up)
+            if info.digests is None and not info.awaits_digests and slot.header.state in COMPLETE
         ]
 
-    def busy_for(self) -> float:
-        """Return the seconds since the oldest running read began."""
-        started = [info.persisting_since for info in self.infos if info.persisting]
-        return time.monotonic() - min(started) if started else 0.0
+    def persisting_for(self) -> float:
+        """Return the seconds since the oldest slot that is being persisted was accepted."""
+        accepted = [info.accepted_at or 0.0 for info in self.infos if info.persisting]
+        return time.monotonic() - min(accepted) if accepted else 0.0
 
     def acquire(self, *, newest_too: bool = False) -> int:
         """Return the slot to overwrite: one without a complete checkpoint, otherwise the oldest.
@@ -118,7 +108,7 @@ class RankSlots:
         Returns -1 if there is none. The newest complete checkpoint is not returned, even if all
         others are being read. Otherwise ranks that write fast and ranks that write slowly would
         overwrite different checkpoints, and after a crash no checkpoint would be complete on all
-        ranks.
+        ranks. A slot that is only being digested is free.
 
         A single slot is returned as soon as its save has a result: the checkpoint is in storage,
         or never will be.
@@ -129,7 +119,7 @@ class RankSlots:
         slots = self.slab.slots
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
         newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
-        free = [i for i, info in enumerate(self.infos) if not (info.persisting or info.digesting)]
+        free = [i for i, info in enumerate(self.infos) if not info.persisting]
         free = [i for i in free if newest_too or i != newest or self._is_concluded_alone(i)]
         if not free:
             return -1
@@ -146,7 +136,7 @@ class RankSlots:
     def _is_concluded_alone(self, index: int) -> bool:
         """Return whether slot `index` is the only slot, and its save is not pending."""
         is_open = self.slab.slots[index].header.state == SlotState.STAGED
-        return len(self.infos) == 1 and not (is_open and self.infos[index].claimed)
+        return len(self.infos) == 1 and not (is_open and self.infos[index].accepted_at is not None)
 
     def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
         """Return all complete checkpoints, newest first.
@@ -166,16 +156,15 @@ class RankSlots:
         return [offer for _, offer in sorted(by_age, key=lambda pair: -pair[0])]
 
     def open(self) -> list[int]:
-        """Return the slots whose save has no result yet, oldest first.
+        """Return the slots whose trainer may lack the result of the save, oldest first.
 
         Slots from other nodes are left out: they may be of any age, and some are durable.
         """
-        indices = []
-        for slot, info in zip(self.slab.slots, self.infos, strict=True):
-            state = slot.header.state
-            is_undigested = state == SlotState.KEPT and info.digests is None
-            if not info.recovered and (state == SlotState.STAGED or is_undigested):
-                indices.append(slot.index)
+        indices = [
+            slot.index
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if not info.recovered and slot.header.state in (SlotState.STAGED, SlotState.KEPT)
+        ]
         return sorted(indices, key=lambda index: self.infos[index].sequence)
 
     def recovered(self, save_id: str | None) -> list[int]:
@@ -184,7 +173,8 @@ class RankSlots:
             slot.index
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
             if info.recovered
-            and not (info.claimed or info.elsewhere)
+            and info.accepted_at is None
+            and not info.elsewhere
             and slot.header.save_id == save_id
         ]
 

@@ -201,8 +201,8 @@ class Node:
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:
-        """Begin to free retired slabs that are no longer read. The caller holds the lock."""
-        for slots in [slots for slots in rank.retired if not slots.busy]:
+        """Begin to free retired slabs that are not being persisted. The caller holds the lock."""
+        for slots in [slots for slots in rank.retired if not slots.is_persisting]:
             rank.retired.remove(slots)
             free(slots.slab)
 

@@ -17,14 +17,14 @@ from unittest import mock
 
 import pytest
 
-from megatron_flashckpt.agent import commit, failed_save, persister, publication
+from megatron_flashckpt.agent import commit, digester, failed_save, persister, publication
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.memory.slot import Slot, SlotHeader
+from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
@@ -220,12 +220,13 @@ def test_an_agent_that_must_end_digests_no_further_slots(
     digested = threading.Event()
     began: list[int] = []
 
-    def slow_digest(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
-        began.append(slot.index)
+    def slow_digest(chunk: memoryview) -> str:
+        began.append(chunk.nbytes)
         digested.wait(PATIENCE_S)
-        return ()
+        return ""
 
-    monkeypatch.setattr(persister, "digest_slot", slow_digest)
+    monkeypatch.setattr(digester, "_MOST_THREADS", 2)
+    monkeypatch.setattr(digester, "chunk_digest", slow_digest)
     faults.fail("open")
     try:
         with agent_here(node, root, persist_on_leave=False):

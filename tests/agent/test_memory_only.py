@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,3 +297,33 @@ def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
         assert_the_agent_leaves(agent)
     assert_intact(root, 6, trainers)
     assert not list((root / file_names.iteration_dir(7)).glob("*.safetensors"))
+
+
+# ---------------------------------------------------------------------- a save after every step
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trainer_killed_at_any_moment_of_saves_without_pause_leaves_its_newest_one(
+    node: Node, root: Path, seed: int
+) -> None:
+    """No save waits for digests, so nothing but the slots' order protects the newest checkpoint."""
+    random = np.random.default_rng(seed)
+    numel = 100_000
+    saving = node.process(root, iterations=[1], save_id=new_save_id(), stop="saving", numel=numel)
+    saving.stopped()
+    stdout = saving.process.stdout
+    assert stdout is not None
+    for _ in range(int(random.integers(2, 20))):
+        assert stdout.readline()
+    time.sleep(random.uniform(0, 0.01))  # about as long as the next save takes
+    os.killpg(saving.process.pid, signal.SIGKILL)
+    staged = [int(line) for line in stdout.read().splitlines(keepends=True) if b"\n" in line]
+    saving.kill()
+    trainer = node.trainer(root, numel=numel)
+    offers = trainer.take()
+    assert 1 <= len(offers) <= 2
+    assert offers[0].iteration >= max(staged, default=3)
+    for offer in offers:
+        data = content(0, offer.iteration, trainer.layout.nbytes)
+        assert trainer.bytes_in(offer.slot) == data
+        assert offer.digests == (chunk_digest(memoryview(data)),)

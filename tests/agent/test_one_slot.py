@@ -154,19 +154,20 @@ def test_a_lost_node_gets_its_only_checkpoint_from_others(tmp_path: Path, scheme
     state=st.sampled_from(SlotState),
     persisting=st.booleans(),
     digesting=st.booleans(),
-    claimed=st.booleans(),
+    accepted=st.booleans(),
 )
-def test_the_only_slot_is_free_if_unread_and_without_a_pending_save(
-    state: SlotState, persisting: bool, digesting: bool, claimed: bool
+def test_the_only_slot_is_free_if_unwritten_and_without_a_pending_save(
+    state: SlotState, persisting: bool, digesting: bool, accepted: bool
 ) -> None:
     slab = Slab.create(1, 0, 4096, "0")
     try:
         slab.slots[0].set_header(SlotHeader(state, 1, "1", 0, 0))
         book = RankSlots(slab)
         info = book.infos[0]
-        info.persisting, info.digesting, info.claimed = persisting, digesting, claimed
-        is_pending = state == SlotState.STAGED and claimed
-        expected = -1 if persisting or digesting or is_pending else 0
+        info.persisting, info.awaits_digests = persisting, digesting
+        info.accepted_at = 1.0 if accepted else None
+        is_pending = state == SlotState.STAGED and accepted
+        expected = -1 if persisting or is_pending else 0
         assert book.acquire() == expected
         if expected < 0:
             assert slab.slots[0].header.state == state

@@ -193,7 +193,7 @@ def test_a_slot_being_read_is_never_reused_and_the_newest_is_reused_last(
                 book.infos[index].persisting = False
                 state = SlotState.DURABLE if step == "persisted" else SlotState.FAILED
                 book.mark(slab.slots[index].header.save_id, state)
-            assert book.busy == bool(reading)
+            assert book.is_persisting == bool(reading)
             offered = [offer.iteration for offer in book.offers()]
             assert offered == sorted(offered, reverse=True)
             complete = [s.header.iteration for s in slab.slots if s.header.state in COMPLETE]
@@ -202,17 +202,20 @@ def test_a_slot_being_read_is_never_reused_and_the_newest_is_reused_last(
         slab.close()
 
 
-def test_a_slot_being_digested_is_not_reused() -> None:
-    slab = Slab.create(2, 100, 100, "0")
+@pytest.mark.parametrize("state", COMPLETE)
+def test_a_slot_being_digested_is_reused_unless_it_is_the_newest(state: SlotState) -> None:
+    slab = Slab.create(2, 0, 4096, "0")
     try:
         book = RankSlots(slab)
-        book.infos[book.acquire()].digesting = True
-        assert book.busy
-        assert not book.is_persisting, "an agent that leaves does not wait for the digest"
-        other = book.acquire()
-        assert other >= 0
-        assert not book.infos[other].digesting
-        book.infos[other].persisting = True
+        for iteration in range(1, 6):
+            index = book.acquire()
+            assert index == (iteration - 1) % 2, "the older slot, without a wait"
+            assert not book.infos[index].awaits_digests
+            slab.slots[index].set_header(SlotHeader(state, iteration, f"{iteration:x}", 0, 0))
+            book.infos[index].awaits_digests = True
+            assert book.awaits_digests
+            assert not book.is_persisting, "an agent that leaves does not wait for the digest"
+        book.infos[book.offers()[1].slot].persisting = True
         assert book.acquire() == -1
     finally:
         slab.close()

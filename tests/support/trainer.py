@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import select
@@ -272,6 +273,7 @@ class TrainerProcess:
         save_id: str,
         stop: str,
         inside: tuple[str, ...] = (),
+        numel: int = 1000,
     ) -> None:
         """Start the process.
 
@@ -280,7 +282,8 @@ class TrainerProcess:
             save_id: id of the last save; earlier saves get ids of their own.
             inside: a command prefix, for example one that enters a namespace.
             stop: `staging` (header written, half of the bytes copied), `staged` ("staged" message
-                sent), or `committed`.
+                sent), `committed`, or `saving`: no stop, but memory-only saves of the following
+                iterations, one after the other; each is printed when it is staged.
         """
         self.process = subprocess.Popen(
             [
@@ -289,7 +292,7 @@ class TrainerProcess:
                 *("--root", str(root), "--runtime-dir", str(runtime_dir)),
                 *("--rank", str(rank), "--world-size", str(world_size)),
                 *("--iterations", ",".join(map(str, iterations))),
-                *("--save-id", save_id, "--stop", stop),
+                *("--save-id", save_id, "--stop", stop, "--numel", str(numel)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -383,10 +386,16 @@ def _main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--iterations", required=True)
     parser.add_argument("--save-id", required=True)
-    parser.add_argument("--stop", choices=("staging", "staged", "committed"), required=True)
+    stops = ("staging", "staged", "committed", "saving")
+    parser.add_argument("--stop", choices=stops, required=True)
+    parser.add_argument("--numel", type=int, default=1000)
     arguments = parser.parse_args()
     trainer = FakeTrainer(
-        arguments.root, config_of(arguments.runtime_dir), arguments.rank, arguments.world_size
+        arguments.root,
+        config_of(arguments.runtime_dir),
+        arguments.rank,
+        arguments.world_size,
+        numel=arguments.numel,
     )
     *earlier, last = map(int, arguments.iterations.split(","))
     for iteration in earlier:
@@ -398,11 +407,14 @@ def _main() -> None:
         with slot.data() as data:
             half = len(data) // 2
             data[:half] = content(trainer.rank, last, len(data))[:half]
-    elif arguments.stop == "staged":
+    elif arguments.stop in ("staged", "saving"):
         trainer.stage(last, arguments.save_id)
     else:
         assert trainer.save(last, arguments.save_id).error is None
     print(json.dumps({"agent_pid": trainer.client.agent_pid}), flush=True)
+    for iteration in itertools.count(last + 1) if arguments.stop == "saving" else ():
+        trainer.stage(iteration, f"{iteration:012x}", state=SlotState.KEPT)
+        print(iteration, flush=True)
     sys.stdin.buffer.read()
 
 

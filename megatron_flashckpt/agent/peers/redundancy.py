@@ -25,6 +25,7 @@ from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened,
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.memory.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,15 @@ class Redundancy:
 
     def staged(self, rank: int, slots: RankSlots, index: int) -> None:
         """Send a complete slot to its holders, in the background."""
-        # Read now for messages: after a failure, the slab may be closed or hold another save.
-        iteration = slots.slab.slots[index].header.iteration
+        # Read now: later, the slab may be closed or the slot hold another save.
+        header = slots.slab.slots[index].header
         with contextlib.suppress(RuntimeError):  # closing
-            self._descriptor_thread.submit(self._send, rank, slots, index, iteration)
+            self._descriptor_thread.submit(self._send, rank, slots, index, header)
 
-    def _send(self, rank: int, slots: RankSlots, index: int, iteration: int) -> None:
+    def _send(self, rank: int, slots: RankSlots, index: int, header: SlotHeader) -> None:
+        # Overtaken requests end here, so that they do not pile up if saves follow each other fast.
+        if not slot_bytes.holds(slots.slab, index, header.save_id):
+            return
         try:
             descriptor = self._descriptor(rank, slots, index)
             hit("send.labelled")
@@ -137,7 +141,9 @@ class Redundancy:
                     link = self._link(plan, share.holder, position % self._threads)
                     link.put(SendRequest(slots.slab, index, descriptor, share.part))
         except Exception:
-            logger.exception("rank %d: iteration %d is not sent to other nodes", rank, iteration)
+            logger.exception(
+                "rank %d: iteration %d is not sent to other nodes", rank, header.iteration
+            )
 
     def _link(self, plan: JoinPeers, holder: int, stream: int) -> Link:
         if (holder, stream) not in self._links:
@@ -164,10 +170,14 @@ class Redundancy:
             }
             if key in self._descriptors:
                 return self._descriptors[key]
-        descriptor = slot_bytes.descriptor_of(rank, slots.slab, index)
-        if descriptor is not None:
-            with self._lock:
-                self._descriptors[rank, descriptor.save_id] = descriptor
+        info = slots.infos[index]
+        descriptor = slot_bytes.descriptor_of(rank, slots.slab, index, info.digests)
+        if descriptor is None or slots.infos[index] is not info:
+            return None
+        # One reading serves both: this copy, and the offer of the slot after a restart.
+        info.digests = info.digests or descriptor.digests
+        with self._lock:
+            self._descriptors[rank, descriptor.save_id] = descriptor
         return descriptor
 
     def resume_from(self, rank: int, save_id: str | None, iteration: int) -> None:

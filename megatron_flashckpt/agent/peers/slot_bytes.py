@@ -32,17 +32,23 @@ def header_of(slab: Slab, index: int) -> SlotHeader:
         return EMPTY_HEADER
 
 
-def descriptor_of(rank: int, slab: Slab, index: int) -> SlotDescriptor | None:
-    """Return the descriptor of a complete slot; None if the slot was overwritten meanwhile."""
+def descriptor_of(
+    rank: int, slab: Slab, index: int, digests: tuple[str, ...] | None
+) -> SlotDescriptor | None:
+    """Return the descriptor of a complete slot; None if the slot was overwritten meanwhile.
+
+    Args:
+        digests: of the data, if they are known; None: the data is read.
+    """
     header = header_of(slab, index)
     meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
-    digests = []
-    for start in range(0, header.data_nbytes, DIGEST_NBYTES):
+    taken = []
+    for start in range(0, header.data_nbytes if digests is None else 0, DIGEST_NBYTES):
         end = min(start + DIGEST_NBYTES, header.data_nbytes)
         chunk = _copy(slab, index, header.save_id, data_at + start, data_at + end)
         if chunk is None:
             return None
-        digests.append(chunk_digest(chunk))
+        taken.append(chunk_digest(chunk))
     meta = _copy(slab, index, header.save_id, meta_at, meta_at + header.meta_nbytes)
     if meta is None:
         return None
@@ -54,7 +60,7 @@ def descriptor_of(rank: int, slab: Slab, index: int) -> SlotDescriptor | None:
         meta_nbytes=header.meta_nbytes,
         data_nbytes=header.data_nbytes,
         meta_digest=xxhash.xxh3_64_hexdigest(meta),
-        digests=tuple(digests),
+        digests=digests or tuple(taken),
         memory_only=header.state == SlotState.KEPT,
     )
 
