@@ -145,7 +145,7 @@ class _Reading:
             # A load then restores the slot unverified, and reports that.
             text = f"not digested in host memory: {shown_error(self._error)}; the slot is kept"
             logger.error("iteration %d: %s", self._header.iteration, text, exc_info=self._error)
-            self._rank.notices.append(p.Notice(self._header.iteration, text))
+            self._rank.report(p.Notice(self._header.iteration, text))
             info.accepted_at = math.inf  # not again while its trainer lives
         elif not self.is_over:
             # Digests taken while the slot was written count: storage has those bytes.
