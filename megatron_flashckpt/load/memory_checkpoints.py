@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from megatron_flashckpt.agent.protocol import Offer
@@ -23,6 +24,8 @@ class MemoryCheckpoint:
     """Newest committed iteration that agents know of; -1 if they know of none."""
     lineage: frozenset[str] = frozenset()
     """Ancestors of this save that agents know of; see `protocol.Offer`."""
+    is_pinned: Callable[[int], bool] = lambda end: False
+    """Returns whether all bytes of the slab below an offset are page-locked; may become true."""
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
@@ -62,7 +65,10 @@ def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
         return []
     own = {offer.save_id: offer for offer in offers}
     return [
-        MemoryCheckpoint(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
+        MemoryCheckpoint(
+            *(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank)),
+            link.stager.is_pinned,
+        )
         for by_rank in common_saves(all_offers)
     ]
 

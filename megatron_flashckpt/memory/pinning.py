@@ -43,6 +43,14 @@ _CLOSE_S = 1.0
 _still_locked: list[PinnedSlab] = []
 
 
+def borders(begin: int, end: int) -> range:
+    """Return the offsets in a slab, between `begin` and `end`, that no single copy may cross.
+
+    CUDA does not document copies across two registrations of page-locked memory.
+    """
+    return range(begin // CHUNK_NBYTES * CHUNK_NBYTES + CHUNK_NBYTES, end, CHUNK_NBYTES)
+
+
 def unlock_closed() -> None:
     """Unlock the slabs that this process has closed, so that the kernel can free their memory.
 

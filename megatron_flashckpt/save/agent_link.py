@@ -136,7 +136,7 @@ class NodeLink:
         self._pin()
 
     def _pin(self) -> None:
-        """Begin to page-lock the slab. A load after a restart reads it without page-locking."""
+        """Begin to page-lock the slab: for the copies of saves, and of a load after a restart."""
         client = self._connection.current
         if self._config.pinned and self._device is not None and client is not None:
             self.stager.pin(client.directory)
@@ -266,9 +266,11 @@ class NodeLink:
             self._offered_by = client
             self._note_device()
             self._use(slab)
-            # The load reads one slot, once; `prepare` maps all pages after the load.
-            self._unmapped = not slab.read_only
             self._attached_to = client
+            if not slab.read_only:
+                # A load copies from locked pages; `prepare` maps the pages of host tensors' slabs.
+                self._unmapped = True
+                self._pin()
         return slab, offers
 
     def saves_of_node(self) -> tuple[tuple[int, str], ...]:

@@ -140,6 +140,11 @@ class Stager:
         """
         return self._pinned is None or self._pinned.wait(timeout_s)
 
+    def is_pinned(self, end: int) -> bool:
+        """Return whether all bytes of the slab below `end` are page-locked. For any thread."""
+        pinned = self._pinned
+        return pinned is not None and pinned.covers(end)
+
     def drop_slab(self) -> None:
         """Unlock the slab and drop its mapping. Waits for running copies."""
         self.wait()
@@ -345,9 +350,7 @@ class Stager:
         job.all_copied.synchronize()
 
     def _runs(self, copies: list[Copy], unsaved: UnsavedCopies, most_nbytes: int) -> Iterator[Run]:
-        pinned = self._pinned
-        is_pinned = pinned.covers if pinned is not None else lambda end: False
-        yield from runs(copies, self._bytes, is_pinned, most_nbytes)
+        yield from runs(copies, self._bytes, self.is_pinned, most_nbytes)
         yield from runs(unsaved.copies, unsaved.content, lambda end: False, most_nbytes)
 
     def _record(self) -> torch.cuda.Event:

@@ -137,9 +137,14 @@ def test_a_restarted_rank_reuses_its_memory(
     gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
     gpus.runtime.registered_by.clear()
     again = make(local_rank)
+    may_lock = threading.Event()
+    gpus.refusals["cudaHostRegister"] = may_lock.wait
     slab, (offer, *_) = again.checkpointer.link.take_slab()
     assert offer.iteration == 1
     assert gpus.runtime.registered_by == [], "a load does not wait for page-locking"
+    may_lock.set()
+    again.checkpointer.link.wait_for_device_work()
+    assert again.checkpointer.link.stager.is_pinned(slab.geometry.nbytes), "a load copies from it"
     again.checkpointer.link.prepare(None)
     eventually("all prepared", lambda: not again.checkpointer.link.is_preparing)
     again.checkpointer.link.wait_for_device_work()
