@@ -1,4 +1,4 @@
-"""A checkpoint in a slot of this rank: its description, and its verified chunks.
+"""A checkpoint in a slot: its verified chunks, and for the own rank its description.
 
 The slot is read through its file descriptor (a memfd), because a new process must first map every
 page of its mapping. Page-locking maps the pages, so a GPU and the digests of its copies use the
@@ -24,12 +24,11 @@ from megatron_flashckpt.storage.scatter_read import read_parts
 logger = logging.getLogger(__name__)
 
 
-class OfferedSlot:
-    """A slot of this rank that the agent offers.
-
-    See `load.chunk_reader.ChunkSource` and `load.straight_copies.LockedSource`.
+class SlotChunks:
+    """The verified chunks of a slot. See `load.straight_copies.LockedSource`.
 
     Args:
+        rank: the rank whose slot this is.
         is_pinned: returns whether all bytes of the slab below an offset are page-locked.
 
     Raises:
@@ -43,46 +42,30 @@ class OfferedSlot:
         rank: int,
         is_pinned: Callable[[int], bool] = lambda end: False,
     ) -> None:
-        self._place = f"slot {offer.slot} of rank {rank}, {iteration_dir(offer.iteration)}"
+        self.place = f"slot {offer.slot} of rank {rank}, {iteration_dir(offer.iteration)}"
         slot = slab.slots[offer.slot]
         header = slot.header
         if (header.iteration, header.save_id) != (offer.iteration, offer.save_id):
             raise CorruptCheckpointError(
-                f"{self._place}: holds save {header.save_id!r} of iteration {header.iteration}, "
+                f"{self.place}: holds save {header.save_id!r} of iteration {header.iteration}, "
                 f"but the agent offered {offer.save_id!r}; host memory is damaged, or another "
                 "process writes to it"
-            )
-        self.meta: SlotMeta = slot.meta
-        if self.meta.rank != rank or self.meta.template.nbytes != header.data_nbytes:
-            raise CorruptCheckpointError(
-                f"{self._place}: belongs to rank {self.meta.rank} and describes "
-                f"{self.meta.template.nbytes} bytes of data, expected {header.data_nbytes}; host "
-                "memory is damaged"
             )
         #: Digests that the agent computed before its offer; None if that took longer than trainers
         #: wait.
         self._digests = offer.digests
-        if self._digests is None:
-            logger.warning(
-                "%s: is restored unverified, because the agent did not digest it in time: memory "
-                "that changed after staging would not be noticed; set "
-                "'restore_from_memory: false' to load from storage instead",
-                self._place,
-            )
         if self._digests is not None and len(self._digests) != chunk_count(header.data_nbytes):
             raise CorruptCheckpointError(
-                f"{self._place}: {len(self._digests)} digests do not match "
+                f"{self.place}: {len(self._digests)} digests do not match "
                 f"{header.data_nbytes} bytes of data; host memory is damaged"
             )
         self._fd = slab.fd
         self._offset = slot.data_offset
         self._is_pinned = is_pinned
         self._memory = slab.memory[slot.data_offset : slot.data_offset + header.data_nbytes]
-        self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
-        """The data as flat uint8; only bytes that were read as chunks are verified."""
 
     def data_nbytes(self, rank: int) -> int:
-        return self.meta.template.nbytes
+        return self._memory.nbytes
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
         offset = self._offset + number * CHUNK_NBYTES
@@ -113,6 +96,35 @@ class OfferedSlot:
     def _check(self, number: int, actual: str, expected: str) -> None:
         if actual != expected:
             raise CorruptCheckpointError(
-                f"{self._place}, chunk {number}: digest {actual}, expected {expected}; host "
+                f"{self.place}, chunk {number}: digest {actual}, expected {expected}; host "
                 "memory changed after it was staged"
             )
+
+
+class OfferedSlot(SlotChunks):
+    """A slot of this rank that the agent offers, with its description."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        offer: Offer,
+        rank: int,
+        is_pinned: Callable[[int], bool] = lambda end: False,
+    ) -> None:
+        super().__init__(slab, offer, rank, is_pinned)
+        self.meta: SlotMeta = slab.slots[offer.slot].meta
+        if self.meta.rank != rank or self.meta.template.nbytes != self._memory.nbytes:
+            raise CorruptCheckpointError(
+                f"{self.place}: belongs to rank {self.meta.rank} and describes "
+                f"{self.meta.template.nbytes} bytes of data, expected {self._memory.nbytes}; host "
+                "memory is damaged"
+            )
+        if self._digests is None:
+            logger.warning(
+                "%s: is restored unverified, because the agent did not digest it in time: memory "
+                "that changed after staging would not be noticed; set "
+                "'restore_from_memory: false' to load from storage instead",
+                self.place,
+            )
+        self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
+        """The data as flat uint8; only bytes that were read as chunks are verified."""

@@ -267,9 +267,8 @@ class NodeLink:
             self._note_device()
             self._use(slab)
             self._attached_to = client
-            if not slab.read_only:
-                # A load copies from locked pages; `prepare` maps the pages of host tensors' slabs.
-                self._unmapped = True
+            self._unmapped = not slab.read_only
+            if self._unmapped:  # `prepare` maps all pages; a load to a GPU needs locked ones now
                 self._pin()
         return slab, offers
 
