@@ -2,7 +2,8 @@
 
 The slot is read through its file descriptor (a memfd), because a new process must first map every
 page of its mapping. Page-locking maps the pages, so a GPU and the digests of its copies use the
-mapping.
+mapping. Copies to addresses that are shifted against the slot by other than multiples of 32 bytes
+use it, too. The kernel makes these slowly: with digests, in 0.19 instead of 0.13 CPU s per GiB.
 """
 
 from __future__ import annotations
@@ -19,9 +20,30 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count,
 from megatron_flashckpt.memory.pinning import borders
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.scatter_read import read_parts
+from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, Seen, read_parts
 
 logger = logging.getLogger(__name__)
+
+
+#: Shorter parts are read by the kernel, whose call takes less time than those of torch.
+_COPIED_NBYTES = 16 * 1024
+#: The kernel copies at full speed between addresses that are equal modulo this.
+_STEP_NBYTES = 32
+
+
+def _is_shifted(part: memoryview, offset: int) -> bool:
+    """Return whether the address of `part` lies otherwise than `offset`, seen from a cache line."""
+    address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
+    return (address - offset) % _STEP_NBYTES != 0
+
+
+def copy_blocks(source: memoryview, target: memoryview, seen: Seen) -> None:
+    """Copy `source` to `target` in user space; pass the bytes to `seen` while they are cached."""
+    for start in range(0, target.nbytes, BLOCK_NBYTES):
+        block = target[start : start + BLOCK_NBYTES]
+        copied = torch.frombuffer(source[start : start + block.nbytes], dtype=torch.uint8)
+        torch.frombuffer(block, dtype=torch.uint8).copy_(copied)
+        seen(block)
 
 
 class SlotChunks:
@@ -68,13 +90,24 @@ class SlotChunks:
         return self._memory.nbytes
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
-        offset = self._offset + number * CHUNK_NBYTES
-        if self._digests is None:
-            read_parts(self._fd, offset, parts)
-            return
         digest = new_chunk_digest()
-        read_parts(self._fd, offset, parts, digest.update)
-        self._check(number, digest.hexdigest(), self._digests[number])
+        self._fill(number * CHUNK_NBYTES, parts, digest.update)
+        if self._digests is not None:
+            self._check(number, digest.hexdigest(), self._digests[number])
+
+    def _fill(self, start: int, parts: Sequence[memoryview], seen: Seen) -> None:
+        """Fill `parts`, end to end, from byte `start` of the data on; pass all bytes to `seen`."""
+        read: list[memoryview] = []
+        begin = end = start
+        for part in parts:
+            if part.nbytes >= _COPIED_NBYTES and _is_shifted(part, end):
+                read_parts(self._fd, self._offset + begin, read, seen)
+                copy_blocks(self._memory[end : end + part.nbytes], part, seen)
+                read, begin = [], end + part.nbytes
+            else:
+                read.append(part)
+            end += part.nbytes
+        read_parts(self._fd, self._offset + begin, read, seen)
 
     def locked(self, rank: int, low: int, high: int) -> list[memoryview]:
         if not self._is_pinned(self._offset + high):
