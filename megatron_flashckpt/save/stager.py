@@ -123,14 +123,17 @@ class Stager:
                 "restart the job on another GPU"
             ) from error
 
-    def pin(self, lock_directory: Path | None) -> None:
+    def pin(self, lock_directory: Path | None, *, hurry: bool = False) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
             lock_directory: shared by the ranks of a node; None for a single rank.
+            hurry: make no pauses, because no training runs yet.
         """
         if self._device is not None and self._slab is not None and self._pinned is None:
             self._pinned = PinnedSlab(self._slab, self._device, lock_directory)
+            if hurry:
+                self._pinned.hurry()
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Wait until page-locking has ended: afterwards only the copy thread calls CUDA.
