@@ -29,13 +29,13 @@ from megatron_flashckpt.load.gpu_buffers import Gpu, host_buffer
 _PLACED_NBYTES = 16 * 1024
 #: Default upper bound of threads per rank: most storages do not serve more threads faster.
 _MOST_THREADS = 4
-#: Adjacent chunks that one thread takes in place, 32 MiB: a GPU copies them in 0.6 ms, and each
-#: step of Python between them costs all threads a share of that.
+#: Adjacent chunks that one thread takes in place: 32 MiB, which a GPU copies in 0.6 ms. Fewer would
+#: need more steps of Python, in which all threads wait for the interpreter lock.
 _MOST_ADJACENT = 8
 
 
 class Part(NamedTuple):
-    """Verified bytes of one read."""
+    """Bytes of one read, verified before or, in place, meanwhile."""
 
     read: Read
     offset: int
