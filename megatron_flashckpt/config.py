@@ -187,7 +187,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     read_threads: Count | None = None
     """Chunks (4 MiB each) that one rank reads and verifies at the same time. `None`: the node's
-    cores divided by its ranks, between 1 and 4."""
+    cores divided by its ranks, between 1 and 4, or 8 in a load from memory."""
 
     read_memory_mib: Annotated[int, msgspec.Meta(ge=64, le=MOST)] = 256
     """Host memory that a load may use per rank, in addition to the tensors that it fills, MiB."""

@@ -42,7 +42,7 @@ POINTS = {
         "the agent returned the slab of this rank before the restart, if any",
     ),
     "load.planned": ("load.loader", "everything is checked; no tensor is read"),
-    "load.half": ("load.rank_exchange", "this rank's tensors are filled from its own slot"),
+    "load.half": ("load.rank_exchange", "this rank's tensors are filled from its node's slots"),
     "load.filled": ("load.loader", "this rank's tensors are filled"),
     "load.unadopted": (
         "load.resume",

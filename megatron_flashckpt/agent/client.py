@@ -190,6 +190,21 @@ class AgentClient:
             os.close(fd)
             time.sleep(_RETRY_S)
 
+    def lend(self, rank: int, save_id: str) -> tuple[Slab, p.Offer] | None:
+        """Return the slab of another rank of this node with its offer of a save, to read it only.
+
+        Returns None if the agent does not have that save, or this process no descriptor left.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        reply, fd = self._ask(p.LendSlab(rank, save_id), p.SlabOffer)
+        if fd is None:
+            return None
+        slab = Slab.attach(fd)
+        slab.read_only = True
+        return slab, reply.offers[0]
+
     def saves_of_node(self) -> tuple[tuple[int, str], ...]:
         """Return iteration and id of every save that any rank has in a slot on this node.
 

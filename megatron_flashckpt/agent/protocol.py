@@ -100,6 +100,17 @@ class TakeSlab(msgspec.Struct, frozen=True, tag=True):
     """Asks for the rank's slab after a restart. Reply: SlabOffer, with a descriptor if present."""
 
 
+class LendSlab(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the slab of another rank of this node, to read a save in a load.
+
+    Reply: SlabOffer with the offer of that save and a descriptor, if this agent has that save with
+    its digests.
+    """
+
+    rank: int
+    save_id: str
+
+
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     present: bool
     offers: tuple[Offer, ...]
@@ -298,6 +309,7 @@ Request = (
     | AttachSlab
     | DetachSlab
     | TakeSlab
+    | LendSlab
     | Hold
     | Adopt
     | Acquire

@@ -83,6 +83,8 @@ class RequestHandler:
                     is_digesting = rank.slots.awaits_digests
                     reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
                     return reply, rank.slots.slab.fd
+                case p.LendSlab():
+                    return self._lend(request)
                 case p.Hold():
                     self._hold(number, RunKey(request.epoch, request.run_id))
                     return (p.Done(),)
@@ -139,6 +141,18 @@ class RequestHandler:
         if rank.incarnations.served != process:
             raise AgentError(str(ReplacedError(rank.incarnations.served)))
         return rank
+
+    def _lend(self, request: p.LendSlab) -> tuple[p.Reply] | tuple[p.Reply, int]:
+        """Return the slab of a rank to another rank. The caller holds the lock.
+
+        All ranks of a job load together, so no rank saves into its slots meanwhile.
+        """
+        lender = self._node.ranks.get(request.rank)
+        if lender is not None and (slots := lender.slots) is not None:
+            for offer in slots.offers():
+                if offer.save_id == request.save_id and offer.digests is not None:
+                    return p.SlabOffer(True, (offer,)), slots.slab.fd
+        return (p.SlabOffer(False, ()),)
 
     def _attach(
         self, number: int, slab: Slab, process: RankProcess | None, request: p.AttachSlab

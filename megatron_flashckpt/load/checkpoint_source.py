@@ -29,9 +29,9 @@ class ReadReport:
 
     read_nbytes: int = 0
     received_nbytes: int = 0
-    """Bytes received from other ranks, which read them or hold them in their slots."""
+    """Bytes received from other ranks, which read them, or hold them in slots of other nodes."""
     held_nbytes: int = 0
-    """Bytes copied from this rank's own slot in host memory."""
+    """Bytes copied from slots in this node's memory, by this rank."""
     seconds: float = 0.0
     memory_nbytes: int = 0
     """Upper bound of the memory used in addition to the filled tensors."""

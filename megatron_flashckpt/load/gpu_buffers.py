@@ -45,11 +45,6 @@ class Gpu:
         """Wait until the GPU has made all copies that the calling thread has enqueued."""
         torch.cuda.current_stream(self.stream.device).synchronize()
 
-    def host_memory(self, nbytes: int) -> memoryview:
-        """Return uninitialized host memory, page-locked if CUDA allows it."""
-        memory: memoryview = host_buffer(nbytes, pinned=True).numpy().data
-        return memory
-
 
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return uninitialized host memory, flat uint8; page-locked if `pinned` and CUDA allows it.

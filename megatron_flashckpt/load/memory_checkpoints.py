@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.collectives import run_and_gather
+from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +28,20 @@ class MemoryCheckpoint:
     """Newest committed iteration that agents know of; -1 if they know of none."""
     lineage: frozenset[str] = frozenset()
     """Ancestors of this save that agents know of; see `protocol.Offer`."""
+    link: NodeLink | None = None
+    """The owner of the slab, with the connection to the agent that offers it."""
+
+    def is_pinned(self, end: int) -> bool:
+        """Return whether all bytes of the slab below `end` are page-locked; may become true."""
+        return self.link is not None and self.link.stager.is_pinned(end)
+
+    def lend(self, rank: int) -> tuple[Slab, Offer] | None:
+        """Return the slab and the offer of another rank of this node; None if it has neither."""
+        try:
+            return None if self.link is None else self.link.client().lend(rank, self.offer.save_id)
+        except (AgentError, StorageError) as error:
+            logger.warning("the slot of rank %d is received from that rank: %s", rank, error)
+            return None
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
@@ -62,7 +81,10 @@ def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
         return []
     own = {offer.save_id: offer for offer in offers}
     return [
-        MemoryCheckpoint(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank))
+        MemoryCheckpoint(
+            *(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank)),
+            link,
+        )
         for by_rank in common_saves(all_offers)
     ]
 

@@ -1,15 +1,15 @@
-"""A load from the slots of all ranks: own bytes are copied, others' bytes are exchanged.
+"""A load from the slots of all ranks: a node's bytes are copied, other nodes' are exchanged.
 
 Replicated state is saved once, in shares, so a rank's slot holds only its own share. After a
-restart the ranks exchange their shares over the process group. All ranks call these functions
-together. A rank sends requests only to the ranks that hold its missing bytes; beyond that, one bit
-per pair of ranks is gathered.
+restart each rank reads the slots of its node, and ranks of different nodes exchange their shares
+over the process group. All ranks call these functions together. A rank sends requests only to the
+ranks that hold its missing bytes; beyond that, one bit per pair of ranks is gathered.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.read_plan import ReadPlan
+from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.load.all_to_all import Span, Stream, send_and_receive, transfer
 from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads, chunk_reads
 from megatron_flashckpt.load.gpu_buffers import synchronize
@@ -38,27 +38,32 @@ def exchange(
     plan: ReadPlan,
     wanted: list[Piece],
     targets: Targets,
+    readable: Collection[int] = (),
 ) -> int:
     """Fill `targets` from all ranks' slots; return the bytes received from others. Collective.
 
     Args:
-        reader: reads this rank's slot.
+        reader: reads the slots of `readable`.
         own: the data section of this rank's slot, as flat uint8.
         plan: this rank's reads, which fill `wanted`.
+        readable: other ranks whose slots this rank reads itself.
 
     Raises:
         CorruptCheckpointError: requested bytes of a slot differ from the staged bytes; on all
             ranks.
         FlashCkptError: a rank lacks memory for its buffers, or cannot copy; on all ranks.
     """
-    requests = {source: reads for source, reads in plan.reads.items() if source != rank}
+    near = {rank, *readable}
+    requests = {source: reads for source, reads in plan.reads.items() if source not in near}
+    reads = {source: reads for source, reads in plan.reads.items() if source in near}
+    chunks = chunk_reads(ReadPlan(reads, ()), wanted)
     askers, is_any = gather_named(requests)
     if is_any:
         _in_temporary_group(
-            lambda group: _exchange(reader, own, rank, plan, wanted, targets, askers, group)
+            lambda group: _exchange(reader, own, rank, chunks, requests, targets, askers, group)
         )
     else:
-        run_and_agree(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
+        run_and_agree(lambda: reader.read(chunks, targets))
         hit("load.half")
     synchronize()
     return sum(read.nbytes for reads in requests.values() for read in reads)
@@ -68,14 +73,13 @@ def _exchange(
     reader: ChunkReader,
     own: torch.Tensor,
     rank: int,
-    plan: ReadPlan,
-    wanted: list[Piece],
+    chunks: list[ChunkReads],
+    requests: dict[int, list[Read]],
     targets: Targets,
     askers: list[int],
     group: Group,
 ) -> None:
-    """Read this rank's slot, and exchange bytes in `group`, which has all ranks. Collective."""
-    requests = {source: reads for source, reads in plan.reads.items() if source != rank}
+    """Read `chunks`, and exchange `requests` in `group`, which has all ranks. Collective."""
     requested = {
         source: [(read.source_offset, read.nbytes) for read in reads]
         for source, reads in requests.items()
@@ -85,7 +89,7 @@ def _exchange(
 
     def read() -> int:
         # `transfer` agrees on the round sizes, and there also on the success of these reads.
-        reader.read(_own_chunks(rank, plan, wanted, spans), targets)
+        reader.read(chunks + _sent_only(rank, chunks, spans), targets)
         hit("load.half")
         return _round_nbytes()
 
@@ -205,15 +209,12 @@ def _in_temporary_group(work: Callable[[Group], None]) -> None:
     dist.destroy_process_group(group)
 
 
-def _own_chunks(
-    rank: int, plan: ReadPlan, wanted: list[Piece], spans: list[Span]
-) -> list[ChunkReads]:
-    """Return the chunks of this rank's slot that this rank needs, or that hold others' `spans`."""
-    own_chunks = chunk_reads(ReadPlan({rank: plan.reads.get(rank, [])}, ()), wanted)
-    covered = {chunk.number for chunk in own_chunks}
+def _sent_only(rank: int, chunks: list[ChunkReads], spans: list[Span]) -> list[ChunkReads]:
+    """Return the chunks of this rank's slot that hold others' `spans` and are not in `chunks`."""
+    covered = {chunk.number for chunk in chunks if chunk.rank == rank}
     sent = {
         number
         for offset, nbytes in spans
         for number in range(offset // CHUNK_NBYTES, -(-(offset + nbytes) // CHUNK_NBYTES))
     }
-    return own_chunks + [ChunkReads(rank, number, ()) for number in sorted(sent - covered)]
+    return [ChunkReads(rank, number, ()) for number in sorted(sent - covered)]

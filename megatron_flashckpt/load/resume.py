@@ -260,7 +260,7 @@ def _summary(loaded: LoadedCheckpoint) -> str:
     """Return a log line with the bytes, seconds and memory of the load on rank 0."""
     report = loaded.report
     if loaded.origin.source == "memory":
-        own, verb, place = report.held_nbytes, "copied", " from its slot in host memory"
+        own, verb, place = report.held_nbytes, "copied", " from its node's memory"
     else:
         own, verb, place = report.read_nbytes, "read", ""
     speed = (own + report.received_nbytes) / 2**20 / max(report.seconds, 1e-9)

@@ -81,10 +81,14 @@ class Targets:
         wait once, because the caller reads the next chunk into the same buffer.
         """
         try:
-            self._copy(parts, non_blocking=self.gpu is not None)
+            self.enqueue(parts)
         finally:
             if self.gpu is not None:
                 self.gpu.synchronize()
+
+    def enqueue(self, parts: list[Part]) -> None:
+        """Copy parts as `put` does. A GPU may still read the sources when this returns."""
+        self._copy(parts, non_blocking=self.gpu is not None)
 
     def _copy(self, parts: list[Part], *, non_blocking: bool) -> None:
         targets: list[torch.Tensor] = []

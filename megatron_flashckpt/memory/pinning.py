@@ -5,7 +5,7 @@ per GiB of huge pages and 110 ms or more per GiB of small ones. Meanwhile traini
 work, because locking holds a lock of the driver that all GPUs of the node share, and the lock of
 the memory map. So a slab is locked in short calls with pauses, by one rank of a node at a time. The
 pauses end when the first save begins, or when a thread waits for the slab: then locking soon makes
-up for the pauses.
+up for the pauses. After a restart there are none, because the load comes before the first step.
 
 One call for a whole slab may fail: Linux 6.11 to 6.13 accept less than 2 GiB per call, driver 580
 less than 512 GiB.
@@ -43,6 +43,14 @@ _CLOSE_S = 1.0
 _still_locked: list[PinnedSlab] = []
 
 
+def borders(begin: int, end: int) -> range:
+    """Return the offsets in a slab, between `begin` and `end`, that no single copy may cross.
+
+    CUDA does not document copies across two registrations of page-locked memory.
+    """
+    return range(begin // CHUNK_NBYTES * CHUNK_NBYTES + CHUNK_NBYTES, end, CHUNK_NBYTES)
+
+
 def unlock_closed() -> None:
     """Unlock the slabs that this process has closed, so that the kernel can free their memory.
 
@@ -71,7 +79,6 @@ class PinnedSlab:
         self.nbytes = 0
         """Bytes from the start of the slab that are locked; grows."""
         self._memory = memoryview(slab.memory)
-        self._huge_nbytes = slab.huge_nbytes
         self._device = device
         self._lock_directory = lock_directory
         self._ended = threading.Event()
@@ -87,7 +94,7 @@ class PinnedSlab:
         return end <= self.nbytes
 
     def hurry(self) -> None:
-        """Lock the rest without pauses, because a save has begun or training waits for the slab."""
+        """Lock the rest without pauses, because a load or a save has begun, or training waits."""
         self._hurried.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -169,10 +176,8 @@ class PinnedSlab:
                 self._hurried.wait(_PAUSE_PER_CALL * (time.monotonic() - started))
         gib = 2**30
         logger.info(
-            "%.2f of %.2f GiB of this rank's checkpoint slots, of which %.2f GiB are in pages of 2 "
-            "MiB, were page-locked in %.2f s",
-            *(self.nbytes / gib, self._memory.nbytes / gib, self._huge_nbytes / gib),
-            time.monotonic() - begun,
+            "%.2f of %.2f GiB of this rank's checkpoint slots were page-locked in %.2f s",
+            *(self.nbytes / gib, self._memory.nbytes / gib, time.monotonic() - begun),
         )
 
     def _unpin(self) -> None:

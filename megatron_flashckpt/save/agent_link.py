@@ -135,11 +135,11 @@ class NodeLink:
         map_pages(slab, self._config, self._rank, time.monotonic())
         self._pin()
 
-    def _pin(self) -> None:
-        """Begin to page-lock the slab. A load after a restart reads it without page-locking."""
+    def _pin(self, *, hurry: bool = False) -> None:
+        """Begin to page-lock the slab: for the copies of saves, and of a load after a restart."""
         client = self._connection.current
         if self._config.pinned and self._device is not None and client is not None:
-            self.stager.pin(client.directory)
+            self.stager.pin(client.directory, hurry=hurry)
 
     def _prepare(
         self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None
@@ -266,9 +266,10 @@ class NodeLink:
             self._offered_by = client
             self._note_device()
             self._use(slab)
-            # The load reads one slot, once; `prepare` maps all pages after the load.
-            self._unmapped = not slab.read_only
             self._attached_to = client
+            self._unmapped = not slab.read_only
+            if self._unmapped:  # `prepare` maps all pages; a load to a GPU needs locked ones now
+                self._pin(hurry=True)
         return slab, offers
 
     def saves_of_node(self) -> tuple[tuple[int, str], ...]:

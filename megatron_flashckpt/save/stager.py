@@ -123,14 +123,17 @@ class Stager:
                 "restart the job on another GPU"
             ) from error
 
-    def pin(self, lock_directory: Path | None) -> None:
+    def pin(self, lock_directory: Path | None, *, hurry: bool = False) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
             lock_directory: shared by the ranks of a node; None for a single rank.
+            hurry: make no pauses, because no training runs yet.
         """
         if self._device is not None and self._slab is not None and self._pinned is None:
             self._pinned = PinnedSlab(self._slab, self._device, lock_directory)
+            if hurry:
+                self._pinned.hurry()
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Wait until page-locking has ended: afterwards only the copy thread calls CUDA.
@@ -139,6 +142,11 @@ class Stager:
             False if `timeout_s` passed first.
         """
         return self._pinned is None or self._pinned.wait(timeout_s)
+
+    def is_pinned(self, end: int) -> bool:
+        """Return whether all bytes of the slab below `end` are page-locked. For any thread."""
+        pinned = self._pinned
+        return pinned is not None and pinned.covers(end)
 
     def drop_slab(self) -> None:
         """Unlock the slab and drop its mapping. Waits for running copies."""
@@ -345,9 +353,7 @@ class Stager:
         job.all_copied.synchronize()
 
     def _runs(self, copies: list[Copy], unsaved: UnsavedCopies, most_nbytes: int) -> Iterator[Run]:
-        pinned = self._pinned
-        is_pinned = pinned.covers if pinned is not None else lambda end: False
-        yield from runs(copies, self._bytes, is_pinned, most_nbytes)
+        yield from runs(copies, self._bytes, self.is_pinned, most_nbytes)
         yield from runs(unsaved.copies, unsaved.content, lambda end: False, most_nbytes)
 
     def _record(self) -> torch.cuda.Event:

@@ -18,6 +18,7 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.memory import pinning
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.pinning import unlock_closed
 from megatron_flashckpt.memory.slot import SlotState
@@ -137,9 +138,14 @@ def test_a_restarted_rank_reuses_its_memory(
     gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
     gpus.runtime.registered_by.clear()
     again = make(local_rank)
+    may_lock = threading.Event()
+    gpus.refusals["cudaHostRegister"] = may_lock.wait
     slab, (offer, *_) = again.checkpointer.link.take_slab()
     assert offer.iteration == 1
     assert gpus.runtime.registered_by == [], "a load does not wait for page-locking"
+    may_lock.set()
+    again.checkpointer.link.wait_for_device_work()
+    assert again.checkpointer.link.stager.is_pinned(slab.geometry.nbytes), "a load copies from it"
     again.checkpointer.link.prepare(None)
     eventually("all prepared", lambda: not again.checkpointer.link.is_preparing)
     again.checkpointer.link.wait_for_device_work()
@@ -147,6 +153,22 @@ def test_a_restarted_rank_reuses_its_memory(
     again.step()
     assert again.save(2) is None
     again.assert_stored(root, 2)
+
+
+def test_a_restarted_rank_locks_its_memory_without_pauses(
+    make: Any, gpus: GpuNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses are for training, which begins after the load that copies from locked memory."""
+    first = make(5)
+    assert first.save(1) is None
+    first.checkpointer.close(leave=False)
+    gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
+    monkeypatch.setattr(pinning, "CHUNK_NBYTES", 1 << 20)
+    monkeypatch.setattr(pinning, "_PAUSE_PER_CALL", 1e9)
+    again = make(5)
+    slab, _ = again.checkpointer.link.take_slab()
+    stager = again.checkpointer.link.stager
+    eventually("the slab is locked", lambda: stager.is_pinned(slab.geometry.nbytes))
 
 
 @pytest.mark.parametrize("local_rank", [0, 5])

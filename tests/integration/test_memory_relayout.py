@@ -46,6 +46,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 def test_a_crashed_job_resumes_from_memory_under_another_layout(jobs: dict[str, Result]) -> None:
     assert "iteration 3 was restored from memory" in jobs["memory"].log
+    assert "received 0.0 MiB from other ranks" in jobs["memory"].log, "they read each other's slots"
     assert "iteration 3 was restored from storage" in jobs["storage"].log
 
 

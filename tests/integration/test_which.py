@@ -39,7 +39,7 @@ def crashed(tmp_path: Path) -> Path:
 def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
     message = re.search(
-        r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its slot in host "
+        r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its node's "
         r"memory and received 0\.0 MiB from other ranks in [\d.]+ s \((\d+) MiB/s\)",
         result.log,
     )

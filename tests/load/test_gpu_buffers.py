@@ -273,7 +273,7 @@ def test_a_buffer_may_be_overwritten_after_its_parts_were_put(
         assert targets.gpu is not None
         parts = []
         for number, flat in enumerate(contents):
-            source = targets.gpu.host_memory(flat.nbytes)
+            source = gpu_buffers.host_buffer(flat.nbytes, pinned=True).numpy().data
             source[:] = flat.view(torch.uint8).numpy().data
             parts.append(Part(Read.whole(number, PIECES[number], 0), 0, source))
         targets.put(parts)

@@ -13,8 +13,9 @@ import dataclasses
 import datetime
 import gc
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,6 +53,8 @@ from tests.support.worlds import (
 )
 
 RANKS = 3
+#: Ranks that run on one node; any other rank has a node of its own.
+NODES = [(), (0, 1), (0, 1, 2)]
 ROUND_NBYTES = rank_exchange.ROUND_NBYTES
 #: Offset of a slot's data section; only its alignment matters here.
 DATA_OFFSET = 4096
@@ -132,40 +135,53 @@ CASES = {
 
 
 class Bytes:
-    """A source of chunks without damage."""
+    """A source of chunks without damage, from the slots of some ranks."""
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data.numpy().data
+    def __init__(self, slots: dict[int, torch.Tensor]) -> None:
+        self._slots = {rank: data.numpy().data for rank, data in slots.items()}
 
     def data_nbytes(self, rank: int) -> int:
-        return self._data.nbytes
+        return self._slots[rank].nbytes
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
         position = number * CHUNK_NBYTES
         for part in parts:
-            part[:] = self._data[position : position + part.nbytes]
+            part[:] = self._slots[rank][position : position + part.nbytes]
             position += part.nbytes
 
 
 def exchanged(
-    case: Case, name: str, rank: int, *, device: str = "cpu", room: int | None = None
+    case: Case,
+    name: str,
+    rank: int,
+    *,
+    device: str = "cpu",
+    room: int | None = None,
+    node: Collection[int] = (),
 ) -> tuple[int, list[torch.Tensor]]:
     """Carry out `case`; return the bytes from other ranks and the filled tensors. Collective.
 
     Args:
+        node: the ranks whose slots each of them reads.
         room: free bytes of the current GPU after the tensors are made; None: no limit.
     """
     rank_exchange.ROUND_NBYTES = case.round_nbytes
-    file = files_of(case.tensors, case.stored)[rank]
-    own = torch.frombuffer(bytearray(DATA_OFFSET) + file, dtype=torch.uint8)[DATA_OFFSET:]
+    readable = {rank, *node} if rank in node else {rank}
+    files = files_of(case.tensors, case.stored)
+    slots = {
+        number: torch.frombuffer(bytearray(DATA_OFFSET) + files[number], dtype=torch.uint8)
+        for number in readable
+    }
+    own = slots[rank][DATA_OFFSET:]
+    source = Bytes({number: slot[DATA_OFFSET:] for number, slot in slots.items()})
     wanted = case.wanted[rank]
     filled = [
         torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype), device=device) for piece in wanted
     ]
     plan = read_plan(wanted, sources_of(case.stored), name)
     targets = Targets(wanted, filled)
-    with ChunkReader(Bytes(own), 1, targets.gpu) as reader, nearly_full(room):
-        received = rank_exchange.exchange(reader, own, rank, plan, wanted, targets)
+    with ChunkReader(source, 1, targets.gpu) as reader, nearly_full(room):
+        received = rank_exchange.exchange(reader, own, rank, plan, wanted, targets, readable)
     return received, filled
 
 
@@ -258,9 +274,12 @@ def rank_main(rank: int, directory: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     results = {}
-    for name, case in CASES.items():
-        received, filled = exchanged(case, name, rank)
-        results[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
+    for (name, case), node in itertools.product(CASES.items(), NODES):
+        received, filled = exchanged(case, name, rank, node=node)
+        results[f"{name}, {node}"] = [
+            received,
+            [digest(bytes(t.view(torch.uint8).numpy())) for t in filled],
+        ]
     results["gpu"] = on_gpus(rank)
     Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -277,24 +296,35 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.parametrize("node", NODES)
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_receives_every_wanted_byte(results: list[dict], name: str) -> None:
+def test_every_rank_receives_every_wanted_byte(
+    results: list[dict], name: str, node: tuple[int, ...]
+) -> None:
     case = CASES[name]
     for rank, wanted in enumerate(case.wanted):
-        _, digests = results[rank][name]
+        _, digests = results[rank][f"{name}, {node}"]
         assert digests == [digest(content(case.tensors, piece)) for piece in wanted]
 
 
+@pytest.mark.parametrize("node", NODES)
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_from_other_ranks_are_counted(results: list[dict], name: str) -> None:
+def test_bytes_from_ranks_of_other_nodes_are_counted(
+    results: list[dict], name: str, node: tuple[int, ...]
+) -> None:
     case = CASES[name]
+    of_node = [{rank, *node} if rank in node else {rank} for rank in range(RANKS)]
     for rank, wanted in enumerate(case.wanted):
         plan = read_plan(wanted, sources_of(case.stored), name)
         from_others = sum(
-            read.nbytes for source, reads in plan.reads.items() for read in reads if source != rank
+            read.nbytes
+            for source, reads in plan.reads.items()
+            for read in reads
+            if source not in of_node[rank]
         )
-        assert results[rank][name][0] == from_others
-    assert (name == "nothing from others") == all(result[name][0] == 0 for result in results)
+        assert results[rank][f"{name}, {node}"][0] == from_others
+    received = [result[f"{name}, {node}"][0] for result in results]
+    assert (name == "nothing from others" or len(node) == RANKS) == (not any(received))
 
 
 def test_connections_between_gpus_end_with_the_exchange(results: list[dict]) -> None:
@@ -359,7 +389,7 @@ def test_a_single_rank_reads_everything_from_its_own_slot() -> None:
         torch.cuda.set_device(5)
         filled = [torch.zeros(target.nbytes, dtype=torch.uint8, device="cuda") for target in wanted]
         targets = Targets(wanted, filled)
-        with ChunkReader(Bytes(own), 1, targets.gpu) as reader:
+        with ChunkReader(Bytes({0: own}), 1, targets.gpu) as reader:
             assert rank_exchange.exchange(reader, own, 0, plan, wanted, targets) == 0
         assert node.calls[-1].name == "synchronize", "all bytes are in place when it returns"
         arrived = [bytes(tensor.cpu().numpy()) for tensor in filled]

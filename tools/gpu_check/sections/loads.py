@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.layout.template import Source
 from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.memory_checkpoints import held_in_memory
+from megatron_flashckpt.load.memory_source import MemorySource, open_memory
+from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
-from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage.posix import PosixStorage
 from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node
@@ -53,42 +55,46 @@ def run(report: Report) -> None:
         gib = sum(tensor.nbytes for tensor in tensors) / 2**30
         report.must(f"a save of {gib:.2g} GiB becomes durable", errors == [], "; ".join(errors))
         expected = [tensor.clone() for tensor in tensors]
-        held, slab = _held(where, rank)
-        rates = {
-            name: _load(report, name, _loader(rank, name, source), rank, expected)
-            for name, source in (("memory", held), ("storage", _stored(where)))
-        }
-        copied = _report_rates(report, held, slab)
+        again, held = _restarted(where, rank)
+        loaders = {"memory": _from_memory(rank, held), "storage": _from_storage(rank, where)}
+        rates = {name: _load(report, name, load, rank, expected) for name, load in loaders.items()}
+        again.checkpointer.link.stager.wait_pinned()
+        copied = _copied_rate(report, held.slot)
         what = "load from memory, relative to one page-locked copy"
         report.headline(what, rates["memory"] / copied, "x", f"{rates['memory']:.1f} GB/s")
 
 
-def _held(where: Node, rank: Rank) -> tuple[OfferedSlot, Slab]:
-    """Return the slot as a restarted rank gets it from the agent."""
+def _restarted(where: Node, rank: Rank) -> tuple[Rank, MemorySource]:
+    """Return the rank after another start, and its memory, as the agent hands it over."""
     # An ending process unlocks its memory. This process continues and may map at the same address,
     # so it must unlock the slab itself.
     rank.checkpointer.link.stager.drop_slab()
     rank.close()
     again = where.rank(rank.tensors)
-    slab, offers = again.checkpointer.link.take_slab()
-    assert slab is not None, "the agent holds no slab"
-    return OfferedSlot(slab, offers[0], 0), slab
+    (checkpoint,) = held_in_memory(again.checkpointer)
+    with mock.patch.object(parallel, "model_sizes", return_value=(1, 1, 1)):
+        return again, open_memory(checkpoint, again.checkpointer.config)
 
 
-def _stored(where: Node) -> StoredCheckpoint:
-    storage = PosixStorage(where.root)
-    return StoredCheckpoint(storage, 1, read_manifest(storage, 1))
-
-
-def _loader(rank: Rank, name: str, source: OfferedSlot | StoredCheckpoint) -> Callable[[], int]:
+def _from_memory(rank: Rank, source: MemorySource) -> Callable[[], int]:
     """Return a function that fills the tensors of `rank` and returns the number of bytes read."""
-    if isinstance(source, OfferedSlot):
-        sources = [Source(0, source.meta.template, source.meta.placement)]
-    else:
-        sources = source.sources()
-    plan = read_plan(rank.pieces, sources, name)
+    reads = read_plan(rank.pieces, source.job.sources, "memory")
+    plan = LoadPlan(reads, rank.pieces, Targets(rank.pieces, rank.tensors), set())
+
+    def load() -> int:
+        with source.open(plan) as reader:
+            source.fill(plan, reader)
+            return reader.read_nbytes
+
+    return load
+
+
+def _from_storage(rank: Rank, where: Node) -> Callable[[], int]:
+    storage = PosixStorage(where.root)
+    source = StoredCheckpoint(storage, 1, read_manifest(storage, 1))
+    plan = read_plan(rank.pieces, source.sources(), "storage")
     targets = Targets(rank.pieces, rank.tensors)
-    return lambda: read_all(source, plan, rank.pieces, targets, _THREADS)
+    return lambda: read_all(source, plan, rank.pieces, targets, _THREADS, targets.gpu)
 
 
 def _load(
@@ -127,30 +133,16 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _report_rates(report: Report, held: OfferedSlot, slab: Slab) -> float:
-    """Copy the same bytes without digests and plans; return the rate of the fastest way."""
+def _copied_rate(report: Report, held: OfferedSlot) -> float:
+    """Copy the same bytes without digests and plans; return the rate in GB/s."""
     target = torch.empty(held.data.numel(), dtype=torch.uint8, device="cuda")
-
-    def rate(what: str) -> float:
-        target.fill_(0)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        _straight(held, target)
-        torch.cuda.synchronize()
-        rate = target.numel() / (time.perf_counter() - started) / 1e9
-        report.figure(f"slot to GPU, straight from its {what}", rate, "GB/s")
-        return rate
-
-    rate("mapping")
-    stager = Stager()
-    stager.use(slab, device=torch.cuda.current_device())
+    torch.cuda.synchronize()
     started = time.perf_counter()
-    stager.pin(None)
-    stager.wait_pinned()
-    report.figure("page-locking of both slots", time.perf_counter() - started, "s")
-    fastest = rate("page-locked mapping")
-    stager.close()
-    return fastest
+    _straight(held, target)
+    torch.cuda.synchronize()
+    rate = target.numel() / (time.perf_counter() - started) / 1e9
+    report.figure("slot to GPU, straight from its page-locked mapping", rate, "GB/s")
+    return rate
 
 
 def _straight(held: OfferedSlot, target: torch.Tensor) -> None:
