@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import ModuleType
 
 import pytest
 
@@ -27,6 +28,42 @@ def test_the_first_step_of_a_job_that_is_left_to_megatron_prepares_nothing(
     args.use_megatron_fsdp = False
     with pytest.raises(AssertionError, match="saves to /save are prepared"):
         entry_points.train_step("step")
+
+
+@pytest.mark.parametrize(
+    ("imported", "has_async_utils", "replaced"),
+    [
+        pytest.param(["update_num_microbatches"], True, [], id="checkpointing"),
+        pytest.param(
+            ["update_num_microbatches", "initialize_megatron"],
+            True,
+            ["initialize_megatron"],
+            id="async_utils",
+        ),
+        pytest.param(
+            ["update_num_microbatches"], False, ["update_num_microbatches"], id="before core 0.7"
+        ),
+        pytest.param(["initialize_megatron", "train_step"], True, [], id="complete"),
+    ],
+)
+def test_the_earliest_function_of_a_module_that_is_being_imported_is_replaced(
+    imported: list[str],
+    has_async_utils: bool,
+    replaced: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If only imports were swapped, Megatron's `training` module imports ours halfway."""
+    training = ModuleType("training")
+    training.__package__ = "megatron.training"
+    for name in imported:
+        setattr(training, name, lambda: None)
+    names: list[str] = []
+    monkeypatch.setattr(stock, "loaded", lambda name: training)
+    monkeypatch.setattr(stock, "_ORIGINALS", {})
+    monkeypatch.setattr(entry_points, "exists", lambda module: has_async_utils)
+    monkeypatch.setattr(stock, "replace", lambda module, name, wrapper: names.append(name))
+    entry_points.watch_from_import()
+    assert names == replaced
 
 
 @pytest.mark.parametrize(
