@@ -16,19 +16,19 @@ from megatron_flashckpt.save.startup import Startup
 @pytest.mark.parametrize(
     ("is_preparing", "has_states", "asked", "is_done"),
     [
-        pytest.param(True, True, [], False, id="preparing"),
+        pytest.param(True, True, ["has_states"], False, id="preparing"),
         pytest.param(False, False, ["has_states"], False, id="before the optimizer's first step"),
         pytest.param(False, True, ["has_states", "dry_run"], True, id="ready"),
     ],
 )
-def test_nothing_is_asked_after_a_step_until_agent_and_slab_are_ready(
+def test_no_step_waits_for_agent_and_slab(
     is_preparing: bool,
     has_states: bool,
     asked: list[str],
     is_done: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The questions took 0.2 s per step for 10,000 pieces."""
+    """Until both are ready, only a cheap question is asked."""
     questions: list[str] = []
 
     def ask(question: str, answer: Any) -> Any:
