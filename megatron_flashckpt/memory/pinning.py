@@ -73,8 +73,8 @@ class PinnedSlab:
         Args:
             slab: stays mapped until `unpin`, or for the life of the process.
             device: the CUDA device that copies into the slab.
-            lock_directory: shared by the ranks of this node; its lock is held for each chunk.
-                None: the rank is alone.
+            lock_directory: shared by the ranks of this node; its lock is held for each chunk and
+                the pause after it. None: the rank is alone.
         """
         self.nbytes = 0
         """Bytes from the start of the slab that are locked; grows."""
@@ -98,7 +98,7 @@ class PinnedSlab:
         self._hurried.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Hurry; return True when all chunks are locked or locking has failed.
+        """End the pauses; return True when all chunks are locked or locking has failed.
 
         Returns:
             False if `timeout_s` passed first.
