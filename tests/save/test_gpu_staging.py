@@ -340,7 +340,7 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
     assert 0.2 < figures.step_wait_s() <= figures.seconds
     assert figures.nbytes == 10 * PART
     assert figures.part_bytes_per_s is not None
-    assert figures.nbytes / figures.seconds <= figures.part_bytes_per_s <= PART / 0.03
+    assert 0 < figures.part_bytes_per_s <= PART / 0.03
     assert figures.locked_nbytes == figures.slab_nbytes == slab.geometry.nbytes
 
 
