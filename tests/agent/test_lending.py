@@ -24,6 +24,7 @@ def ranks(node: Node, root: Path) -> list[FakeTrainer]:
     made = [node.trainer(root, rank, 2) for rank in range(2)]
     for trainer in made:
         trainer.keep(1, SAVE_ID)
+        trainer.take()  # returns when the agent has digested the slots, as in a load
     return made
 
 
