@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,6 +160,22 @@ def test_all_ranks_share_half_of_the_cpus_and_eight_threads_at_most(
     for number in range(3):
         assert len(job.digests(number, indices[number])) == CHUNKS
     assert gate.most == threads
+
+
+def test_beside_training_one_thread_digests_a_rank(
+    ranks: Make, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digester_module, "_SETTLED_S", 0.0)
+    gate.opened.clear()
+    job = ranks(2, 96)
+    indices = [job.keep(number, 1) for number in range(2)]
+    time.sleep(0.01)
+    job.digester.digest_settled()
+    eventually("both ranks are digested", lambda: gate.at_once == 2)
+    gate.opened.set()
+    for number in range(2):
+        assert len(job.digests(number, indices[number])) == CHUNKS
+    assert gate.most == 2
 
 
 def test_slots_of_different_ranks_take_turns(ranks: Make, gate: Gate) -> None:
