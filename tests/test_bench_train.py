@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.train import chart, figures, report, study, systems
+from benchmarks.train import chart, figures, report, sizes, study, systems
 from benchmarks.train.job import JobError, Megatron
-from benchmarks.train.measure import Measured, Restart, Session
+from benchmarks.train.measure import RESUMED_STEPS, Measured, Restart, Session
 from benchmarks.train.progress import Progress
 from benchmarks.train.series import Series
 from benchmarks.train.sizes import QUICK, Schedule
@@ -52,6 +52,14 @@ def test_a_schedule_ends_with_a_save_off_its_interval() -> None:
     assert SCHEDULE.saved_at == [5, 10, 15, 20]
     assert SCHEDULE.iterations == 24
     assert SCHEDULE.resumed_from == 15
+
+
+@pytest.mark.parametrize("size", [*sizes.SIZES.values(), *sizes.GPU_SIZES.values()])
+def test_a_job_saves_once_after_a_restart(size: sizes.Size) -> None:
+    """Otherwise memory may hold a newer save than the one that was waited for (seen on a GPU)."""
+    schedule = size.schedule
+    every = schedule.saved_after(schedule.resumed_from)
+    assert schedule.resumed_from < every <= schedule.iterations - RESUMED_STEPS < 2 * every
 
 
 def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,18 +210,22 @@ def test_the_environment_of_a_gpu_has_no_stand_in_for_it() -> None:
 
 
 def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path: Path) -> None:
-    scratch, file = tmp_path / "s", tmp_path / "gpu.json"
-    scratch.mkdir()
-    arguments = ["--gpu", "--quick", "--systems", "flashckpt", "hangs", "--dir", str(scratch)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "train", *arguments, "--json", str(file)],
-        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    file = tmp_path / "gpu.json"
+    arguments = ["--gpu", "--quick", "--systems", "flashckpt", "hangs", "--json", str(file)]
+    # Short: the path of an agent's socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="b") as short:
+        scratch = Path(short) / "s"
+        scratch.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks", "train", *arguments, "--dir", str(scratch)],
+            env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": short},
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert not list(scratch.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr
     (figures,) = report.read_figures(file)
     assert figures["forked"], done.stdout
@@ -232,7 +237,6 @@ def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path
     )
     hidden = int(systems[HANGING.name]["failed"].split()[-1])
     assert not psutil.pid_exists(hidden)
-    assert not list(scratch.iterdir())
 
 
 def test_a_study_on_a_gpu_needs_one(tmp_path: Path) -> None:

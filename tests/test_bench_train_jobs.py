@@ -34,6 +34,7 @@ for name in ("save", "load"):
 args, rank, first = parser.parse_args(), os.environ["RANK"], 0
 left_out = [int(number) for number in os.environ["LEFT_OUT"].split()]
 if args.load:
+    assert "NO_LOAD" not in os.environ
     first = int((args.load / "latest_checkpointed_iteration.txt").read_text())
     print("    load-checkpoint ....: (1.5, 2.0)")
 for number in range(first + 1, args.train_iters + 1):
@@ -75,6 +76,14 @@ def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
     # The ranks do not wait for each other, so the kill may precede one rank's line.
     assert set(restart.losses[5]) <= set(run.losses[5])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_restart_that_fails_leaves_the_figures_of_the_run(tmp_path: Path) -> None:
+    megatron = training(tmp_path)
+    megatron.env["NO_LOAD"] = "1"
+    run = session_of(tmp_path).measure(PLAIN, megatron)
+    assert (run.saved, run.restarts) == ([2, 4, 6, 7], {})
+    assert "AssertionError" in run.restart_error
 
 
 def test_a_run_without_saves_has_no_checkpoint(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ class Measured:
     """Largest fall of the host's available memory from the start of the ranks to their end."""
     restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
     """Restarts by source: `storage`, `memory`."""
+    restart_error: str = ""
+    """How a restart has failed; the run's other figures count all the same."""
 
 
 @dataclasses.dataclass
@@ -132,8 +134,14 @@ class _Measurement:
                 raise JobError(f"there is no checkpoint before iteration {max(result.ended_at)}")
             self._cut_back(early[-1])
             drop_from_cache(self._files(self._checkpoints))
-            self._restart(result, early[-1])
-            self._check_limit(result)
+            try:
+                self._restart(result, early[-1])
+            except JobError as error:
+                if self._system.hangs_with and self._system.hangs_with in error.log:
+                    raise
+                result.restart_error = str(error)
+            else:
+                self._check_limit(result)
         return result
 
     def _check_limit(self, result: Measured) -> None:
@@ -148,7 +156,8 @@ class _Measurement:
     def _whole_run(self) -> Measured:
         last = self._schedule.iterations
         deadline = self._deadline()
-        with self._running("whole", save=self._system.saves, load=False) as job:
+        every = self._schedule.interval if self._system.saves else 0
+        with self._running("whole", save_every=every, load=False) as job:
             ended_at = job.wait(deadline)
             if last not in job.ended_at:
                 raise job.error(f"ended before iteration {last}")
@@ -184,9 +193,8 @@ class _Measurement:
     def _restart(self, result: Measured, first: int) -> None:
         """Start new ranks from checkpoint `first`, and from memory if the system supports that."""
         again = self._system.from_memory
-        every = self._schedule.restart_interval
-        newest = (first // every + 1) * every if again else first
-        with self._running("storage", save=again, load=True) as job:
+        newest = self._schedule.saved_after(first) if again else first
+        with self._running("storage", save_every=newest if again else 0, load=True) as job:
             deadline = self._deadline()
             self._await_steps(job, newest, deadline, at_least=1 if again else RESUMED_STEPS)
             if again:
@@ -201,7 +209,7 @@ class _Measurement:
             if not again:
                 return
             # The agent of the killed ranks still runs and holds the newest checkpoint in memory.
-            with self._running("memory", save=True, load=True) as other:
+            with self._running("memory", save_every=newest, load=True) as other:
                 self._await_steps(other, newest, self._deadline(), at_least=RESUMED_STEPS)
                 other.kill()
                 if f"iteration {newest} was restored from memory" not in other.log:
@@ -217,13 +225,12 @@ class _Measurement:
                 )
 
     def _running(
-        self, name: str, *, save: bool, load: bool
+        self, name: str, *, save_every: int, load: bool
     ) -> contextlib.AbstractContextManager[Job]:
         arguments = ["--train-iters", str(self._schedule.iterations)]
         arguments += self._system.flags
-        if save:
-            interval = self._schedule.restart_interval if load else self._schedule.interval
-            arguments += ["--save", str(self._checkpoints), "--save-interval", str(interval)]
+        if save_every:
+            arguments += ["--save", str(self._checkpoints), "--save-interval", str(save_every)]
         if load:
             arguments += ["--load", str(self._checkpoints)]
         env = {
@@ -247,7 +254,7 @@ class _Measurement:
             arguments,
             env,
             on_iteration,
-            self._checkpoints / TRACKER if save else None,
+            self._checkpoints / TRACKER if save_every else None,
             self._session.silence_s,
         )
 

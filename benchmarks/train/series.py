@@ -94,6 +94,8 @@ class Series:
         if reasons := objections(self._schedule, run, baseline):
             self._fail(system, number, "no result: " + "; ".join(reasons))
             return
+        if run.restart_error:
+            self._note(system, number, f"a restart failed: {run.restart_error}")
         self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
         self._runs[system.name].append(
             {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}

@@ -12,12 +12,7 @@ class Schedule:
     interval: int
     saves: int
     after_restart: int | None = None
-    """Interval of the saves after a restart; None: the same."""
-
-    @property
-    def restart_interval(self) -> int:
-        """Interval of the saves after a restart."""
-        return self.after_restart or self.interval
+    """Iterations from a restart to the save in its job; None: `interval`."""
 
     @property
     def iterations(self) -> int:
@@ -33,6 +28,14 @@ class Schedule:
     def resumed_from(self) -> int:
         """Iteration of the checkpoint that new ranks load; at least one save follows it."""
         return self.interval * (self.saves - 1)
+
+    def saved_after(self, first: int) -> int:
+        """Return the iteration of the only save of a job that resumes from iteration `first`.
+
+        It is also that job's interval, because no other multiple of it follows before the end. So
+        memory holds no newer save when the job is killed, however slow storage is.
+        """
+        return first + (self.after_restart or self.interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ GPU_SIZES = {
             "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 128000 "
             "--micro-batch-size 4 --global-batch-size 8".split()
         ),
-        Schedule(32, 2, 2),
+        Schedule(32, 2, 16),
         1,
         180.0,
         90.0,
