@@ -13,8 +13,8 @@ import pytest
 from megatron_flashckpt import config
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
-from tests import reference_pages
 from tests.test_imports import LAYERS
+from tools import reference_pages
 
 REPO = Path(__file__).resolve().parents[1]
 DOCS = REPO / "docs"
@@ -100,7 +100,7 @@ def test_every_page_has_one_title(page: Path) -> None:
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_generated_pages_are_up_to_date(name: str) -> None:
     written = (reference_pages.DIRECTORY / name).read_text()
-    assert written == reference_pages.PAGES[name](), "run python -m tests.reference_pages"
+    assert written == reference_pages.PAGES[name](), "run python -m tools.reference_pages"
 
 
 def test_every_variable_of_the_configuration_page_takes_its_default() -> None:
@@ -113,7 +113,7 @@ def test_every_variable_of_the_configuration_page_takes_its_default() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_file_of_the_repository_that_a_page_names_exists(document: Path) -> None:
-    folders = "tests|scripts|configs|patches|benchmarks|examples"
+    folders = "tests|tools|scripts|configs|patches|benchmarks|examples"
     paths = re.findall(rf"`((?:{folders})/[\w./]*[\w/])", document.read_text())
     assert [path for path in paths if not (REPO / path).exists()] == []
 

@@ -15,7 +15,7 @@ WRAPPERS = sorted(
     for path in (REPO / "scripts").iterdir()
     if path.is_file() and not path.match("pretrain_gpt_*") and path.name != "__init__.py"
 )
-FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts", "tests")
+FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts", "tests", "tools")
 #: Files whose purpose is to imitate Python's own changes of its path, at the start of a script or
 #: for installed packages.
 MAY_EDIT = {
