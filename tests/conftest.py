@@ -1,4 +1,4 @@
-"""Settings for all tests: no test reads the developer's own configuration."""
+"""Settings for all tests: their tiers, and no test reads the developer's own configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.tiers import is_long, is_second
+
 # Property tests check results, not speed, because they run on shared machines.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
@@ -16,6 +18,28 @@ settings.load_profile("shared")
 # process compiles about 150 modules again, which takes 0.25 s of CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run both tiers: see tests/tiers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run both tiers of what a path or -k names. Workers get this option from the main process."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    config.option.all = config.option.all or bool(is_named)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the second tier, and begin with the files whose tests start long jobs."""
+    files = {item: item.nodeid.partition("::")[0].removeprefix("tests/") for item in items}
+    second = [
+        item for item in items if is_second(files[item]) or item.get_closest_marker("second_tier")
+    ]
+    if not config.option.all:
+        config.hook.pytest_deselected(items=second)
+        items[:] = [item for item in items if item not in set(second)]
+    items.sort(key=lambda item: not is_long(files[item]))
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -30,12 +30,20 @@ from tools.crash.sockets import SOCKET_GONE, LostSocket
 from tools.crash.start import RunPlan
 from tools.crash.story import KILLED, Cell, run_cell
 
+#: One cell is in the first tier: trainers are killed in their copies, and resume from memory.
+_FIRST, *_OTHERS = sample()
 
-@pytest.mark.parametrize("cell", sample(), ids=str)
+
+@pytest.mark.parametrize(
+    "cell",
+    [_FIRST, *(pytest.param(cell, marks=pytest.mark.second_tier) for cell in _OTHERS)],
+    ids=str,
+)
 def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
     assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("cell", peer_sample(), ids=str)
 def test_a_job_resumes_from_the_newest_complete_copies_on_other_nodes(
     cell: PeerCell, tmp_path: Path
@@ -43,6 +51,7 @@ def test_a_job_resumes_from_the_newest_complete_copies_on_other_nodes(
     assert len(run_peer_cell(cell, tmp_path)) == 1
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("cell", rival_sample(), ids=str)
 def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
     cell: RivalCell, tmp_path: Path
@@ -50,6 +59,7 @@ def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
     run_rival_cell(cell, tmp_path)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("cell", family_sample(), ids=str)
 def test_runs_of_a_job_are_never_mixed_or_lost(cell: FamilyCell, tmp_path: Path) -> None:
     cell.run(tmp_path)
@@ -63,6 +73,7 @@ FAULTY_SAMPLE = (
 )
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("cell", FAULTY_SAMPLE, ids=str)
 def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) -> None:
     trouble.prepare(tmp_path, 1, cell)
@@ -73,6 +84,7 @@ def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) ->
     )
 
 
+@pytest.mark.second_tier
 def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     first, second = Job(tmp_path), Job(tmp_path / "second")

@@ -72,12 +72,12 @@ def all_cells(seeds: int) -> list[Cell]:
 def sample() -> list[Cell]:
     """Return cells that cover every column, and loads from memory and from storage."""
     return [
+        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
         _cell(Crash("agent", "put.written", 8, AGENT)),
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
         _cell(Crash("rank0", "stage.staged", 3, AGENT)),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
