@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,9 +21,13 @@ settings.load_profile("shared")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+#: Packages that the environments of `scripts/test_pythons` do not have.
+_NOT_INSTALLED = re.compile(r"No module named '(torch|megatron|setuptools)[.']")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run both tiers: see tests/tiers.py")
+    parser.addoption("--without-torch", action="store_true", help="leave out what imports torch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=second)
         items[:] = [item for item in items if item not in set(second)]
     items.sort(key=lambda item: not is_long(files[item]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if collector.config.option.without_torch and _NOT_INSTALLED.search(report.longreprtext):
+        report.outcome, report.result = "passed", []
+    return report
 
 
 def pytest_xdist_auto_num_workers() -> int:
