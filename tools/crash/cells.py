@@ -78,7 +78,6 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank0", "stage.staged", 3, AGENT)),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
     ]

@@ -7,7 +7,7 @@ from tools.crash.forks import Forks, forks
 from tools.crash.requeues import Requeue, requeues
 from tools.crash.second_jobs import SecondJob, second_jobs
 from tools.crash.second_starts import SecondStart, second_starts
-from tools.crash.sockets import ALL_GONE, SOCKET_GONE, LostSocket, lost_sockets
+from tools.crash.sockets import ALL_GONE, LostSocket, lost_sockets
 from tools.crash.storage_faults import faulty_cells, faulty_sample
 
 #: The function that returns the cells, for each family.
@@ -31,10 +31,8 @@ def family_sample() -> list[FamilyCell]:
     return [
         SecondStart("persist.chunk", 2),
         SecondJob(0, "stage.half", 3, "storage"),
-        Requeue(0, "commit.manifest", 2, "moved"),
         Requeue(1, "put.renamed", 2, "moved"),
         Forks(0, "stage.half", 2),
-        LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
         LostSocket("agent.enqueued", 2, ALL_GONE, at_once=False),
         *faulty_sample(),
     ]

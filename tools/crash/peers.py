@@ -110,7 +110,6 @@ def peer_sample() -> list[PeerCell]:
     """Return the cells that the test suite runs."""
     return [
         PeerCell("copy", "send.chunk", 2 * _CHUNKS["copy"] + 1, OWN),
-        PeerCell("copy", "hold.chunk", 2 * _CHUNKS["copy"] + 1, AGENT),
         PeerCell("xor", "send.chunk", 9, AGENT),
     ]
 

@@ -90,11 +90,7 @@ def rival_sample() -> list[RivalCell]:
     """Return the cells that the test suite runs."""
     return [
         RivalCell("persist.chunks", 2),
-        RivalCell("put.written", 8),
         RivalCell("commit.manifest", 2),
-        RivalCell("put.written", 9),
-        RivalCell("leftover.file", 2),
-        RivalCell("retain.chosen", 1),
         RivalCell("retain.hidden", 1),
         RivalCell("forget.file", 1, fails=True),
     ]

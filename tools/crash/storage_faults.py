@@ -120,9 +120,7 @@ def faulty_sample() -> list[FaultyCell]:
     passing, late_names = RULES
     return [
         FaultyCell(passing, "commit.common", 2, AGENT),
-        FaultyCell(passing, "put.written", 9, BOTH),
         FaultyCell(late_names, "put.renamed", 8, BOTH),
-        FaultyCell(late_names, "commit.manifest", 2, AGENT),
     ]
 
 
