@@ -28,7 +28,6 @@ def test_a_job_killed_during_a_save_resumes_exactly_from_the_previous_save(
             ],
             ranks=2,
             max_restarts=1,
-            torchrun=True,
             env={VARIABLE: f"rank1:stage.copied:2:KILL:{reached}"},
         )
     )

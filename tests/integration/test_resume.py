@@ -70,7 +70,7 @@ NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 13, 22, 24
 WITH_REPLICAS = 3
 
 #: Layouts whose ranks torchrun itself starts and restarts.
-TORCHRUN = ("tp2dp2-overlap-tied", "moe-tp2-ep2")
+TORCHRUN = ("tp2dp2-overlap-tied",)
 
 
 def schedule(save: Path) -> list[str]:
