@@ -8,6 +8,11 @@ that wait for real agents.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 #: Folders below tests/ in the second tier, but for the files in `FIRST`.
 FOLDERS = ("faulty_storage", "integration", "tools")
 FIRST = (
@@ -49,6 +54,7 @@ SECOND = (
     "convert/test_legacy.py",
     "convert/test_memory.py",
     "convert/test_more_models.py",
+    "hostile/test_fuzz.py",
     "load/test_large_worlds.py",
     "test_bench_train_jobs.py",
     "test_install.py",
@@ -56,6 +62,12 @@ SECOND = (
 )
 #: Files and folders whose tests start jobs of a minute. Workers begin with them.
 LONG = ("integration", "convert/test_more_models.py", "tools")
+
+
+def only_first(values: Iterable[Any]) -> list[Any]:
+    """Return values for `parametrize`, or for a fixture, of which only the first is in tier one."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.second_tier) for value in others)]
 
 
 def _is_in(name: str, places: tuple[str, ...]) -> bool:

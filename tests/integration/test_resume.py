@@ -25,6 +25,7 @@ from tests.support.megatron_jobs import (
     tensors,
     truncated_copy,
 )
+from tests.tiers import only_first
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
 LAYOUTS = {
@@ -100,14 +101,7 @@ class Jobs:
         self.c = run("c")
 
 
-#: The first layout is in the first tier.
-_FIRST, *_OTHERS = LAYOUTS
-
-
-@pytest.fixture(
-    scope="module",
-    params=[_FIRST, *(pytest.param(name, marks=pytest.mark.second_tier) for name in _OTHERS)],
-)
+@pytest.fixture(scope="module", params=only_first(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.failpoints import POINTS
+from tests.tiers import only_first
 from tools.crash import storage_faults, trouble
 from tools.crash.cells import all_cells, sample
 from tools.crash.families import family_sample
@@ -30,15 +31,8 @@ from tools.crash.sockets import SOCKET_GONE, LostSocket
 from tools.crash.start import RunPlan
 from tools.crash.story import KILLED, Cell, run_cell
 
-#: One cell is in the first tier: trainers are killed in their copies, and resume from memory.
-_FIRST, *_OTHERS = sample()
 
-
-@pytest.mark.parametrize(
-    "cell",
-    [_FIRST, *(pytest.param(cell, marks=pytest.mark.second_tier) for cell in _OTHERS)],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", only_first(sample()), ids=str)
 def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
     assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
 
