@@ -56,6 +56,7 @@ SECOND = (
     "convert/test_more_models.py",
     "hostile/test_fuzz.py",
     "load/test_large_worlds.py",
+    "test_bench.py",
     "test_bench_train_jobs.py",
     "test_install.py",
     "test_lint.py",
