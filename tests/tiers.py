@@ -57,6 +57,7 @@ SECOND = (
     "hostile/test_fuzz.py",
     "load/test_large_worlds.py",
     "test_bench.py",
+    "test_bench_train_gpu.py",
     "test_bench_train_jobs.py",
     "test_install.py",
     "test_lint.py",
