@@ -156,7 +156,7 @@ def test_a_missing_range_of_a_box_is_an_error(tmp_path: Path) -> None:
         pickle.dump(metadata, file)
     reopened = open_torch_dist(directory, ITERATION, Options())
     (holey,) = (other for other in reopened.tensors if other.name == tensor.name)
-    with pytest.raises(CorruptCheckpointError, match="elements of the box at .* are missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"elements of the box at .* are missing"):
         whole(holey)
 
 
