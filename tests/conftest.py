@@ -1,12 +1,16 @@
-"""Settings for all tests: no test reads the developer's own configuration."""
+"""Settings for all tests: their tiers, and no test reads the developer's own configuration."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.tiers import is_long, is_second
 
 # Property tests check results, not speed, because they run on shared machines.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -16,6 +20,42 @@ settings.load_profile("shared")
 # process compiles about 150 modules again, which takes 0.25 s of CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+#: Packages that the environments of `scripts/test_pythons` do not have.
+_NOT_INSTALLED = re.compile(r"No module named '(torch|megatron|setuptools)[.']")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run both tiers: see tests/tiers.py")
+    parser.addoption("--without-torch", action="store_true", help="leave out what imports torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run both tiers of what a path or -k names. Workers get this option from the main process."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+    config.option.all = config.option.all or bool(is_named)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the second tier, and begin with the files whose tests start long jobs."""
+    files = {item: item.nodeid.partition("::")[0].removeprefix("tests/") for item in items}
+    second = [
+        item for item in items if is_second(files[item]) or item.get_closest_marker("second_tier")
+    ]
+    if not config.option.all:
+        config.hook.pytest_deselected(items=second)
+        items[:] = [item for item in items if item not in set(second)]
+    items.sort(key=lambda item: not is_long(files[item]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if collector.config.option.without_torch and _NOT_INSTALLED.search(report.longreprtext):
+        report.outcome, report.result = "passed", []
+    return report
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -79,23 +79,6 @@ def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dic
     } <= figures["limits"].keys()
 
 
-def test_the_report_names_the_package_that_a_missing_system_needs(
-    quick: tuple[str, dict],
-) -> None:
-    printed, figures = quick
-    if "dlrover" in figures["systems"]:
-        pytest.skip("DLRover is installed")
-    assert "dlrover==0.6.1" in figures["left_out"]["dlrover"]
-    assert "dlrover==0.6.1" in printed
-
-
-def test_the_report_compares_with_the_targets(quick: tuple[str, dict]) -> None:
-    printed, _ = quick
-    assert "first save against later ones" in printed
-    assert "torch.save per rank" in printed
-    assert "jobs: 2 of flashckpt, torch.save\n" in printed
-
-
 def saves(first_ms: float, *later_ms: float) -> dict:
     """Return the part of one job's results that concerns the time for which saves block."""
     blocked = {"blocked_s": [ms / 1000 for ms in later_ms]}
@@ -155,14 +138,6 @@ def test_a_job_in_which_a_system_failed_does_not_count() -> None:
     assert report.first_saves(ours) == ([0.010, 0.020], [pytest.approx(2.0)])
     none = report.summary(figures({"flashckpt": {"errors": ["start: no"]}}), "flashckpt")
     assert none["first_blocked_s"] is none["first_over_later"] is None
-
-
-def test_the_report_says_how_many_first_saves_each_system_made() -> None:
-    ours, slow = saves(10, 5, 5), saves(7000, 100, 100)
-    ours["more_jobs"] = [saves(10, 5), saves(11, 5)]
-    out = Console(file=io.StringIO(), width=200)
-    report.print_report(out, figures({"flashckpt": ours, "gather": slow}))
-    assert "jobs: 3 of flashckpt; 1 of gather" in out.file.getvalue()
 
 
 def test_only_fast_systems_without_errors_make_more_first_saves(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 from pathlib import Path
 
 import pytest
 
-import megatron_flashckpt
 from megatron_flashckpt.error_classes import (
     DEFAULT,
     TABLE,
@@ -20,22 +18,6 @@ from megatron_flashckpt.error_classes import (
 )
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.storage.posix import PosixStorage
-
-#: Modules that may name error numbers -> the reason.
-OF_THEIR_OWN = {
-    "error_classes": "the table",
-    "convert/formats": "passes on the number of another library's error",
-    "convert/common/output_dir": "passes on the number of another library's error",
-    "memory/mapping": "what mmap and madvise answer",
-    "memory/slab": "limits on memory, not on storage",
-    "save/new_slab": "no memory for a slab",
-    "save/node_memory": "limits on memory, not on storage",
-    "save/probe": "raises errors of its own",
-    "collectives": "passes the number on to other ranks",
-    "storage/fallocate": "raises what the system call answers",
-    "storage/posix": "what rmdir, mkdir and fsync of a directory answer besides",
-    "storage/base": "only its docstring",
-}
 
 
 def error_of(number: int) -> StorageError:
@@ -103,17 +85,3 @@ def test_the_class_of_an_error_decides_its_consequences(
         damages,
         unsupported,
     )
-
-
-def test_no_other_module_classifies_error_numbers() -> None:
-    home = Path(megatron_flashckpt.__file__).parent
-    name_numbers = {
-        str(path.relative_to(home).with_suffix(""))
-        for path in home.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and (
-            node.attr == "errno" or (isinstance(node.value, ast.Name) and node.value.id == "errno")
-        )
-    }
-    assert name_numbers <= OF_THEIR_OWN.keys()

@@ -112,8 +112,8 @@ def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
     folders = {line.split()[1] for line in lines if line.startswith("graft ")}
     scripts = "".join(path.read_text() for path in REPO.glob("scripts/*") if path.is_file())
     run = {name for name in folders if re.search(rf"\b{name}\b", scripts)}
-    assert run >= {"benchmarks", "examples", "patches", "tests"}
-    assert folders >= {"configs", "docs", "scripts"}
+    assert run >= {"benchmarks", "examples", "patches", "tools"}
+    assert folders >= {"configs", "docs", "scripts", "tests"}
     assert [name for name in folders if not (REPO / name).is_dir()] == []
 
 

@@ -1,1 +1,1 @@
-"""Programs that work on the package beside the tests: checks of whole machines and releases."""
+"""Programs for people who change the package: checks of whole machines and releases."""

@@ -17,7 +17,7 @@ from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from benchmarks.train.watch import tracked
-from tests.compat.tree import Run as Printed
+from tools.compat.tree import Run as Printed
 
 #: File that names the newest checkpoint, and DLRover's additional file.
 TRACKER, _DLROVER_TRACKER = "latest_checkpointed_iteration.txt", "dlrover_latest.txt"

@@ -16,8 +16,8 @@ from benchmarks.train.job import Megatron, kept_environment
 from benchmarks.train.sizes import SIZES, Size
 from benchmarks.train.starts import Start
 from patches.patch import TAGS
-from tests.compat import real_dlrover
-from tests.compat.tree import Tree
+from tools.compat import real_dlrover
+from tools.compat.tree import Tree
 
 REPO = Path(__file__).resolve().parents[2]
 #: Megatron commit that DLRover's documentation uses, with its legacy GPT.

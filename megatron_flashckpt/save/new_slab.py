@@ -72,7 +72,7 @@ def map_pages(slab: Slab, config: Config, rank: int, started: float) -> None:
     """
     slab.populate(huge_pages=config.huge_pages)
     gib = 2**30
-    logger.info(
+    logger.debug(
         "rank %d: %.2f GiB of checkpoint slots, of which %.2f GiB are in pages of 2 MiB, were made "
         "ready in %.2f s",
         *(rank, slab.geometry.nbytes / gib, slab.huge_nbytes / gib, time.monotonic() - started),

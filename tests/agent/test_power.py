@@ -1,7 +1,7 @@
 """Loss of power: a checkpoint that the tracker names keeps all of its data.
 
 No power is cut here. The tests record the calls that make data durable, and check that record at
-the critical moments. (A killed process loses no written data: see `tests/crash`.)
+the critical moments. (A killed process loses no written data: see `tools/crash`.)
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
 
 
 def test_the_log_says_what_a_new_slab_got(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     job.checkpointer.link.prepare(25_000_000)
     slab = slab_of(job.checkpointer)
     (line,) = [text for text in caplog.messages if "checkpoint slots" in text]

@@ -31,10 +31,10 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests import reference_pages
 from tests.agent.test_fence import OLD, claim_of
 from tests.cli.conftest import Run, only_line
 from tests.support.checkpoints import MadeSave, make, persist, pieces_of_rank, snapshot
+from tools import reference_pages
 
 #: A time of a commit, in the local time in which tables show it.
 NOON = datetime.datetime(2026, 11, 23, 12).timestamp()

@@ -1,7 +1,7 @@
 """Saves of real DLRover equal saves of stock Megatron of the same state, and damage is reported.
 
 The archives hold files of DLRover 0.6.1 and of stock Megatron, made by
-`tests/compat/dlrover_files.py`.
+`tools/compat/dlrover_files.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Conversion of less common models and optimizers, with training in real Megatron.
 
-Four launched jobs train all cases in turn. Stock trains 6 iterations and saves every second. Ours
-resumes from stock's converted iteration 2. Stock resumes from our iteration 4, converted back, and
-from its own iteration 2 after two conversions without a job between them.
+Three launched jobs train all cases in turn. Stock trains 6 iterations and saves every second. Ours
+resumes from stock's converted iteration 2. Stock resumes from our iteration 4, converted back.
 """
 
 from __future__ import annotations
@@ -107,11 +106,9 @@ class Runs:
         self.b = self._run("b", loads, "ours", lambda case: "torch_dist")
         loads = {name: self._converted("b", name, 4, CASES[name].back) for name in CASES}
         self.c = self._run("c", loads, "stock", lambda case: case.back)
-        loads = {name: self._converted("a-flashckpt", name, 2, CASES[name].back) for name in CASES}
-        self.d = self._run("d", loads, "stock", lambda case: case.back)
 
     def save(self, job: str, name: str) -> Path:
-        if job in "abcd":
+        if job in "abc":
             return self.where / job / ("ours" if job == "b" else "stock") / name
         return self.where / job / name
 
@@ -168,11 +165,11 @@ def groups(contents: Contents) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("job", ["b", "c", "d"])
+@pytest.mark.parametrize("job", ["b", "c"])
 def test_training_continues_bit_for_bit_after_conversions(runs: Runs, job: str, name: str) -> None:
     whole, later = runs.a[name], getattr(runs, job)[name]
     assert whole.ended == "end", whole.output[-3000:]
-    before = {"b": "a", "c": "b", "d": "a-flashckpt"}[job]
+    before = {"b": "a", "c": "b"}[job]
     if (before, name) in runs.errors:
         raise runs.errors[before, name]
     assert later.ended == "end", (later.ended, later.output[-3000:])
@@ -182,6 +179,15 @@ def test_training_continues_bit_for_bit_after_conversions(runs: Runs, job: str, 
     stock, other = runs.contents("a", name, 6), runs.contents(job, name, 6)
     assert differing(stock.tensors, other.tensors) == []
     assert groups(other) == groups(stock)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_conversions_in_a_row_lose_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
+    there = open_source(runs.save("a-flashckpt", name), 2, Options())
+    convert(there, tmp_path, CASES[name].back, Options())
+    stock, back = runs.contents("a", name, 2), open_source(tmp_path, 2, Options()).contents
+    assert differing(stock.tensors, back.tensors) == []
+    assert groups(back) == groups(stock)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -142,6 +142,24 @@ def test_a_tensor_is_assembled_from_ranges_of_boxes(tmp_path: Path) -> None:
     assert differing(made.tensors, reopened.tensors) == []
 
 
+def test_a_missing_range_of_a_box_is_an_error(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_torch_dist(made, tmp_path, Options())
+    tensor = next(tensor for tensor in made.tensors if tensor.kind == "exp_avg")
+    name = f"optimizer.state.exp_avg.{tensor.key}"
+    flatten(directory, name, whole(tensor), tensor.boxes[0][1])
+    with open(directory / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    lost = metadata.state_dict_metadata[name].chunks.pop()
+    del metadata.storage_data[MetadataIndex(name, lost.offsets)]
+    with open(directory / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    reopened = open_torch_dist(directory, ITERATION, Options())
+    (holey,) = (other for other in reopened.tensors if other.name == tensor.name)
+    with pytest.raises(CorruptCheckpointError, match=r"elements of the box at .* are missing"):
+        whole(holey)
+
+
 def test_any_name_of_a_chained_optimizer_is_accepted(tmp_path: Path) -> None:
     made = contents()
     directory = write_torch_dist(made, tmp_path, Options())

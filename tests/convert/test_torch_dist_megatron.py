@@ -22,6 +22,7 @@ from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.made import differing
 from tests.support.megatron_jobs import DECOUPLED, GROUP_MARKS, MUP, Result, run_job, succeeded
+from tests.tiers import only_first
 
 DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 LAYOUTS = {
@@ -78,7 +79,7 @@ def run(tmp_path: Path, name: str, arguments: list[str], entry_point: str) -> Re
     return succeeded(job)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+@pytest.fixture(scope="module", params=only_first(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
 
@@ -115,6 +116,7 @@ def groups(contents: Contents) -> list[dict]:
     return [group for entry in contents.optimizer for group in entry["param_groups"]]
 
 
+@pytest.mark.second_tier
 def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -143,6 +145,7 @@ def test_megatron_loads_our_checkpoint_at_another_tensor_parallel_size(
     assert groups(ours_saved) == groups(stock)
 
 
+@pytest.mark.second_tier
 def test_state_that_megatron_damages_with_several_buckets_is_refused(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -15,10 +15,8 @@ from tests.faulty_storage.preload import (
     append_only,
     fail,
     late,
-    limit_errors,
     no_fallocate,
     sometimes,
-    sometimes_late,
 )
 from tests.support.trainer import eventually
 
@@ -132,31 +130,6 @@ def test_a_rule_meets_only_paths_below_the_root_with_its_part(
     assert results == {"file": "EIO", "other": 1, "../save2": 1}
 
 
-def test_a_rule_starts_and_ends_after_given_numbers_of_calls(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
-    faulty.rule(fail("stat", errno.ESTALE, "file", skip=2, times=3))
-    stats = [f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in range(7)]
-    results = run_lines(faulty, tmp_path / "save", *stats)
-    assert list(results.values()) == [1, 1, "ESTALE", "ESTALE", "ESTALE", 1, 1]
-
-
-def test_changed_rules_apply_at_once_with_new_counts(faulty: FaultyStorage, tmp_path: Path) -> None:
-    root = tmp_path / "save"
-    faulty.rule(fail("stat", errno.EIO, "file", times=1))
-    again = f"open({str(tmp_path / 'faults')!r}).read().replace(' 5 ', ' 13 ')"
-    results = run_lines(
-        faulty,
-        root,
-        *(f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in "ab"),
-        f"new = {again}",
-        f"open({str(tmp_path / 'next')!r}, 'w').write(new)",
-        f"os.replace({str(tmp_path / 'next')!r}, {str(tmp_path / 'faults')!r})",
-        *(f"attempt('{n}', lambda: os.stat(at('file')) and 1)" for n in "cd"),
-    )
-    assert results == {"a": "EIO", "b": 1, "c": "EACCES", "d": 1}
-
-
 def test_a_call_can_take_effect_and_fail(faulty: FaultyStorage, tmp_path: Path) -> None:
     faulty.rule(fail("rename", errno.ETIMEDOUT, done=True))
     results = run_lines(
@@ -214,29 +187,6 @@ def test_only_other_processes_see_a_new_name_late(
     eventually("other processes see it", seen, within_s=60.0)
 
 
-def test_a_replaced_name_is_visible_at_once(faulty: FaultyStorage, tmp_path: Path) -> None:
-    root = tmp_path / "save"
-    faulty.rule(late(3_600_000))
-    run_lines(faulty, root, "open(at('new'), 'w').write('2')", "os.replace(at('new'), at('file'))")
-    assert run_lines(faulty, root, "attempt('it', lambda: open(at('file')).read())") == {"it": "2"}
-
-
-def test_a_process_sees_a_hidden_name_after_a_call_reveals_it(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
-    root = tmp_path / "save"
-    faulty.rule(late(3_600_000))
-    run_lines(faulty, root, "os.mkdir(at('one'))", "os.mkdir(at('other'))", "os.mkdir(at('third'))")
-    results = run_lines(
-        faulty,
-        root,
-        "attempt('mkdir', lambda: os.mkdir(at('one')))",
-        "open(at('other/file'), 'w').close()",
-        *(f"attempt({n!r}, lambda: os.stat(at({n!r})) and 1)" for n in ("one", "other", "third")),
-    )
-    assert results == {"mkdir": "EEXIST", "one": 1, "other": 1, "third": "ENOENT"}
-
-
 # ---------------------------------------------------------------------- faults by a seed
 
 #: Lines that stat six files 50 times each, and record the numbers of the failed calls.
@@ -270,47 +220,3 @@ def test_a_seed_repeats_its_failures_and_another_seed_has_others(
     # File names of other saves differ only in their ids.
     assert refused(1, LOOKS.replace("0123456789ab", "ba9876543210")) == first
     assert refused(2) != first
-
-
-def test_a_process_meets_at_most_the_allowed_errors_per_time(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
-    always = sometimes("stat", 10_000, 1, [errno.EIO])
-    faulty.rule(limit_errors(2, 3_600_000), always)
-    assert [look for look, _ in refused_looks(faulty, tmp_path / "save")] == [0, 1]
-    faulty.rule(limit_errors(2, 0), always)
-    assert len(refused_looks(faulty, tmp_path / "save")) == 300
-
-
-def test_a_call_that_a_seed_fails_can_take_effect(faulty: FaultyStorage, tmp_path: Path) -> None:
-    faulty.rule(sometimes("rename", 10_000, 1, [errno.ETIMEDOUT], done=True))
-    results = run_lines(
-        faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))"
-    )
-    assert results == {"it": "ETIMEDOUT"}
-    assert (tmp_path / "save" / "to").exists()
-
-
-def test_a_seed_fails_the_close_of_writable_files_only(
-    faulty: FaultyStorage, tmp_path: Path
-) -> None:
-    faulty.rule(sometimes("close", 10_000, 1, [errno.EIO]))
-    results = run_lines(
-        faulty,
-        tmp_path / "save",
-        "attempt('read', lambda: os.close(fd('file', os.O_RDONLY)))",
-        "attempt('written', lambda: os.close(fd('file', os.O_WRONLY)))",
-    )
-    assert results == {"read": None, "written": "EIO"}
-
-
-def test_a_seed_delays_names_up_to_the_limit(faulty: FaultyStorage, tmp_path: Path) -> None:
-    root = tmp_path / "save"
-    faulty.rule(sometimes_late(3_600_000, 1, "new"))
-    run_lines(faulty, root, *(f"open(at('new{n}'), 'w').close()" for n in range(20)))
-    shown = "results.append(['seen', len([n for n in os.listdir(root) if 'new' in n])])"
-    assert run_lines(faulty, root, shown) == {"seen": 0}
-    faulty.rule(sometimes_late(1000, 1, "new"))
-    eventually(
-        "all are seen", lambda: run_lines(faulty, root, shown) == {"seen": 20}, within_s=60.0
-    )

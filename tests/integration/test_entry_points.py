@@ -38,6 +38,7 @@ FUSED_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
+RANKS = 2
 
 
 def arguments(save: Path, *more: str) -> list[str]:
@@ -53,7 +54,9 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(where: Path) -> Result:
     legacy = ("--ckpt-format", "torch")
     return succeeded(
-        run_job(where, "stock", arguments(where / "stock", *legacy), entry_point="stock")
+        run_job(
+            where, "stock", arguments(where / "stock", *legacy), ranks=RANKS, entry_point="stock"
+        )
     )
 
 
@@ -61,13 +64,17 @@ def stock(where: Path) -> Result:
 def swapped(where: Path) -> Result:
     control = {"CONTROL": "1"}
     return succeeded(
-        run_job(where, "swap", arguments(where / "swap"), entry_point="swap", env=control)
+        run_job(
+            where, "swap", arguments(where / "swap"), ranks=RANKS, entry_point="swap", env=control
+        )
     )
 
 
 @pytest.fixture(scope="module")
 def launched(where: Path) -> Result:
-    return succeeded(run_job(where, "launch", arguments(where / "launch"), torchrun=True))
+    return succeeded(
+        run_job(where, "launch", arguments(where / "launch"), ranks=RANKS, torchrun=True)
+    )
 
 
 def test_both_entry_points_train_exactly_as_stock(
@@ -129,8 +136,8 @@ def test_the_patch_changes_three_imports_and_nothing_else(where: Path) -> None:
 
 def test_a_save_does_not_communicate_and_the_counter_detects_calls(swapped: Result) -> None:
     saves, controls = swapped.named("save"), swapped.named("control")
-    assert len(saves) == len(controls) == 4 * 2
-    assert [save["calls"] for save in saves] == [[]] * 8
+    assert len(saves) == len(controls) == RANKS * 2
+    assert [save["calls"] for save in saves] == [[]] * RANKS * 2
     for control in controls:
         assert {"all_reduce", "barrier"} <= set(control["calls"])
         assert any("allreduce" in call for call in control["calls"]), "seen by the dispatcher"
@@ -139,7 +146,7 @@ def test_a_save_does_not_communicate_and_the_counter_detects_calls(swapped: Resu
 def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launched: Result) -> None:
     ours = assemble(where / "launch", 4)
     seen = set()
-    for rank in range(2):
+    for rank in range(RANKS):
         file = where / f"stock/iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
         for name, stock_weight in torch.load(file, weights_only=False)["model"].items():
             if not isinstance(stock_weight, torch.Tensor):
@@ -215,7 +222,9 @@ def test_a_stock_run_continues_with_our_saves_without_conversion(
     moved = where / "moved"
     job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
     job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]
-    result = succeeded(run_job(where, "moved", [*job, "--override-opt_param-scheduler"]))
+    result = succeeded(
+        run_job(where, "moved", [*job, "--override-opt_param-scheduler"], ranks=RANKS)
+    )
     assert "successfully loaded checkpoint" in result.log
     assert sorted(result.losses()) == [5, 6]
     assert (moved / "latest_checkpointed_iteration.txt").read_text() == "6"

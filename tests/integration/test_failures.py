@@ -56,6 +56,7 @@ def test_rank_0_reports_an_io_error_and_training_continues(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("slots", ["1", "2"])
 def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     tmp_path: Path, slots: str
@@ -79,6 +80,7 @@ def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
+@pytest.mark.second_tier
 def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
     result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
     assert result.returncode != 0
@@ -113,6 +115,7 @@ def test_a_job_that_cannot_save_at_all_stops_training(tmp_path: Path) -> None:
     assert 2 <= max(result.losses()) < 12
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("part", "stops"), [("iter_0000004", "true"), ("iter_0000002", "false")], ids=["later", "off"]
 )
@@ -125,6 +128,7 @@ def test_a_full_disk_stops_no_job_that_saved_before_or_may_continue(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "12"
 
 
+@pytest.mark.second_tier
 def test_training_stops_after_the_configured_number_of_failures_in_a_row(tmp_path: Path) -> None:
     """Saves at 2, 6 and 8 fail and the one at 4 succeeds: only at 8 have two in a row failed.
 

@@ -1,6 +1,6 @@
 """A checkpoint of one parallel layout loads under another bit for bit, and training continues.
 
-Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU ranks. In each cell:
+A cell is an ordered pair of a family's layouts, run by real Megatron on CPU ranks. In each cell:
 
 - every global tensor that the destination saves again at once equals the source's;
 - every tensor of a destination rank, duplicates included and described by Megatron's own accessors,
@@ -10,7 +10,7 @@ Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU 
   so the test compares the change of the masters over the next two iterations. Layouts round
   differently: Megatron's own save and load measure by how much in the same run.
 
-`pytest tests/integration/test_reshard.py -k matrix -n 0` runs all cells and prints their tables.
+`layouts.py` chooses the cells. `scripts/reshard` runs every pair and prints the tables.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.integration.layouts import (
     AFTER,
     BEFORE,
+    EVERY_CELL,
     FAMILIES,
     GLOBAL_BATCH,
     JOBS,
@@ -413,6 +414,7 @@ def test_only_an_unchanged_layout_runs_a_step_again(ran: ReshardJobs, pair: Pair
         assert event["rerun"] == ("WILL_RERUN_FROM_CHECKPOINT" if same else "NOT_RUNNING_YET")
 
 
+@pytest.mark.skipif(not EVERY_CELL, reason="a sample of the cells: run scripts/reshard")
 def test_the_matrix(ran: ReshardJobs, capsys: pytest.CaptureFixture) -> None:
     """Print every cell as a Markdown table per family; each cell is the result of a run."""
     text = "\n\n".join(table(ran, family) for family in FAMILIES)

@@ -1,0 +1,148 @@
+"""All cells of the crash matrix, and the sample that the test suite runs.
+
+In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
+chunks), and the other failpoints of a shard twice. It hits `put.*` five times (the node's record,
+common state, manifest, tracker, history), and the failpoints of a commit once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tools.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
+
+SAVING = (
+    "save.granted",
+    "save.staging",
+    "stage.half",
+    "stage.copied",
+    "stage.staged",
+    "stage.rung",
+)
+LOADING = (
+    "load.taken",
+    "load.planned",
+    "load.half",
+    "load.filled",
+    "load.unadopted",
+    "load.adopted",
+)
+#: Failpoints of the agent, and the hits at which it is killed: in the first save, and later.
+_AGENT = {
+    "agent.attached": (1, 2),
+    "agent.granted": (1, 4),
+    "agent.enqueued": (1, 4),
+    "persist.created": (1, 4),
+    "persist.chunk": (1, 3, 8, 11),
+    "persist.chunks": (1, 4),
+    "persist.header": (1, 4),
+    "file.synced": (1, 4),
+    "persist.durable": (1, 4),
+    "persist.record": (1, 2),
+    "put.written": (1, 2, 3, 4, 5, 6, 8, 9, 10),
+    "put.renamed": (1, 2, 3, 4, 5, 6, 8, 9, 10),
+    "commit.ready": (1, 3),
+    "commit.common": (1, 3),
+    "commit.manifest": (1, 3),
+    "commit.tracker": (1, 3),
+    "leftover.file": (1, 2),
+    "commit.tidy": (1, 3),
+    "commit.done": (1, 3),
+    "save.marked": (1, 3),
+}
+_RETAINING = {
+    "retain.chosen": (1,),
+    "retain.hidden": (1,),
+    "retain.file": (1, 3),
+    "retain.deleted": (1,),
+}
+_FAILING = {"save.failed": (1,), "forget.file": (1, 2)}
+#: Retention keeps every fourth checkpoint, so each commit removes an earlier checkpoint.
+_RETAIN_INTERVAL = 4
+#: Number of the save that fails, in cells that need a failed save.
+_BROKEN = 2
+
+
+def all_cells(seeds: int) -> list[Cell]:
+    """Return the cells of the full matrix, and one random cell for each of `seeds`."""
+    return [*_of_the_agent(), *_of_trainers(), *_of_loads(), *map(_random, range(seeds))]
+
+
+def sample() -> list[Cell]:
+    """Return cells that cover every column, and loads from memory and from storage."""
+    return [
+        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
+        _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
+        _cell(Crash("agent", "put.written", 8, AGENT)),
+        _cell(Crash("agent", "commit.manifest", 3, NODE)),
+        _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
+        _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
+        _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
+        _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
+    ]
+
+
+def _cell(*crashes: Crash, **more: int) -> Cell:
+    # Alternate: the next saves repeat the interrupted iterations, or skip to later ones.
+    step = 1 + 2 * (sum(crash.count for crash in crashes) % 2)
+    return Cell(crashes, step=step, **more)  # type: ignore[arg-type]
+
+
+def _of_the_agent() -> Iterator[Cell]:
+    for points, more in (
+        (_AGENT, {}),
+        (_RETAINING, {"retain_interval": _RETAIN_INTERVAL}),
+        (_FAILING, {"broken": _BROKEN}),
+    ):
+        for point, counts in points.items():
+            for count in counts:
+                for killed in KILLED:
+                    yield _cell(Crash("agent", point, count, killed), **more)
+
+
+def _of_trainers() -> Iterator[Cell]:
+    for rank in ("rank0", "rank1"):
+        for killed in KILLED:
+            for point in SAVING:
+                for count in (1, 3):
+                    yield _cell(Crash(rank, point, count, killed))
+            yield _cell(Crash(rank, "save.told", 2, killed))  # DURABLE
+            yield _cell(Crash(rank, "save.told", _BROKEN + 1, killed), broken=_BROKEN)  # FAILED
+
+
+def _of_loads() -> Iterator[Cell]:
+    """Yield cells that also interrupt the load, from memory and from storage."""
+    for before in (TRAINERS, NODE):
+        for rank in ("rank0", "rank1"):
+            for point in LOADING:
+                if (before, point) == (NODE, "load.half"):
+                    continue  # ranks exchange pieces only when they load from memory
+                for killed in KILLED:
+                    first = Crash("rank0", "save.told", 2, before)
+                    yield _cell(first, Crash(rank, point, 1, killed))
+
+
+def _random(seed: int) -> Cell:
+    """Return two or three crashes of a job that does not wait for its saves."""
+    draw = random.Random(seed)
+    crashes: list[Crash] = []
+    agent_is_new = True
+    for _ in range(draw.choice((2, 3))):
+        killed = draw.choice(KILLED)
+        # An agent reads its fault when it starts, so only a new agent can get one.
+        if agent_is_new and draw.random() < 0.7:
+            point, counts = draw.choice(list(_AGENT.items()))
+            crash = Crash("agent", point, draw.choice(counts), killed)
+        else:
+            point = draw.choice(SAVING)
+            crash = Crash(f"rank{draw.randrange(2)}", point, draw.randint(1, 4), killed)
+        crashes.append(crash)
+        agent_is_new = killed == NODE
+    return Cell(
+        tuple(crashes),
+        seed=seed,
+        step=draw.choice((1, 3)),
+        hurried=True,
+        retain_interval=draw.choice((None, 3)),
+    )

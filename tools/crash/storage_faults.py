@@ -1,0 +1,242 @@
+"""Cells of a commit on faulty storage: an agent is killed at a step, and its successor commits.
+
+Two nodes have a real agent and a rank each, on storage with faults (`tests.faulty_storage`). Every
+agent process gets transient errors from the calls of a commit, or sees new names of the other agent
+late. The committing agent is stopped at a step of its second save. Then it is killed, and its
+successor commits; or both agents are killed, and the job starts again from storage. The faults
+last until the end of the cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format.file_names import TRACKER
+from tests.agent.conftest import Node
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.faulty_storage.preload import FaultyStorage, fail, late
+from tests.support.trainer import FakeTrainer, content, is_alive
+from tools.crash import trouble
+from tools.crash.family import FamilyCell
+from tools.crash.job import CellError, agent_at, eventually
+from tools.crash.peers import agent_fault
+from tools.crash.truth import await_tidy, check_storage, committed
+
+AGENT, BOTH = "agent killed", "both agents killed"
+KILLED = (AGENT, BOTH)
+#: Rules, by trouble. A rule with `times` is counted separately in each process.
+PASSING = "errors that pass"
+RULES = {
+    PASSING: (
+        fail("write", errno.ESTALE, "safetensors", times=1),
+        fail("read", errno.ESTALE, ".commit", times=1),
+        fail("stat", errno.ETIMEDOUT, "safetensors", times=1),
+        fail("fsync", errno.EIO, "common", times=1),
+        fail("rename", errno.ENOTCONN, "manifest.json", times=1),
+        fail("rename", errno.ETIMEDOUT, TRACKER, times=1, done=True),
+    ),
+    "names that come late": (late(150),),
+}
+#: Hits that lie in the save of iteration 2, by failpoint. The puts store the record, the common
+#: state, the manifest, the marker, the tracker, the history. The records of both ranks are removed.
+_COUNTS = {
+    "persist.durable": (2,),
+    "put.written": (7, 8, 9, 10, 11),
+    "put.renamed": (7, 8, 9, 10, 11),
+    "commit.common": (2,),
+    "commit.manifest": (2,),
+    "commit.tracker": (2,),
+    "leftover.file": (3,),
+    "commit.tidy": (2,),
+    "retain.chosen": (1,),
+    "save.marked": (2,),
+}
+_RETENTION = Retention(latest=1)
+#: Longest wait for the result of a save.
+_OUTCOME_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultyCell(FamilyCell):
+    """The committing agent is stopped at the `count`th hit of `point`."""
+
+    trouble: str
+    point: str
+    count: int
+    killed: str
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        """The row and the column of the table."""
+        return (f"agent, {self.trouble}", self.point), self.killed
+
+    def __str__(self) -> str:
+        return f"{self.trouble}: agent:{self.point}:{self.count}, {self.killed}"
+
+    def run(self, home: Path) -> None:
+        """Run the cell in the empty directory `home`.
+
+        Raises:
+            CellError: a checkpoint is lost or partial, or files are left over.
+        """
+        scenario = _Scenario(self, home)
+        try:
+            scenario.begin()
+            if self.killed == AGENT:
+                scenario.succeed()
+            else:
+                scenario.restart()
+            scenario.end()
+        finally:
+            scenario.close()
+
+
+def faulty_cells() -> list[FaultyCell]:
+    """Return all cells on faulty storage."""
+
+    def is_thorough(trouble: str, point: str) -> bool:
+        """Return whether to kill in both ways; the other steps alternate, to save time."""
+        return trouble == PASSING and not point.startswith("put.")
+
+    steps = [(point, count) for point, counts in _COUNTS.items() for count in counts]
+    return [
+        FaultyCell(trouble, point, count, killed)
+        for trouble in RULES
+        for number, (point, count) in enumerate(steps)
+        for killed in (KILLED if is_thorough(trouble, point) else [KILLED[number % 2]])
+    ]
+
+
+def faulty_sample() -> list[FaultyCell]:
+    """Return the cells that the test suite runs."""
+    passing, late_names = RULES
+    return [
+        FaultyCell(passing, "commit.common", 2, AGENT),
+        FaultyCell(late_names, "put.renamed", 8, BOTH),
+    ]
+
+
+class _Scenario:
+    """The scenario of one cell, step by step."""
+
+    def __init__(self, cell: FaultyCell, home: Path) -> None:
+        self._cell = cell
+        self._root, self._reached = home / "save", home / "reached"
+        self._nodes = [Node(home / "a"), Node(home / "b")]
+        self._faulty = FaultyStorage(self._root, home)
+        self._trainers: list[FakeTrainer] = []
+        self._staging: threading.Thread | None = None
+
+    def _start(self, fault: str | None = None) -> None:
+        """Start both ranks and their agents; the first agent gets `fault`."""
+        self._trainers = []
+        for rank, node in enumerate(self._nodes):
+            with agent_fault(None if rank else fault), self._faulty.under_agents():
+                made = node.trainer(
+                    self._root,
+                    rank,
+                    2,
+                    # Trainers must keep waiting for the answer of the stopped first agent.
+                    config=node.config(answer_timeout_s=600.0),
+                    retention=_RETENTION,
+                    numel=4000,
+                )
+            self._trainers.append(made)
+
+    def begin(self) -> None:
+        """Commit iteration 1; return when the first agent is stopped in the save of iteration 2."""
+        cell = self._cell
+        self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
+        self._save(1)
+        # At most 1: with the errors of these rules, a shard gets as many as the agent tolerates.
+        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1, within_s=60))
+        # In a thread, because the agent may stop before it answers.
+        self._staging = threading.Thread(target=self._stage_at_last)
+        self._staging.start()
+        self._trainers[1].stage(2, _save_id(2))
+        (agent,) = self._nodes[0].agents()
+        agent_at(cell.point, agent, self._root, 2)
+        check_storage(self._root)
+
+    def _stage_at_last(self) -> None:
+        with contextlib.suppress(AgentError):
+            self._trainers[0].stage(2, _save_id(2))
+
+    def succeed(self) -> None:
+        """Kill the first agent; its successor must commit iteration 2."""
+        self._kill(self._nodes[0])
+        self._join()
+        with agent_fault(None), self._faulty.under_agents():
+            taken = self._trainers[0].reconnect()
+        outcomes = [self._trainers[1].outcome(_OUTCOME_S)]
+        if _save_id(2) in taken:
+            outcomes.append(self._trainers[0].outcome(_OUTCOME_S))
+        if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
+            raise CellError(f"the successor did not commit: {errors}")
+        self._check(2)
+
+    def restart(self) -> None:
+        """Kill both agents; committed checkpoints must be complete."""
+        for node in self._nodes:
+            self._kill(node)
+        self._join()
+        check_storage(self._root)
+        if not committed(self._root):
+            raise CellError("no checkpoint is left, although iteration 1 was committed")
+        for trainer in self._trainers:
+            trainer.hang_up()
+        self._start()
+
+    def end(self) -> None:
+        """Save twice more with the same faults; no file of the interrupted save may be left."""
+        for iteration in (3, 4):
+            if iteration == 4 and trouble.is_on_faulty_storage(self._root):
+                self._faulty.rule(*RULES[self._cell.trouble])
+            self._save(iteration)
+            self._check(iteration)
+        if self._cell.trouble == PASSING and not self._faulty.hits():
+            raise CellError("no process got an error")
+        await_tidy(self._root, 4)
+
+    def _save(self, iteration: int) -> None:
+        for trainer in self._trainers:
+            trainer.stage(iteration, _save_id(iteration))
+        errors = [trainer.outcome(_OUTCOME_S).error for trainer in self._trainers]
+        if any(errors):
+            raise CellError(f"iteration {iteration}: {errors}")
+
+    def _check(self, iteration: int) -> None:
+        check_storage(self._root)
+        if (tracked := (self._root / TRACKER).read_text()) != str(iteration):
+            raise CellError(f"the tracker says {tracked}, not {iteration}")
+        for trainer in self._trainers:
+            expected = content(trainer.rank, iteration, trainer.layout.nbytes)
+            if read_rank(stored(self._root, iteration), trainer) != expected:
+                raise CellError(f"rank {trainer.rank}: iteration {iteration} has other bytes")
+
+    @staticmethod
+    def _kill(node: Node) -> None:
+        for pid in node.agents():
+            os.kill(pid, signal.SIGKILL)
+            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for node in self._nodes:
+            node.close()
+        self._join()
+
+    def _join(self) -> None:
+        if self._staging is not None:
+            self._staging.join()
+
+
+def _save_id(iteration: int) -> str:
+    return f"{iteration:012x}"

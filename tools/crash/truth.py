@@ -1,0 +1,145 @@
+"""Checks of the state after a crash, read directly from memory and storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.file_format.file_names import (
+    CLAIM,
+    HISTORY,
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    marker_name,
+    parse_iteration_dir,
+)
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.storage.posix import PosixStorage
+from tools.crash import trouble
+from tools.crash.job import PATIENCE_S, CellError, eventually
+
+_OF_A_CHECKPOINT = re.compile(
+    r"manifest\.json|common-[0-9a-f]+\.msgpack|rank_\d{5,}-[0-9a-f]+\.safetensors"
+)
+
+
+def in_memory(agents: list[int], ranks: int) -> int | None:
+    """Return the newest iteration of which all ranks hold a complete slot of the same save."""
+    held: list[dict[str, int]] = [{} for _ in range(ranks)]
+    for agent in agents:
+        for entry in Path(f"/proc/{agent}/fd").iterdir():
+            match = re.match(r"/memfd:flashckpt-(\d+)", os.readlink(entry))
+            if match is None:
+                continue
+            slab = Slab.attach(os.open(entry, os.O_RDWR))
+            for slot in slab.slots:
+                header = slot.header
+                if header.state in COMPLETE:
+                    held[int(match[1])][header.save_id] = header.iteration
+            slab.close()
+    common = set(held[0]).intersection(*held[1:])
+    return max((held[0][save_id] for save_id in common), default=None)
+
+
+def committed(save: Path) -> list[int]:
+    """Return all iterations that have a manifest, oldest first.
+
+    Reads are retried, because the process of a cell may get transient errors.
+    """
+    storage = RetryingStorage(PosixStorage(save))
+    iterations = [parse_iteration_dir(name) for name in storage.list("")]
+    return sorted(
+        n for n in iterations if n is not None and storage.present(iteration_dir(n), [MANIFEST])
+    )
+
+
+def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
+    """Open a checkpoint with retries, because the process of a cell may get transient errors."""
+    storage = RetryingStorage(PosixStorage(save))
+    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+
+
+def check_storage(save: Path) -> None:
+    """Fail if a partial checkpoint looks complete, or if the tracker names no committed checkpoint.
+
+    Retention may run at the same time; it removes the manifest of a checkpoint before other files.
+    """
+    storage = PosixStorage(save)
+    for iteration in committed(save):
+        try:
+            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+            damages: list[FlashCkptError] = verify(stored)
+        except FileNotFoundError as error:
+            damages = [CorruptCheckpointError(str(error))]
+        if damages and iteration in committed(save):
+            raise CellError(f"iteration {iteration} has a manifest, but: {damages}")
+    if (save / TRACKER).exists():
+        tracked = (save / TRACKER).read_text()
+        if not tracked.isdecimal() or int(tracked) not in (complete := committed(save)):
+            raise CellError(f"the tracker says '{tracked}'; there are {complete}")
+
+
+def check_tidy(save: Path, newest: int) -> None:
+    """Fail if files are left over that later commits remove."""
+    storage = PosixStorage(save)
+    if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
+        raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
+    known = (TRACKER, HISTORY, CLAIM)
+    left = [path.name for path in save.iterdir() if path.is_file() and path.name not in known]
+    for directory in filter(Path.is_dir, save.iterdir()):
+        files = {path.name for path in directory.iterdir()}
+        iteration = parse_iteration_dir(directory.name)
+        expected: set[str] = set()
+        if iteration is not None and MANIFEST in files:
+            manifest = StoredCheckpoint(
+                storage, iteration, read_manifest(storage, iteration)
+            ).manifest
+            expected = {MANIFEST, f"common-{manifest.save_id}.msgpack"}
+            expected |= {shard.file for shard in manifest.shards}
+            # An agent stores a marker unless it knows that all ranks run on its node.
+            expected.add(marker_name(manifest.save_id))
+        left += [f"{directory.name}/{name}" for name in files - expected]
+        # The removal of the last file may report an error although it succeeded. Then the empty
+        # directory stays, because another node might be about to fill it.
+        is_emptied = not files and trouble.is_on_faulty_storage(save)
+        left += [directory.name] if not expected and not is_emptied else []
+    if left:
+        raise CellError(f"left behind: {sorted(left)}")
+
+
+def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
+    """Wait until no files are left over; agents of earlier runs may still write some."""
+
+    def is_tidy() -> bool:
+        with contextlib.suppress(
+            CellError, FileNotFoundError
+        ):  # a directory may disappear meanwhile
+            check_tidy(save, newest)
+            return True
+        return False
+
+    try:
+        eventually("no file is left over", is_tidy, within_s)
+    except CellError:
+        check_tidy(save, newest)  # names the files
+        raise
+
+
+def check_left(runtime_dir: Path) -> None:
+    """Fail if agents that ended have left files, except logs of errors."""
+    logs = list(runtime_dir.rglob("agent.log"))
+    # An agent that logged an error keeps its log and its lock.
+    complained = any(" ERROR " in log.read_text() for log in logs)
+    stays = ("agent.log", "lock") if complained else ("agent.log",)
+    files = filter(Path.is_file, runtime_dir.rglob("*"))
+    left = [path.name for path in files if path.name not in stays]
+    if left:
+        raise CellError(f"the agent left {left}")
