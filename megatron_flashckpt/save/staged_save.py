@@ -29,7 +29,7 @@ class StagedSave:
             f"iteration {self.report.iteration} staged{kept}, "
             f"{self.report.nbytes / 2**20:.1f} MiB on rank 0, "
             f"blocked {1000 * (recorder.blocked_s - step_s):.1f} ms {self.where}, then "
-            f"{1000 * step_s:.1f} ms before the step; {_copied(self.copies)}"
+            f"{1000 * step_s:.1f} ms for the copies; {_copied(self.copies)}"
         )
 
 

@@ -41,10 +41,10 @@ OVERLAPPING = (
 ONLY_OURS = {
     "[time] saving checkpoint at iteration N to SAVE in flashckpt format",
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms as the training loop sees it, "
-    "then N ms before the step; copied at N GB/s",
+    "then N ms for the copies; copied at N GB/s",
     # Megatron makes the save at the end of training outside its loop.
     "flashckpt: iteration N staged, N MiB on rank N, blocked N ms in save_checkpoint, "
-    "then N ms before the step; copied at N GB/s",
+    "then N ms for the copies; copied at N GB/s",
     "flashckpt: iteration N durable after N s",
     "flashckpt: iteration N was restored from storage: ...",
     "flashckpt: N, through the launcher; megatron-core N, torch Ncpu",
