@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,23 @@ def is_error(error: RuntimeError) -> bool:
     out_of_memory = torch.cuda.OutOfMemoryError
     classes = (out_of_memory, getattr(torch, "AcceleratorError", out_of_memory))
     return isinstance(error, classes) or str(error).startswith("CUDA error")
+
+
+@contextlib.contextmanager
+def cache_kept() -> Iterator[None]:
+    """Make `torch.cuda.empty_cache` do nothing inside the context, for the calling thread."""
+    empty_cache, thread = torch.cuda.empty_cache, threading.get_ident()
+
+    @functools.wraps(empty_cache)
+    def empty_cache_elsewhere() -> None:
+        if threading.get_ident() != thread:
+            empty_cache()
+
+    torch.cuda.empty_cache = empty_cache_elsewhere
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache = empty_cache
 
 
 def enter_thread(device: int | None) -> None:

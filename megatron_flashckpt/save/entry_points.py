@@ -10,12 +10,18 @@ function that Megatron calls first install them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
-from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, left_to_megatron
+from megatron_flashckpt.megatron_lm.job_flags import (
+    captures_graphs,
+    converts_format,
+    left_to_megatron,
+)
+from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.session import session
 
 
@@ -67,8 +73,16 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
 
 
 def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-    """Call Megatron's own function and measure how long the training loop waits for it."""
-    with session.loop_timer.measure():
+    """Call Megatron's own function and measure how long the training loop waits for it.
+
+    Before a save, core 0.17 returns all cached GPU memory to the driver, for the worker process of
+    its own asynchronous saves. A save of this package takes no GPU memory, so the cache stays:
+    otherwise the next step has to allocate it again.
+    """
+    margs = stock.checkpointing().get_args()
+    is_ours = _saves(margs) and not converts_format(margs)
+    keeping_cache = cuda.cache_kept() if is_ours else contextlib.nullcontext()
+    with session.loop_timer.measure(), keeping_cache:
         return stock.original("training", "save_checkpoint_and_time")(*args, **kwargs)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from types import ModuleType
 
 import pytest
+import torch
 
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save import entry_points
@@ -98,3 +100,40 @@ def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
     monkeypatch.setattr(session, "startup", Startup)
     assert entry_points.setup_model_and_optimizer("provider") is built
     assert prepared == ([("/save", ["model"], "optimizer")] if is_prepared else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_kept"),
+    [
+        pytest.param({}, True, id="ours"),
+        pytest.param({"use_megatron_fsdp": True}, False, id="left to Megatron"),
+        pytest.param({"ckpt_convert_format": "torch"}, False, id="in Megatron's format"),
+        pytest.param({"save": None}, False, id="no save"),
+    ],
+)
+def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
+    flags: dict[str, object], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after Megatron's own `empty_cache` allocates gigabytes again."""
+    emptied: list[str] = []
+
+    def empty_cache() -> None:
+        emptied.append(threading.current_thread().name)
+
+    def save_and_time(fails: bool) -> None:
+        other = threading.Thread(target=lambda: torch.cuda.empty_cache(), name="other")
+        other.start()
+        other.join()
+        torch.cuda.empty_cache()
+        if fails:
+            raise ValueError("no")
+
+    args = Namespace(**{"save": "/save", **flags})
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    monkeypatch.setitem(stock._ORIGINALS, ("training", "save_checkpoint_and_time"), save_and_time)
+    entry_points.save_checkpoint_and_time(False)
+    with pytest.raises(ValueError, match="no"):
+        entry_points.save_checkpoint_and_time(True)
+    assert torch.cuda.empty_cache is empty_cache
+    assert emptied == (["other"] if is_kept else ["other", "MainThread"]) * 2

@@ -44,11 +44,11 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
     stager.PART_NBYTES = PART_NBYTES
     stage, before_change, wait = Stager.stage, Stager.before_change, Stager.wait
 
-    def staged_on_device(self: Stager, copies: list[Copy], finish: Any) -> None:
+    def staged_on_device(self: Stager, copies: list[Copy], finish: Any) -> Any:
         self.wait()
         node.d2h_bytes_per_s = SLOW
         index = torch.cuda.current_device()
-        stage(self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish)
+        return stage(self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish)
 
     def wait_at_full_speed(self: Stager, *args: Any) -> bool:
         if self._current is not None:
@@ -74,7 +74,8 @@ def _on_device(copy: Copy, index: int) -> Copy:
 
 
 def report(trace: Callable[..., None], stager: Stager) -> None:
-    """Trace the devices on which each thread made its calls, and the page-locked memory.
+    """Trace the devices on which each thread made its calls, the page-locked memory, and how often
+    torch's cached GPU memory was returned to the driver.
 
     Waits for copies that are under way.
     """
@@ -91,4 +92,5 @@ def report(trace: Callable[..., None], stager: Stager) -> None:
         devices={thread: sorted(called_on) for thread, called_on in devices.items()},
         copies=copies,
         locked=locked,
+        emptied=sum(call.name == "empty_cache" for call in cpu_cuda.node.calls),
     )
