@@ -48,7 +48,9 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
         self.wait()
         node.d2h_bytes_per_s = SLOW
         index = torch.cuda.current_device()
-        return stage(self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish)
+        return stage(
+            self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish
+        )
 
     def wait_at_full_speed(self: Stager, *args: Any) -> bool:
         if self._current is not None:
