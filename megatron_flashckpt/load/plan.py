@@ -149,7 +149,7 @@ class _RankPlanner:
         Raises:
             FlashCkptError: this rank cannot plan a load of any checkpoint.
         """
-        wanted = self._request.pieces(self._job, state_types)
+        wanted = self._under_stored_keys(self._request.pieces(self._job, state_types))
         requantized = self._request.requantized()
         pieces = self._as_stored(wanted)
         wanted_names = {(piece.kind, piece.key) for piece in pieces}
@@ -175,6 +175,22 @@ class _RankPlanner:
             _RankPlan(plan, names, checked.error, replaced),
             _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
         )
+
+    def _under_stored_keys(self, wanted: list[LocalPiece]) -> list[LocalPiece]:
+        """Return the pieces without those that are stored under another key of their tensor only.
+
+        A tensor of several keys (`ModelGeometry.aliases`) has a piece for each of them.
+        """
+        aliases = self._request.geometry.aliases
+        if not aliases:
+            return wanted
+        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.names
+
+        def is_elsewhere(piece: Piece) -> bool:
+            others = ((piece.kind, alias) for alias in aliases.get(piece.key, ()))
+            return (piece.kind, piece.key) not in stored and not stored.isdisjoint(others)
+
+        return [local for local in wanted if not is_elsewhere(local.piece)]
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
         """Return the stored pieces that fill `wanted`."""
