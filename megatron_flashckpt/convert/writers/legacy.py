@@ -10,6 +10,7 @@ import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.contents import Contents, refuse_low_halves
+from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
@@ -41,9 +42,10 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
         UnsupportedError: the model cannot be rebuilt from the args, or masters are split between
-            weights and optimizer.
+            weights and optimizer, or only some layers that share a key were frozen.
         MissingStateError: the tensors of the args' model differ from those of `contents`.
     """
+    refuse_partly_frozen(contents)
     models = rank_models(contents.args)
     tensors = by_kind(contents.tensors)
     for tensor in tensors.get(MASTER_STATE, {}).values():

@@ -1,8 +1,9 @@
 """One Megatron job that saves, or loads, one small model of each kind that Megatron has.
 
 Run by `tests/integration/test_megatron_models.py` and `tests/convert/test_kinds_of_models.py`.
-`CASES` is a JSON list of kinds, see `KINDS`. `MODE` is `save`, `load`, `stock` or `converted`. As in `generated_models.py`, Megatron's own classes wrap and step each
-model, and gradients are set, not computed: so kinds whose kernels need a GPU run, too.
+`CASES` is a JSON list of kinds, see `KINDS`. `MODE` is `save`, `load`, `stock` or `converted`. As
+in `generated_models.py`, Megatron's own classes wrap and step each model, and gradients are set,
+not computed: so kinds whose kernels need a GPU run, too.
 
 A saving job saves each kind to `ROOT/LAYOUT/save`. A loading job loads the save of each layout in
 `SAVED_BY` into a new model, and saves it unchanged to `ROOT/LAYOUT/from-SAVED_BY`.
@@ -87,7 +88,8 @@ from megatron.core.transformer.dot_product_attention import (  # noqa: E402
 )
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.training import checkpointing as stock, get_args  # noqa: E402
+from megatron.training import checkpointing as stock  # noqa: E402
+from megatron.training import get_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
