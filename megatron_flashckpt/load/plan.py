@@ -37,6 +37,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 logger = logging.getLogger(__name__)
@@ -333,7 +334,9 @@ def _raise_missing(
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
     refused = unexpected if request.strict else set()
     if differences or refused:
-        raise missing_state(job.place, differences, refused)
+        flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
+        advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
+        raise missing_state(job.place, differences, refused, advice)
 
 
 def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:

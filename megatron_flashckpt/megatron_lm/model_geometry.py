@@ -82,6 +82,12 @@ class ModelGeometry:
         return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
 
     @functools.cached_property
+    def frozen_keys(self) -> frozenset[str]:
+        """Keys of the global tensors for which this rank has a frozen parameter."""
+        frozen = (geo for parameter, geo in self.parameters if not parameter.requires_grad)
+        return frozenset(run.key for geo in frozen for run in geo.runs)
+
+    @functools.cached_property
     def copied_keys(self) -> frozenset[str]:
         """Keys of the global tensors for which this rank has a copy other than the main copy."""
         geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
