@@ -193,6 +193,7 @@ class Session:
             return
         opened = self._open[os.path.abspath(root)]
         if not memory_only:
+            opened.reports.note_agent_log(self.config.runtime_dir)
             opened.reports.requested(save.iteration)
         if report.refusal is not None:
             opened.reports.skipped(save.iteration, report.refusal)
