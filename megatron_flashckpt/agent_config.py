@@ -60,6 +60,10 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds after which the log reports that a save is not durable yet, and why. Rank 0 logs it,
     and the first rank of each node whose shard is still being written."""
 
+    log_in_save_directory: bool = False
+    """Also write the agent's log to `flashckpt-agent-<host>.log` in the save directory, where it
+    outlives the node; at 4 MiB it moves to `<file>.1`."""
+
     sigterm_timeout_s: Seconds = 120.0
     """Seconds that an agent has after SIGTERM to write staged checkpoints, and trainers to make
     their last save. A second SIGTERM ends the agent at once."""

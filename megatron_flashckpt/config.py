@@ -200,8 +200,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: Weights = "store"
     """16-bit weights: `store` them, or `derive` them from their fp32 masters in a load, which needs
     a seventh less memory and storage. `derive` requires optimizers that shard the state of every
-    16-bit parameter (`--use-distributed-optimizer`) and keep full fp32 masters. FP8 and FP4 weights
-    are always derived."""
+    trained 16-bit parameter (`--use-distributed-optimizer`) and keep full fp32 masters. Frozen
+    weights are stored, and all layers under their keys. FP8 and FP4 weights are always derived."""
 
     replicated: Replicated = Replicated()
     retention: Retention = Retention()

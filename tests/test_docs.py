@@ -75,6 +75,14 @@ def test_the_list_of_pages_has_every_page_once() -> None:
     assert listed == sorted(str(page.relative_to(DOCS)) for page in PAGES)
 
 
+def test_the_page_for_emergencies_links_every_part_of_the_page_on_errors() -> None:
+    page = (DOCS / "how-to/three-am.md").read_text()
+    parts = re.findall(r"^## (.+)$", (DOCS / "reference/errors.md").read_text(), re.M)
+    linked = {link.partition("#")[2] for link in links(page) if "errors.md#" in link}
+    assert len(parts) > 10
+    assert linked == {re.sub(r"[^\w\- ]", "", part.lower()).replace(" ", "-") for part in parts}
+
+
 def listed_pages(nav: Any) -> Iterator[str]:
     if isinstance(nav, str):
         yield nav

@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 
 from megatron_flashckpt import failpoints
+from megatron_flashckpt.agent.log import BriefFormatter, last_lines
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.state import options_of
-from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
+from megatron_flashckpt.agent.upkeep import Upkeep
 
 
 class _ErrorFlag(logging.Handler):
@@ -55,13 +56,10 @@ def main() -> int:
     except (BlockingIOError, FileNotFoundError):
         return 0  # another agent serves this directory, or has just left and removed it
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=LOG_FORMAT,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(BriefFormatter())
     errors = _ErrorFlag(logging.ERROR)
-    logging.getLogger().addHandler(errors)
+    logging.basicConfig(level=logging.INFO, handlers=[handler, errors])
     # The agent must survive Ctrl-C in the training terminal and a SIGHUP of its shell. It must also
     # survive the signals by which schedulers announce the end of a job (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -88,6 +86,7 @@ def main() -> int:
     agent.serve()
     upkeep.leave(keep_log=errors.seen)
     logging.shutdown()
+    last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait: one may be writing to a
     # storage that hangs.
     os._exit(0)

@@ -10,32 +10,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from types import FrameType
 from typing import NoReturn
 
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent import frames, process
+from megatron_flashckpt.agent.log import (
+    BriefFormatter,
+    ThreadedHandler,
+    last_lines,
+    write_to_stderr,
+)
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder, leave, open_log
 from megatron_flashckpt.agent.state import AgentOptions
-from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
+from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
-#: Log lines that wait for a reader of stderr; further lines are only in the log file.
-_MOST_WAITING = 1000
-#: Seconds that an ending agent has for writing its last lines to stderr.
-_LAST_LINES_S = 2.0
 _RETRY_S = 0.05
 #: Attempts to enter a directory that a former agent is removing.
 _ATTEMPTS = 100
@@ -102,10 +102,11 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     except AgentError as error:
         print(f"flashckpt: {error}", file=sys.stderr)
         return 1
-    to_stderr = _ThreadedStderr()
-    logging.basicConfig(
-        level=logging.INFO, format=LOG_FORMAT, handlers=[logging.StreamHandler(log), to_stderr]
-    )
+    to_stderr = ThreadedHandler("stderr", write_to_stderr)
+    handlers = [logging.StreamHandler(log), to_stderr]
+    for handler in handlers:
+        handler.setFormatter(BriefFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=handlers)
     for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     failpoints.set_process_name("agent")
@@ -124,7 +125,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     clean = agents.serve()
     logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
     upkeep.leave(keep_log=to_stderr.error_seen)
-    to_stderr.last_lines()
+    last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait.
     os._exit(0 if clean else 1)
 
@@ -177,37 +178,6 @@ class _Log:
 
     def flush(self) -> None:
         """Do nothing: `write` does not buffer."""
-
-
-class _ThreadedStderr(logging.Handler):
-    """Writes to stderr on a thread of its own.
-
-    A blocked pipe (a stopped terminal, a log driver that hangs) must not stop the agent.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error_seen = False
-        self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
-        threading.Thread(target=self._write, name="stderr", daemon=True).start()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.error_seen = self.error_seen or record.levelno >= logging.ERROR
-        with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(self.format(record) + "\n")
-
-    def last_lines(self) -> None:
-        """Return when all lines are written, or nothing reads them within `_LAST_LINES_S`."""
-        deadline = time.monotonic() + _LAST_LINES_S
-        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _write(self) -> None:
-        while True:
-            line = self._waiting.get()
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode(errors="backslashreplace"))
-            self._waiting.task_done()
 
 
 class _SuccessiveAgents:

@@ -91,8 +91,7 @@ def agent_directory(root: str, runtime_dir: str | None) -> Path:
     Raises:
         AgentError: the directory is not private, or its path is too long for a socket.
     """
-    named = f"{resolved(root)}\0{identity_of(root)}"
-    return directory_of(xxhash.xxh3_64_hexdigest(os.fsencode(named)), runtime_dir)
+    return directory_of(key_of(root), runtime_dir)
 
 
 def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> Path:
@@ -133,6 +132,22 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
     raise AgentError(
         f"{entry}: other processes create and remove it all the time; set 'runtime_dir'"
     )
+
+
+def key_of(root: str) -> str:
+    """Return the name of the directory of the agents for save directory `root`."""
+    return xxhash.xxh3_64_hexdigest(os.fsencode(f"{resolved(root)}\0{identity_of(root)}"))
+
+
+def log_on_this_node(root: str, runtime_dir: str | None) -> Path | None:
+    """Return the log of this node's agent for `root`, or None. Creates nothing."""
+    usual = _TEMPORARY / f"flashckpt-{os.getuid()}"
+    bases = [*_own_replacements(usual.name), usual]
+    for base in [Path(runtime_dir).absolute()] if runtime_dir else bases:
+        log = base / key_of(root) / LOG
+        if log.exists():
+            return log.resolve()
+    return None
 
 
 def open_log(directory: Path) -> int:

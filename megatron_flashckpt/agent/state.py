@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_unit
+from megatron_flashckpt.agent.log import log_in_save_directory
 from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slot_table import RankSlots
@@ -99,6 +100,7 @@ class Node:
         self.held = HeldDirectory(options.root)
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
+        log_in_save_directory(options.root, options.log_in_save_directory)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
         self.peers: Redundancy | None = None
@@ -136,6 +138,7 @@ class Node:
         if settings.direct_io != former.direct_io:  # otherwise keep the measurements
             self.direct_io = DirectIo(settings.direct_io)
         self.options = options_of(settings, former.root, foreground=former.foreground)
+        log_in_save_directory(former.root, settings.log_in_save_directory)
         self.flow.rate_limit.limit(settings.write_mib_per_s)
         self.flow = Flow(settings.write_threads, self.flow.rate_limit)
         self.traces.configure(settings.trace)

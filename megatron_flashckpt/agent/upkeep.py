@@ -20,8 +20,6 @@ from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 _BACKLOG = 128
 #: Seconds between two checks of the own files, and of the directory that other processes find.
 _LOOK_S = 1.0

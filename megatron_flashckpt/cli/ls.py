@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.agent import claim
+from megatron_flashckpt.agent import claim, log, socket_dir
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.cli import report
@@ -23,6 +26,7 @@ from megatron_flashckpt.cli.console import (
     print_table,
     say,
 )
+from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.base import Storage
@@ -134,7 +138,21 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, f"{TRACKER} names {tracker!r}, which is missing")
     if (writer := _claim(storage)) is not None:
         say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
+    for line in _logs(args.directory, writer):
+        say(out, line)
     return 0
+
+
+def _logs(directory: str, writer: claim.Claim | None) -> Iterator[str]:
+    """Yield a line for each log of an agent: this node's own, and those beside the checkpoints."""
+    runtime_dir = load_config().runtime_dir
+    own = socket_dir.log_on_this_node(os.path.abspath(directory), runtime_dir)
+    if own is not None:
+        yield f"log of this node's agent: {platform.node()}:{own}"
+    elif writer is not None and writer.host != platform.node():
+        yield f"the log of an agent is on its node: 'flashckpt ls' there names it ({writer.host})"
+    for path in sorted(Path(directory).glob(log.path_in("", "*").name)):
+        yield f"log beside the checkpoints: {path}"
 
 
 def _nothing(directory: str, storage: Storage, tracker: str | None) -> str:

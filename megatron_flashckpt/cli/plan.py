@@ -42,6 +42,10 @@ from megatron_flashckpt.sizing.cluster_model import (
 
 #: Rows of the host-memory table: numbers of GPUs relative to the job's.
 _TIMES = (0.25, 0.5, 1, 2, 4)
+#: Suffixes of a number of parameters.
+_SUFFIXES = {"m": 1e6, "b": 1e9, "t": 1e12}
+#: Checkpoints per day from which on a note says how much they are.
+_MANY_PER_DAY = 100
 _EPILOG = """\
 example:
   flashckpt plan --gpus 1024 --iteration-s 12 --node-storage-gb-s 4 -- \\
@@ -61,6 +65,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     redundancy: Redundancy
     host_memory: list[HostMemory]
     """Host memory of several settings and numbers of GPUs."""
+    assumed: list[str]
+    """Sizes that the command line does not give."""
     notes: list[str]
 
 
@@ -79,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--parameters",
         type=_parameters,
         metavar="N",
-        help="parameters of the whole model, e.g. 70e9; replaces the model's arguments after '--'",
+        help="parameters of the whole model, e.g. 70b; replaces the model's arguments after '--'",
     )
     parser.add_argument(
         "--weights",
@@ -128,8 +134,11 @@ def _count(text: str) -> int:
 
 
 def _parameters(text: str) -> float:
+    digits, factor = text, 1.0
+    if text[-1:].lower() in _SUFFIXES:
+        digits, factor = text[:-1], _SUFFIXES[text[-1].lower()]
     try:
-        number = float(text)
+        number = float(digits) * factor
     except ValueError:
         number = 0.0
     if not 1 <= number <= 1e15:
@@ -155,6 +164,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
         redundancy=args.redundancy,
         group=args.redundancy_group,
     )
+    assumed = _assumptions(args, megatron)
     choices = _host_memory(args, cluster)
     if args.json:
         figures = Figures(
@@ -162,11 +172,12 @@ def run(args: argparse.Namespace, out: Console) -> int:
             cluster=cluster,
             redundancy=args.redundancy,
             host_memory=choices,
+            assumed=assumed,
             notes=notes,
         )
         say(out, json.dumps(msgspec.to_builtins(figures), indent=2))
     else:
-        _print(result, cluster, args.redundancy, out)
+        _print(result, cluster, args.redundancy, assumed, out)
         out.print()
         _print_host_memory(choices, cluster, out)
         for note in notes:
@@ -180,6 +191,29 @@ def run(args: argparse.Namespace, out: Console) -> int:
             1,
         )
     return 0
+
+
+def _assumptions(args: argparse.Namespace, megatron: argparse.Namespace) -> list[str]:
+    """Return the sizes that the figures assume, because the command line does not give them."""
+    assumed = []
+    if not (megatron.bf16 or megatron.fp16):
+        assumed.append("weights in fp32, because '--' is followed by neither --bf16 nor --fp16")
+    if args.parameters is not None:
+        nbytes = gpt_size.parameter_nbytes(megatron)
+        assumed.append(f"{nbytes} bytes per parameter, divided equally over the ranks")
+    return assumed
+
+
+def _advice(result: Plan) -> str:
+    """Return advice on a day's checkpoints, which are all kept by default."""
+    per_day = result.ours.nbytes_per_day / result.sizes.total_nbytes
+    if per_day < _MANY_PER_DAY:
+        return ""
+    return (
+        f". Keep a few of these {per_day:.0f} checkpoints a day: 'retention: {{latest: 3}}' takes "
+        f"{human_size(3 * result.sizes.total_nbytes)} of storage. Or save less often, and lose "
+        "more with each interruption"
+    )
 
 
 def _redundant(redundancy: Redundancy) -> str:
@@ -274,13 +308,16 @@ def sizes_of(
     return sizes(stages, world=gpus, tp=tp, ep=ep, etp=etp, stored=stored)
 
 
-def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) -> None:
+def _print(
+    result: Plan, cluster: Cluster, redundancy: Redundancy, assumed: list[str], out: Console
+) -> None:
     size, ours, gather = result.sizes, result.ours, result.gather
     memory = f"{human_size(int(result.host_memory_nbytes))} per node"
     if not result.fits:
         memory += f": MORE than the node's {cluster.host_memory_gb:g} GB"
     speed = size.total_nbytes / GB / result.persist_s
     facts = {
+        **({"assumed": "; ".join(assumed)} if assumed else {}),
         "parameters": f"{size.parameters / 1e9:.3f} billion",
         "checkpoint": human_size(size.total_nbytes),
         "per rank": f"{human_size(int(size.rank_nbytes))} (at most "
@@ -304,7 +341,7 @@ def _print(result: Plan, cluster: Cluster, redundancy: Redundancy, out: Console)
         f"--save-interval {ours.interval_iterations}: every {human_time(ours.interval_s)}; writes "
         f"{human_size(int(per_day / 24))} per hour, {human_size(int(per_day))} per day, in "
         f"{result.persist_s / ours.interval_s:.0%} of the time; every checkpoint is kept unless "
-        "the setting 'retention' removes it",
+        f"the setting 'retention' removes it{_advice(result)}",
     )
     if every < ours.interval_iterations:
         say(

@@ -110,13 +110,14 @@ def read_plan(
 
 
 def missing_state(
-    place: str, problems: Iterable[str], unexpected: Iterable[str] = ()
+    place: str, problems: Iterable[str], unexpected: Iterable[str] = (), advice: str = ""
 ) -> MissingStateError:
     """Return the error that lists all differences; its `differences` holds them too.
 
     Args:
         problems: one line per tensor that the checkpoint cannot provide.
         unexpected: names of stored tensors that no rank's model has (see `unexpected_tensors`).
+        advice: sentence with a remedy for these differences.
     """
     lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unexpected)]
     differences = tuple(dict.fromkeys([*lines, *problems]))
@@ -124,8 +125,8 @@ def missing_state(
         f"{place} does not hold what this model needs ({len(differences)} "
         f"difference{'' if len(differences) == 1 else 's'}):\n  "
         + "\n  ".join(differences)
-        + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
-        f"{ANOTHER}; nothing was loaded"
+        + f"\n{advice}Use the model settings of the run that saved it (the parallel sizes are "
+        f"free), or {ANOTHER}; nothing was loaded"
     )
     error.differences = differences
     return error

@@ -37,6 +37,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class _RankPlanner:
         Raises:
             FlashCkptError: this rank cannot plan a load of any checkpoint.
         """
-        wanted = self._request.pieces(self._job, state_types)
+        wanted = self._under_stored_keys(self._request.pieces(self._job, state_types))
         requantized = self._request.requantized()
         pieces = self._as_stored(wanted)
         wanted_names = {(piece.kind, piece.key) for piece in pieces}
@@ -175,6 +176,22 @@ class _RankPlanner:
             _RankPlan(plan, names, checked.error, replaced),
             _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
         )
+
+    def _under_stored_keys(self, wanted: list[LocalPiece]) -> list[LocalPiece]:
+        """Return the pieces without those that are stored under another key of their tensor only.
+
+        A tensor of several keys (`ModelGeometry.aliases`) has a piece for each of them.
+        """
+        aliases = self._request.geometry.aliases
+        if not aliases:
+            return wanted
+        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.names
+
+        def is_elsewhere(piece: Piece) -> bool:
+            others = ((piece.kind, alias) for alias in aliases.get(piece.key, ()))
+            return (piece.kind, piece.key) not in stored and not stored.isdisjoint(others)
+
+        return [local for local in wanted if not is_elsewhere(local.piece)]
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
         """Return the stored pieces that fill `wanted`."""
@@ -317,7 +334,9 @@ def _raise_missing(
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
     refused = unexpected if request.strict else set()
     if differences or refused:
-        raise missing_state(job.place, differences, refused)
+        flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
+        advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
+        raise missing_state(job.place, differences, refused, advice)
 
 
 def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:

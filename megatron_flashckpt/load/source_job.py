@@ -197,6 +197,11 @@ class StoredStates:
                 dtype = torch_dtype(name)
                 if self.by_key[key].setdefault(kind, dtype) != dtype:
                     mixed.add((kind, key))
+        self.by_kind: dict[str, set[torch.dtype]] = defaultdict(set)
+        """Types of each kind of state, masters included."""
+        for kind, _, name, _ in job.tensors:
+            if kind not in (WEIGHT, BUFFER, RANK_STATE) and not is_copy(kind):
+                self.by_kind[kind].add(torch_dtype(name))
         self._mixed = typed_runs(job.sources, mixed) if mixed else {}
 
     def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:

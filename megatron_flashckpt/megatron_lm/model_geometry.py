@@ -14,6 +14,7 @@ import functools
 import math
 import operator
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,16 @@ class ModelGeometry:
         default_factory=weakref.WeakKeyDictionary
     )
     """Cached enumerations (`repeats.Repeat`) of this geometry, by optimizer."""
+    aliases: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    """Other keys of the same tensors, by key. Megatron reads a T5's position embeddings under two.
+    A save writes all keys; a load takes the stored ones."""
+
+    def with_alias(self, geometry: Geometry, alias: Geometry) -> Geometry:
+        """Return `geometry` with the runs of `alias`, the same local tensor under another key."""
+        keys = {run.key for run in (*geometry.runs, *alias.runs)}
+        for key in keys:
+            self.aliases.setdefault(key, set()).update(keys - {key})
+        return dataclasses.replace(geometry, runs=(*geometry.runs, *alias.runs))
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
@@ -78,6 +89,12 @@ class ModelGeometry:
     def quantized_keys(self) -> frozenset[str]:
         """Keys of the global tensors for which this rank has a quantized parameter."""
         return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
+
+    @functools.cached_property
+    def frozen_keys(self) -> frozenset[str]:
+        """Keys of the global tensors for which this rank has a frozen parameter."""
+        frozen = (geo for parameter, geo in self.parameters if not parameter.requires_grad)
+        return frozenset(run.key for geo in frozen for run in geo.runs)
 
     @functools.cached_property
     def copied_keys(self) -> frozenset[str]:
@@ -160,12 +177,14 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
         parameters = {id(p): p for p in chunk.parameters()}
         copies_experts = _copies_experts(chunk)
         described = set()
-        for name, entry in _entries(chunk):
+        for name, entry, others in _entries(chunk):
             if isinstance(entry, ShardedObject):
                 result.objects.append((number, name, entry.unique_key))
                 continue
             owner = parameters.get(id(entry.data))
             geometry = _geometry(name, entry)
+            for other in others:
+                geometry = result.with_alias(geometry, _geometry(name, other))
             if owner is not None:
                 described.add(id(owner))
                 if copies_experts and not is_expert(owner):
@@ -184,8 +203,12 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
     return result
 
 
-def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """Yield `(state-dict name, entry)`; a parameter with two names is yielded once."""
+def _entries(chunk: Any) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield state-dict name and entry of every tensor and object, and further entries of a tensor.
+
+    Megatron lists a tensor again if its module is an attribute of two modules. Entries under a key
+    that was listed before are left out.
+    """
     keywords = {}
     if takes(chunk.sharded_state_dict, "metadata"):
         keywords["metadata"] = {
@@ -194,7 +217,6 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         }
-    seen: set[int] = set()
     unused = _unused_outputs(chunk)
     try:
         with _untied(unused):
@@ -207,18 +229,22 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
             f"{message if len(message) <= _LONG else message[:_LONG] + ' ...'}"
         ) from error
     weights = {id(module.output_layer.weight) for module in unused}
+    tensors: dict[int, list[tuple[str, Any]]] = defaultdict(list)
     for name, entry in _leaves(listed):
         if id(getattr(entry, "data", None)) in weights:
             entry.key += UNUSED
         if isinstance(entry, ShardedObject):
-            yield str(name), entry
-        elif (
-            isinstance(entry, ShardedTensor | ShardedTensorFactory)
-            and entry.data is not None
-            and id(entry.data) not in seen
-        ):
-            seen.add(id(entry.data))
-            yield str(name), entry
+            yield str(name), entry, []
+        elif isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+            tensors[id(entry.data)].append((str(name), entry))
+    for (name, entry), *others in tensors.values():
+        by_key = {other.key: other for _, other in others if _is_alias(entry, other)}
+        yield name, entry, list(by_key.values())
+
+
+def _is_alias(entry: Any, other: Any) -> bool:
+    """Return whether `other` is the same copy of the tensor as `entry`, under another key."""
+    return bool(other.key != entry.key and other.replica_id == entry.replica_id)
 
 
 def _unused_outputs(chunk: Any) -> list[Any]:

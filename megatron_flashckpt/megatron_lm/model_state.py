@@ -30,10 +30,12 @@ class ModelState:
     def __init__(self, replicated: Replicated, weights: Weights = "store") -> None:
         self._replicated = replicated
         self.derives_all = weights == "derive"
-        """True if masters are saved in place of all 16-bit weights."""
+        """True if masters are saved in place of 16-bit weights, except under `frozen_keys`."""
         self._nodes: Sequence[Hashable] | None = None
         self.quantized_keys: frozenset[str] = frozenset()
-        """Keys under which any rank has FP8 or FP4 parameters (`note_quantized`)."""
+        """Keys under which any rank has FP8 or FP4 parameters (`note_keys`)."""
+        self.frozen_keys: frozenset[str] = frozenset()
+        """Keys under which any rank has frozen parameters, with `derives_all` (`note_keys`)."""
         self.copied_keys: frozenset[str] = frozenset()
         """Keys of the tensors that may have copies on several ranks."""
         self.differing_keys: frozenset[str] = frozenset()
@@ -49,16 +51,22 @@ class ModelState:
             self._geometry = model_geometry(chunks)
         return self._geometry
 
-    def note_quantized(self, keys: Iterable[str]) -> None:
-        """Store the keys under which any rank has FP8 or FP4 parameters.
+    def own_keys(self, geometry: ModelGeometry) -> tuple[frozenset[str], frozenset[str]]:
+        """Return this rank's keys of quantized and of frozen parameters, for `note_keys`."""
+        return geometry.quantized_keys, geometry.frozen_keys if self.derives_all else frozenset()
 
-        Layers share a key, and some layers may be plain (`--first-last-layers-bf16`). A global
-        tensor is saved either as weights or as masters, so masters are saved for all its layers.
+    def note_keys(self, quantized: Iterable[str], frozen: Iterable[str] = ()) -> None:
+        """Store the keys of all ranks that decide which tensors are saved as masters.
+
+        Layers share a key, and a global tensor is saved either as weights or as masters. If some
+        layers are FP8 or FP4 and others plain (`--first-last-layers-bf16`), masters are saved for
+        all of them. If some are frozen, which have no masters, weights are saved for all of them.
 
         Args:
-            keys: the keys of all ranks.
+            quantized: the keys under which any rank has FP8 or FP4 parameters.
+            frozen: the keys under which any rank has frozen parameters, with `derives_all`.
         """
-        self.quantized_keys = frozenset(keys)
+        self.quantized_keys, self.frozen_keys = frozenset(quantized), frozenset(frozen)
 
     @property
     def needs_nodes(self) -> bool:
@@ -93,8 +101,9 @@ class ModelState:
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
-        keys = (self.quantized_keys, geometry.quantized_keys)
-        return self.derives_all or any(key in group for group in keys)
+        if key in self.quantized_keys or key in geometry.quantized_keys:
+            return True
+        return self.derives_all and not (key in self.frozen_keys or key in geometry.frozen_keys)
 
     @torch.no_grad()
     def owned(
@@ -206,8 +215,8 @@ class ModelState:
     def derivable(self, geometry: ModelGeometry) -> set[int]:
         """Return the ids of the parameters that are saved as masters only, if they have masters.
 
-        With `weights: derive` these are all 16-bit parameters; otherwise the FP8 and FP4 parameters
-        and the parameters that share a key with them.
+        With `weights: derive` these are all 16-bit parameters under keys without frozen layers;
+        otherwise the FP8 and FP4 parameters and the parameters that share a key with them.
         """
         if not (self.derives_all or self.quantized_keys or geometry.quantized):
             return set()

@@ -47,14 +47,15 @@ _ORIGINALS: dict[tuple[str, str], Callable[..., Any]] = {}
 def replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a stock function, so that a training script needs no edit.
 
-    Modules of Megatron import the function by name, so the name is replaced in all of them.
-    `original` still returns the stock function.
+    Modules of Megatron, and those of programs that have a loop of their own, import the function by
+    name. So the name is replaced in all modules but ours. `original` still returns the stock
+    function.
     """
     stock = _ORIGINALS.setdefault((module, name), getattr(stock_module(module), name))
     stock_module("training")  # imports all modules that call these functions
     for key, importer in list(sys.modules.items()):
-        names = getattr(importer, "__dict__", {}) if key.partition(".")[0] == "megatron" else {}
-        if names.get(name) is stock:
+        names = getattr(importer, "__dict__", {})
+        if names.get(name) is stock and key.partition(".")[0] != "megatron_flashckpt":
             setattr(importer, name, replacement)
 
 

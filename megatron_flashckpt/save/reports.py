@@ -6,9 +6,13 @@ log at debug level, because a job of 1,024 ranks would fill its log with copies 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import platform
 
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
+from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class SaveReports:
 
     def __init__(self, root: str, rank: int) -> None:
         self._root = root
+        #: Host and path of the log of this node's agent; empty if unknown.
+        self._agent_log = ""
         self.rank = rank
         self.has_agent = True
         """True if there was an agent when the checkpointer was closed."""
@@ -52,6 +58,17 @@ class SaveReports:
     def note_durable(self, iteration: int | None) -> None:
         """Note the newest durable checkpoint that earlier processes left in `root`."""
         self._durable = iteration
+
+    def note_agent_log(self, runtime_dir: str | None) -> None:
+        """Note where the agent logs; called while storage answers, as it may hang in a failure.
+
+        Args:
+            runtime_dir: the setting.
+        """
+        if not self._agent_log:
+            with contextlib.suppress(AgentError, OSError):
+                directory = agent_directory(self._root, runtime_dir)
+                self._agent_log = f"{platform.node()}:{directory / LOG}"
 
     def requested(self, iteration: int) -> None:
         """Note that training requested a save to storage."""
@@ -82,12 +99,13 @@ class SaveReports:
         is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
         logger.log(
             logging.ERROR if is_reporter else logging.DEBUG,
-            "rank %d: iteration %d was not saved: %s%s%s",
+            "rank %d: iteration %d was not saved: %s%s%s%s",
             self.rank,
             outcome.iteration,
             outcome.error,
             _and_others(outcome.failed_ranks, self.rank),
             f"; {self._newest_durable()}" if self.rank == 0 else "",
+            f"; the agent's log: {self._agent_log}" if self._agent_log else "",
         )
 
     def skipped(self, iteration: int, refusal: str) -> None:

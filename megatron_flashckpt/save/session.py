@@ -34,7 +34,7 @@ from megatron_flashckpt.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
-_Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
+_Agreed = tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]
 """Keys of quantized tensors, of tensors with copies, and of those that differ (`ModelState`)."""
 
 
@@ -120,8 +120,8 @@ class Session:
             if root in self._agreed:
                 # A script may close the checkpointer before its last save.
                 state = checkpointer.model_state
-                agreed = self._agreed.pop(root)
-                state.quantized_keys, state.copied_keys, state.differing_keys = agreed
+                quantized, frozen, state.copied_keys, state.differing_keys = self._agreed.pop(root)
+                state.note_keys(quantized, frozen)
             # The run's id is kept for the last save: the job's store may be gone by then.
             checkpointer.run = self._runs.setdefault(root, checkpointer.run)
             startup = Startup(checkpointer, self.note_nodes)
@@ -193,6 +193,7 @@ class Session:
             return
         opened = self._open[os.path.abspath(root)]
         if not memory_only:
+            opened.reports.note_agent_log(self.config.runtime_dir)
             opened.reports.requested(save.iteration)
         if report.refusal is not None:
             opened.reports.skipped(save.iteration, report.refusal)
@@ -311,8 +312,8 @@ class Session:
         """Close all checkpointers; with `leave`, free the host memory (no restart is expected)."""
         for root, opened in self._open.items():
             state = opened.checkpointer.model_state
-            keys = (state.quantized_keys, state.copied_keys, state.differing_keys)
-            self._agreed[root] = keys
+            decisive = (state.quantized_keys, state.frozen_keys)
+            self._agreed[root] = (*decisive, state.copied_keys, state.differing_keys)
             opened.reports.has_agent = opened.checkpointer.close(leave=leave)
         self._forget_open()
 

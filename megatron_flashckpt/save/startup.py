@@ -115,12 +115,15 @@ class Startup:
         job = _Job.of(model, optimizer)
         if self._is_prepared(job) or _is_same(self._checked_alone, job.parts):
             return
-        keys = self._check_own(job)
-        if not keys <= self._state.quantized_keys and parallel.model_sizes()[1] > 1:
+        quantized, frozen = self._check_own(job)
+        state = self._state
+        agreed = quantized <= state.quantized_keys and frozen <= state.frozen_keys
+        if not agreed and parallel.model_sizes()[1] > 1:
             raise self_check.refusal(
                 [
-                    "the stages of a pipeline have not agreed on their FP8 or FP4 weights: call "
-                    "load_checkpoint or Megatron's train_step before the first save"
+                    "the stages of a pipeline have not agreed on their FP8 or FP4 weights, or on "
+                    "frozen ones with 'weights: derive': call load_checkpoint or Megatron's "
+                    "train_step before the first save"
                 ]
             )
         self._checked_alone = job.parts
@@ -128,28 +131,30 @@ class Startup:
     # ------------------------------------------------------------------ 1. check
 
     def _check_ranks(self, job: _Job) -> None:
-        """Check every rank's own part; gather quantized keys and nodes if a rank needs them."""
+        """Check every rank's own part; gather keys and nodes if a rank needs them."""
         keys = run_and_agree(lambda: self._check_own(job))
         # A few numbers first: gathering is rarely needed.
         must_gather, *settings = reduce_largest(
-            [bool(keys) or self._state.needs_nodes, *equal_settings.numbers(self._config)]
+            [any(keys) or self._state.needs_nodes, *equal_settings.numbers(self._config)]
         )
         equal_settings.refuse_unequal(self._config, settings)
         gathered = gather_objects((keys, self._node())) if must_gather else []
-        quantized = frozenset[str]().union(*(keys for keys, _ in gathered))
-        self._state.note_quantized(quantized)
+        quantized, frozen = (
+            frozenset[str]().union(*(keys[position] for keys, _ in gathered)) for position in (0, 1)
+        )
+        self._state.note_keys(quantized, frozen)
         if gathered:
             self._note_nodes([node for _, node in gathered])
         if quantized:
             run_and_agree(lambda: self._check_derived(job))
 
-    def _check_own(self, job: _Job) -> frozenset[str]:
-        """Check this rank; return the keys of its FP8 and FP4 weights."""
+    def _check_own(self, job: _Job) -> tuple[frozenset[str], frozenset[str]]:
+        """Check this rank; return `ModelState.own_keys`."""
         self_check.check(job.args, self._state, job.chunks, job.optimizer)
         ensure(job.args.save)
         # Without a directory for the agent, no save could be committed.
         agent_directory(job.args.save, self.checkpointer.config.runtime_dir)
-        return self._state.geometry(job.chunks).quantized_keys
+        return self._state.own_keys(self._state.geometry(job.chunks))
 
     def _check_derived(self, job: _Job) -> None:
         """Check plain weights that share a key with FP8 or FP4 weights of any rank."""

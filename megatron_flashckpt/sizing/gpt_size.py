@@ -22,7 +22,8 @@ _MOST = 10**12
 _FOREIGN = (
     "--spec --multi-latent-attention --mtp-num-layers --hybrid-layer-pattern "
     "--hybrid-override-pattern --heterogeneous-layers-config-path "
-    "--experimental-attention-variant --moe-shared-expert-gate --attention-output-gate "
+    "--heterogeneous-layers-config-encoded-json --experimental-attention-variant "
+    "--moe-shared-expert-gate --attention-output-gate "
     "--moe-latent-size"
 ).split()
 

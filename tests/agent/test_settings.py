@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.log import path_in
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent.state import AgentOptions
@@ -122,6 +124,12 @@ def has_a_history(node: Node, root: Path, second: Second) -> None:
     eventually("the history", (root / HISTORY).exists)
 
 
+def logs_in_the_save_directory(node: Node, root: Path, second: Second) -> None:
+    assert second().save(1).error is None
+    log = path_in(str(root), platform.node())
+    eventually("a line", lambda: log.exists() and "settings changed" in log.read_text())
+
+
 def has_traces(node: Node, root: Path, second: Second) -> None:
     trainer = second()
     assert trainer.save(1).error is None
@@ -168,6 +176,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, S
         {"persist_on_leave": False},
         {"persist_on_leave": True},
         writes_what_is_in_memory_only,
+    ),
+    "log_in_save_directory": (
+        {},
+        {"log_in_save_directory": True},
+        logs_in_the_save_directory,
     ),
     "history": ({"history": 0}, {"history": 5}, has_a_history),
     "trace_directory": ({}, TRACED, has_traces),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -139,3 +140,21 @@ def test_saves_that_copy_everything_first_block_for_the_time_of_the_copy(
     assert "--offload-optimizer-states: each save blocks training" in figures["notes"][0]
     copied_s = figures["plan"]["stage_s"]
     assert blocked["--offload-optimizer-states"] == pytest.approx(blocked[""] + copied_s)
+
+
+def test_a_plan_says_what_it_assumes_and_what_a_day_of_checkpoints_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--gpus", "1024", "--parameters", "70b"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "assumed weights in fp32, because '--' is followed by neither --bf16 nor --fp16" in out
+    assert "12 bytes per parameter, divided equally over the ranks" in out
+    assert "parameters 70.000 billion" in out
+    assert re.search(r"Keep a few of these \d+ checkpoints a day: 'retention: {latest: 3}'", out)
+    main(["plan", "--gpus", "1024", "--parameters", "70B", "--", "--bf16"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp32, because" not in out
+    assert "14 bytes per parameter" in out
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --bf16"
+    main(["plan", "--gpus", "8", "--", *model.split()])
+    assert "assumed" not in capsys.readouterr().out

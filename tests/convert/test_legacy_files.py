@@ -331,7 +331,7 @@ def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> N
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:
         delattr(made.args, name)
-    with pytest.raises(UnsupportedError, match="--ckpt-convert-format torch_dist") as caught:
+    with pytest.raises(UnsupportedError, match="convert with --to torch_dist, which") as caught:
         convert(opened, tmp_path / "torch", "torch", Options())
     assert all(name in str(caught.value) for name in lacking)
     assert convert(opened, tmp_path / "dist", "torch_dist", Options()).is_dir()

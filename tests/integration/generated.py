@@ -101,6 +101,20 @@ KNOWN.append(
         config={"weights": "derive"},
     )
 )
+#: Frozen weights have no masters. Layer 2 is on another stage than layers that train.
+KNOWN.append(
+    model(
+        "frozen, derived",
+        "bf16 distributed",
+        count=3,
+        layers={
+            "shared": entry([3, 4], BF16, BF16, BF16, frozen=[False, False, True]),
+            "trained": entry([3, 4], BF16, BF16, BF16),
+        },
+        single=_idle(),
+        config={"weights": "derive"},
+    )
+)
 #: Optimizer states have the types of their parameters.
 KNOWN.append(
     model(

@@ -37,7 +37,13 @@ _ATTENTION = (
     f"{_SHARDED} --qk-layernorm --softmax-type learnable --attention-output-gate --add-qkv-bias "
     "--group-query-attention --num-query-groups 1 --position-embedding-type rope"
 )
+#: These tune stock's own formats.
+_TUNING = (
+    "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure "
+    "--dist-ckpt-workers 2 --dist-ckpt-optim-fully-reshardable --verify-integrity"
+)
 RESUMED = [
+    *resumed("tuning", f"{_SHARDED} {_TUNING}"),
     *resumed("global-aux-loss", _GLOBAL_LOSS),
     *resumed("attention", _ATTENTION),
     *resumed("inference-rng-tracker", f"{DIST} --inference-rng-tracker"),

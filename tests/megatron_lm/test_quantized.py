@@ -176,7 +176,7 @@ def test_a_quantized_weight_without_a_master_is_never_sliced() -> None:
 def test_plain_weights_that_share_a_key_with_fp8_ones_need_masters_too() -> None:
     job, state = Job(), ModelState(Replicated())
     assert self_check.of_derived(state, [job], job.optimizer) == []
-    state.note_quantized({"layer.matrix"})
+    state.note_keys({"layer.matrix"})
     assert self_check.of_derived(state, [job], job.optimizer) == [
         "FP8 or FP4 weights of the same name in other layers, but no optimizer that shards its "
         "state steps: layer.matrix"
@@ -191,13 +191,13 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
     keys: set[str], stages: int, agreed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = ModelState(Replicated())
-    state.note_quantized(agreed)
+    state.note_keys(agreed)
     stock = SimpleNamespace(
         get_args=lambda: SimpleNamespace(save="save"), unwrap_model=lambda model: model
     )
     startup = Startup(cast("Any", SimpleNamespace(model_state=state)), lambda nodes: None)
     monkeypatch.setattr(startup_module.stock, "checkpointing", lambda: stock)
-    monkeypatch.setattr(startup, "_check_own", lambda job: frozenset(keys))
+    monkeypatch.setattr(startup, "_check_own", lambda job: (frozenset(keys), frozenset()))
     monkeypatch.setattr(parallel, "model_sizes", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
         startup.check_alone([], None)

@@ -149,8 +149,10 @@ def test_models_that_cannot_be_rebuilt_are_refused_with_the_remedy() -> None:
     with pytest.raises(UnsupportedError) as caught:
         rank_models(arguments(spec=["somewhere", "spec"], mtp_num_layers=1))
     assert "--spec, --mtp-num-layers" in str(caught.value)
-    assert "--ckpt-convert-format torch_dist" in str(caught.value)
-    with pytest.raises(UnsupportedError, match=r"num_attention_heads.*--ckpt-convert-format"):
+    assert "the job's next save is in the format flashckpt" in str(caught.value)
+    with pytest.raises(UnsupportedError, match="--heterogeneous-layers-config-encoded-json; wear"):
+        rank_models(arguments(heterogeneous_layers_config_encoded_json="{}"), "wear a hat")
+    with pytest.raises(UnsupportedError, match=r"num_attention_heads.*next save"):
         rank_models(arguments(num_attention_heads=3, tensor_model_parallel_size=2))
     assert not dist.is_initialized()
 

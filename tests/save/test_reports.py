@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +122,16 @@ def test_the_last_save_decides_the_verdict_of_a_job() -> None:
     assert (job.last_failure() or "").endswith("checkpoint in /ckpt is iteration 8")
     job.failed(outcome(8, "of an earlier save"))
     assert "is not durable: hung; " in (job.last_failure() or "")
+
+
+def test_an_error_names_host_and_path_of_the_agents_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = SaveReports(str(tmp_path), 0)
+    reports.note_agent_log(str(tmp_path / "run"))
+    reports.requested(8)
+    reports.failed(outcome(8, ERROR, (0,)))
+    (message,) = caplog.messages
+    assert re.search(
+        rf"; the agent's log: {platform.node()}:{tmp_path}/run/\w{{16}}/agent\.log$", message
+    )

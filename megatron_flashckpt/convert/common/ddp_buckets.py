@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER
@@ -199,8 +200,10 @@ def layout(
         buffer_numels = [(buffer.numel,) for buffer in candidate]
         if list(stored) == tried[-1] or (list(stored) == buffer_numels and not by_bucket):
             return candidate
+    fewer = sum(map(sum, stored)) < sum(map(sum, tried[0]))
+    remedy = f"{FEWER}; or {REMEDY}" if fewer else REMEDY
     raise CorruptCheckpointError(
-        f"{where}: buffers have {stored} elements, expected {tried[0]} by the args; {REMEDY}"
+        f"{where}: buffers have {stored} elements, expected {tried[0]} by the args; {remedy}"
     )
 
 

@@ -44,6 +44,7 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
     suffix = uuid.uuid4().hex[:8]
     temporary = final.with_name(f".{final.name}.{suffix}.tmp")
     fresh = temporary / final.name
+    missing = [parent for parent in final.parents if not parent.exists()]
     try:
         fresh.mkdir(parents=True)
         yield fresh
@@ -60,6 +61,9 @@ def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterato
         raise _unwritable(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # its name is random, so it is ours
+        with contextlib.suppress(OSError):  # not empty after a success
+            for parent in missing:
+                parent.rmdir()
 
 
 def _is_of(filename: str | None, final: Path, temporary: Path) -> bool:

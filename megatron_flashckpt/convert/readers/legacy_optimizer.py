@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
@@ -200,7 +201,12 @@ def _of_parameters(
                 f"{len(parameters)} by the args"
             )
     if problems:
-        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {ddp_buckets.REMEDY}")
+        fewer = all(
+            len(group["params"]) <= len(parameters)
+            for group, parameters in zip(groups, members, strict=True)
+        )
+        remedy = f"{FEWER}; or {ddp_buckets.REMEDY}" if fewer else ddp_buckets.REMEDY
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {remedy}")
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         of_group = iter(masters[number] if masters is not None else ())
         for index, (chunk, parameter) in zip(group["params"], parameters, strict=True):

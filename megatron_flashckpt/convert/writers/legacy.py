@@ -10,6 +10,7 @@ import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.contents import Contents, refuse_low_halves
+from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
@@ -32,6 +33,9 @@ from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
+#: Remedy for a model that cannot be rebuilt.
+_ANOTHER_FORMAT = "convert with --to torch_dist, which does not depend on the model"
+
 
 def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     """Write `contents` as an iteration of `root`; return its directory.
@@ -41,10 +45,11 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
         UnsupportedError: the model cannot be rebuilt from the args, or masters are split between
-            weights and optimizer.
+            weights and optimizer, or only some layers that share a key were frozen.
         MissingStateError: the tensors of the args' model differ from those of `contents`.
     """
-    models = rank_models(contents.args)
+    refuse_partly_frozen(contents)
+    models = rank_models(contents.args, _ANOTHER_FORMAT)
     tensors = by_kind(contents.tensors)
     for tensor in tensors.get(MASTER_STATE, {}).values():
         if torch.int16 in tensor.dtypes:
@@ -129,5 +134,5 @@ def _refuse_another_model(
     if problems:
         raise MissingStateError(
             f"{contents.place}: its model differs from the GPT that its args describe: "
-            f"{'; '.join(problems)}; convert to torch_dist, which does not depend on the model"
+            f"{'; '.join(problems)}; {_ANOTHER_FORMAT}"
         )

@@ -135,7 +135,8 @@ def _refuse_incomplete(
         missing += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
     if missing:
         raise MissingStateError(
-            f"{contents.place}: lacks {', '.join(missing)}; convert the weights alone with "
+            f"{contents.place}: lacks {', '.join(missing)}, which this format stores of every "
+            "parameter; frozen parameters have none of it; convert the weights alone with "
             "--weights-only"
         )
 

@@ -32,6 +32,7 @@ from megatron_flashckpt.convert.common.contents import (
     refuse_low_halves,
     several_types,
 )
+from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
@@ -61,8 +62,10 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
         UnsupportedError: layers that share a key have several types. Megatron itself refuses to
-            save such a model in this format. Or masters are split between weights and optimizer.
+            save such a model in this format. Or masters are split between weights and optimizer,
+            or only some layers that share a key were frozen.
     """
+    refuse_partly_frozen(contents)
     for tensor in contents.tensors:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)

@@ -25,13 +25,9 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
 from megatron_flashckpt.megatron_lm.rebuild import gpt, te_names
-from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LOAD_IT, Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.stock import stock_module
 
-_REMEDY = (
-    "let Megatron itself load and save it (--ckpt-convert-format torch_dist "
-    "--ckpt-convert-save DIR --dist-ckpt-optim-fully-reshardable)"
-)
 #: Arguments that a model needs and for which Megatron has no defaults.
 _NEEDED = (
     *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "params_dtype"),
@@ -62,11 +58,14 @@ _ONLY_SHAPES = {
 }
 
 
-def rank_models(args: Any) -> list[RankModel]:
+def rank_models(args: Any, remedy: str = LOAD_IT) -> list[RankModel]:
     """Return the local models of the layout in `args`, one per model-parallel coordinate.
 
     The function uses torch's default process group and Megatron's parallel state and releases
     both. `args` are not changed.
+
+    Args:
+        remedy: end of the message if the model cannot be rebuilt.
 
     Raises:
         UnsupportedError: the model is no GPT of megatron.core that can be rebuilt, or this process
@@ -77,9 +76,9 @@ def rank_models(args: Any) -> list[RankModel]:
             "this process is a rank of a torch.distributed job; convert checkpoints in a process "
             "of their own (flashckpt convert)"
         )
-    _refuse_incomplete(args)
+    _refuse_incomplete(args, remedy)
     args = _completed(args)
-    _refuse_unknown(args)
+    _refuse_unknown(args, remedy)
     models: dict[tuple[int, int, int], RankModel] = {}
     world_size = _smallest_world(args)
     with _no_attention_backend():
@@ -88,18 +87,19 @@ def rank_models(args: Any) -> list[RankModel]:
                 if place not in models:
                     first_replica = parallel.data_parallel()[1] == 0
                     groups = _group_numbers()
-                    models[place] = RankModel(*place, first_replica, *groups, _chunks(args))
+                    chunks = _chunks(args, remedy)
+                    models[place] = RankModel(*place, first_replica, *groups, chunks)
     return [models[place] for place in sorted(models)]
 
 
-def _refuse_incomplete(args: Any) -> None:
+def _refuse_incomplete(args: Any, remedy: str) -> None:
     missing = [name for name in _NEEDED if getattr(args, name, None) is None]
     if not hasattr(args, "virtual_pipeline_model_parallel_size"):  # None is valid
         missing.append("virtual_pipeline_model_parallel_size")
     if missing:
         raise UnsupportedError(
             f"the checkpoint's model cannot be rebuilt from its args, which lack "
-            f"{', '.join(missing)}; {_REMEDY}"
+            f"{', '.join(missing)}; {remedy}"
         )
 
 
@@ -116,7 +116,7 @@ def _completed(args: Any) -> argparse.Namespace:
     return completed
 
 
-def _refuse_unknown(args: argparse.Namespace) -> None:
+def _refuse_unknown(args: argparse.Namespace, remedy: str) -> None:
     transformer_engine = args.transformer_impl != "local"
     unsupported = {
         "--spec": getattr(args, "spec", None),
@@ -124,6 +124,9 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
         "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
         "--heterogeneous-layers-config-path": getattr(
             args, "heterogeneous_layers_config_path", None
+        ),
+        "--heterogeneous-layers-config-encoded-json": getattr(
+            args, "heterogeneous_layers_config_encoded_json", None
         ),
         "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
         "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
@@ -137,7 +140,7 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
     named = [name for name, value in unsupported.items() if value]
     if named:
         raise UnsupportedError(
-            f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {_REMEDY}"
+            f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {remedy}"
         )
 
 
@@ -201,7 +204,7 @@ def _group_numbers() -> tuple[int, int]:
     return dense, dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group())
 
 
-def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
+def _chunks(args: argparse.Namespace, remedy: str) -> tuple[Chunk, ...]:
     count = args.virtual_pipeline_model_parallel_size or 1
     try:
         with _no_storage():
@@ -212,7 +215,7 @@ def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
     except Exception as error:  # this release of Megatron may raise any exception
         raise UnsupportedError(
             "the checkpoint's model cannot be rebuilt from its args with this release of Megatron "
-            f"({type(error).__name__}: {error}); {_REMEDY}"
+            f"({type(error).__name__}: {error}); {remedy}"
         ) from error
     chunks = tuple(_chunk(number, model, geometry) for number, model in enumerate(models))
     if args.transformer_impl != "local":

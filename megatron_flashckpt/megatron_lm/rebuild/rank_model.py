@@ -8,6 +8,12 @@ import math
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
+#: Remedy for a source that does not name its parameters; Megatron's own loader reads it.
+LOAD_IT = (
+    "load it with megatron_flashckpt in a job of the Megatron that wrote it: the job's next save "
+    "is in the format flashckpt"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalTensor:

@@ -1,11 +1,16 @@
 """One Megatron job that saves, or loads, one small model of each kind that Megatron has.
 
-Run by `tests/integration/test_megatron_models.py`. `CASES` is a JSON list of kinds, see `KINDS`.
-`MODE` is `save` or `load`. As in `generated_models.py`, Megatron's own classes wrap and step each
-model, and gradients are set, not computed: so kinds whose kernels need a GPU run, too.
+Run by `tests/integration/test_megatron_models.py` and `tests/convert/test_kinds_of_models.py`.
+`CASES` is a JSON list of kinds, see `KINDS`. `MODE` is `save`, `load`, `stock`, `converted` or
+`own loop`. As in `generated_models.py`, Megatron's own classes wrap and step each model, and
+gradients are set, not computed: so kinds whose kernels need a GPU run, too.
 
 A saving job saves each kind to `ROOT/LAYOUT/save`. A loading job loads the save of each layout in
 `SAVED_BY` into a new model, and saves it unchanged to `ROOT/LAYOUT/from-SAVED_BY`.
+
+With `stock`, Megatron's own functions save each kind in `torch_dist` to `ROOT/LAYOUT/stock`. With
+`converted`, they load `ROOT/LAYOUT/to-torch_dist`, and ours `ROOT/LAYOUT/to-flashckpt`. With `own
+loop`, functions that were imported by name from Megatron are ours after `install()`.
 """
 
 from __future__ import annotations
@@ -84,9 +89,11 @@ from megatron.core.transformer.dot_product_attention import (  # noqa: E402
 )
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.training import get_args  # noqa: E402
+from megatron.training import async_utils, get_args  # noqa: E402
+from megatron.training import checkpointing as stock  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
+from megatron_flashckpt import launch  # noqa: E402
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron_flashckpt.save.session import session  # noqa: E402
 
@@ -323,16 +330,81 @@ def load(case: dict[str, Any], saved_by: str) -> None:
     generated.trace(event=f"from {saved_by}", case=case["kind"], wrong=wrong)
 
 
+def save_by_stock(case: dict[str, Any]) -> None:
+    """Save the same state as `save`, with Megatron's own function."""
+    use_stock_format()
+    get_args().save = str(ROOT / LAYOUT / "stock")
+    job = Job(case, "saved")
+    for step in range(2):
+        job.step(step)
+    stock.save_checkpoint(case["number"], job.chunks, job.optimizer, job.scheduler, 0)
+    generated.trace(event="saved by stock", case=case["kind"], wrong=[])
+
+
+def load_converted(case: dict[str, Any]) -> None:
+    """Load the conversions of stock's checkpoint and of ours; trace what differs from the saves."""
+    use_stock_format()
+    functions = {"flashckpt": load_checkpoint, "torch_dist": stock.load_checkpoint}
+    for to, function in functions.items():
+        args, number = get_args(), case["number"]
+        args.save, args.load, args.ckpt_step = None, str(ROOT / LAYOUT / f"to-{to}"), number
+        job = Job(case, "fresh")
+        saved_state = ROOT / LAYOUT / f"held-{number}-{generated.RANK}"
+        try:
+            function(job.chunks, job.optimizer, job.scheduler)
+            own = [torch.load(saved_state, weights_only=False)]
+            wrong = list(generated.differing(job.held(), own))
+        except (Exception, SystemExit) as error:
+            wrong = [repr(error)]
+        generated.trace(event=f"from {to}", case=case["kind"], wrong=wrong)
+        session.close(leave=True)
+
+
+def use_stock_format() -> None:
+    args = get_args()
+    args.ckpt_format, args.dist_ckpt_optim_fully_reshardable = "torch_dist", True
+
+
+def own_loop(case: dict[str, Any]) -> None:
+    """Train in a loop of this program, which imported Megatron's functions by name."""
+    program: Any = types.ModuleType("program")
+    program.save_checkpoint, program.load_checkpoint = stock.save_checkpoint, stock.load_checkpoint
+    program.maybe_finalize_async_save = async_utils.maybe_finalize_async_save
+    sys.modules["program"] = program
+    launch.install()
+    get_args().save = get_args().load = str(ROOT / LAYOUT / "own")
+    job = Job(case, "saved")
+    wrong = []
+    for iteration in (1, 2):
+        job.step(iteration)
+        program.save_checkpoint(iteration, job.chunks, job.optimizer, job.scheduler, 0)
+        program.maybe_finalize_async_save()
+    program.maybe_finalize_async_save(blocking=True, terminate=True)
+    fresh = Job(case, "fresh")
+    if program.load_checkpoint(fresh.chunks, fresh.optimizer, fresh.scheduler) != (2, 0):
+        wrong.append("another iteration")
+    wrong += generated.differing(fresh.held(), [job.held()])
+    generated.trace(event="own loop", case=case["kind"], wrong=wrong)
+
+
+MODES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "save": save,
+    "stock": save_by_stock,
+    "converted": load_converted,
+    "own loop": own_loop,
+}
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     (ROOT / LAYOUT).mkdir(exist_ok=True)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
-        if os.environ["MODE"] == "save":
-            save(case)
-        else:
+        if os.environ["MODE"] == "load":
             for saved_by in os.environ["SAVED_BY"].split():
                 load(case, saved_by)
                 session.close(leave=True)
+        else:
+            MODES[os.environ["MODE"]](case)
         session.close(leave=True)
 
 

@@ -1,0 +1,79 @@
+"""Log of the agent: one line per expected error, and a copy beside the checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import log
+from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.errors import StorageError
+from tests.agent.conftest import Node
+from tests.support.trainer import eventually
+
+
+def formatted(error: Exception) -> list[str]:
+    try:
+        raise error
+    except Exception:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "save %d", (3,), sys.exc_info())
+    return log.BriefFormatter().format(record).splitlines()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), StorageError(errno.EIO, "I/O error")], ids=str
+)
+def test_an_expected_error_is_one_line(error: OSError) -> None:
+    (line,) = formatted(error)
+    assert line.endswith(f"ERROR x: save 3: {error}")
+
+
+def test_a_defect_has_its_traceback() -> None:
+    lines = formatted(ZeroDivisionError("by 0"))
+    assert lines[0].endswith("ERROR x: save 3")
+    assert lines[1].startswith("Traceback")
+    assert lines[-1] == "ZeroDivisionError: by 0"
+
+
+def test_the_log_beside_the_checkpoints_moves_aside_and_keeps_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_ROTATE_NBYTES", 20)
+    write = log.LogInSaveDirectory(str(tmp_path))
+    for number in range(5):
+        write(f"line {number} of 5\n")
+    path = log.path_in(str(tmp_path), platform.node())
+    assert path.read_text() == "line 4 of 5\n"
+    assert Path(f"{path}.1").read_text() == "line 2 of 5\nline 3 of 5\n"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_that_hangs_or_is_away_does_not_stop_the_agent() -> None:
+    reading, writing = os.pipe()
+    handler = log.ThreadedHandler("hanging", lambda line: os.read(reading, 1))
+    for number in range(5000):
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "%d", (number,), None))
+    os.close(writing)
+    os.close(reading)
+    log.LogInSaveDirectory("/nowhere/at/all")  # opens nothing
+
+
+def test_ls_names_host_and_path_of_the_log(
+    node: Node, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_RUNTIME_DIR", str(node.runtime_dir))
+    trainer = node.trainer(root, config=node.config(log_in_save_directory=True))
+    assert trainer.save(1).error is None
+    shared = log.path_in(str(root), platform.node())
+    eventually("the shared log", shared.exists)
+    assert main(["ls", str(root)]) == 0
+    out = capsys.readouterr().out.replace("\n", "")
+    assert f"log of this node's agent: {platform.node()}:{node.directory(root) / LOG}" in out
+    assert f"log beside the checkpoints: {shared}" in out
