@@ -220,12 +220,18 @@ def module_moved(job: Job) -> None:
     job.right.leaf = job.left._modules.pop("leaf")
 
 
-@pytest.mark.parametrize("change", [module_replaced, module_renamed, module_moved])
+def parameter_moved(job: Job) -> None:
+    """Move a parameter to the next module: the order of all parameters stays the same."""
+    job.right.scale = job.left._parameters.pop("scale")
+
+
+@pytest.mark.parametrize("change", [module_replaced, module_renamed, module_moved, parameter_moved])
 def test_a_geometry_is_computed_anew_when_a_module_changes(change: Callable[[Job], None]) -> None:
     """The parameters stay the same; the modules' extra states are looked up once per geometry."""
     job, state = Job(), ModelState(Replicated())
     job.left, job.right = torch.nn.Module(), torch.nn.Module()
     job.left.leaf = torch.nn.Identity()
+    job.left.scale = torch.nn.Parameter(torch.ones(1))
     before = state.geometry([job])
     assert state.geometry([job]) is before
     change(job)
