@@ -295,7 +295,10 @@ def test_files_found_by_a_slow_listing_are_removed_after_a_later_commit(
 def test_a_save_under_way_keeps_its_files(root: Path) -> None:
     (planted,) = plant(root, 7, file_names.shard_name(0, "aaaaaaaaaaaa"))
     sweeper = Sweeper(PosixStorage(root))
-    sweeper.find_orphans_soon(lambda iteration: iteration == 7)
+    with mock.patch.object(cleanup, "_SETTLE_S", 0.0):
+        sweeper.find_orphans_soon(lambda iteration: iteration == 7)
+    sweeper.sweep()
+    assert planted.exists(), "both looks of the resume leave out a pending save"
     for committed in (6, 7):  # 7 becomes the second-newest commit
         sweeper.find_orphans(lambda iteration: False, committed)
     sweeper.sweep()
@@ -306,7 +309,10 @@ def test_a_save_under_way_keeps_its_files(root: Path) -> None:
     sweeper.sweep()
     assert planted.exists()
     manifest.unlink()
-    sweeper.find_orphans(lambda iteration: False, 9)
+    sweeper.find_orphans(lambda iteration: iteration == 7, 9)
+    sweeper.sweep()
+    assert planted.exists(), "an iteration that is being saved again"
+    sweeper.find_orphans(lambda iteration: False, 10)
     sweeper.sweep()
     assert not planted.parent.exists()
 
