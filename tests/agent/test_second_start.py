@@ -284,21 +284,23 @@ def test_a_replaced_process_is_refused_even_after_its_successor_ended(
 def test_a_slab_is_free_after_its_last_former_process_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What that process left without handing it over is dropped; accepted slots stay."""
     alive = {OLDER, NEWER}
     monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
-    slots = RankSlots(Slab.create(2, 0, 100, "0"))
+    kept = [SlotState.STAGED, SlotState.DURABLE]
+    states = [SlotState.STAGING, SlotState.STAGED, SlotState.KEPT, *kept]
+    slots = RankSlots(Slab.create(len(states), 0, 100, "0"))
     slots.note_former(OLDER)
     slots.note_former(NEWER)
-    copying, held = slots.slab.slots
-    copying.set_header(SlotHeader(SlotState.STAGING, 2, "b" * 12, 0, 100))
-    held.set_header(SlotHeader(SlotState.DURABLE, 1, "a" * 12, 0, 100))
+    for iteration, (slot, state) in enumerate(zip(slots.slab.slots, states, strict=True)):
+        slot.set_header(SlotHeader(state, iteration, f"{iteration:012x}", 0, 100))
+    slots.infos[3].accepted_at = 0.0
     alive.remove(NEWER)
     assert slots.former_pid() == OLDER.pid
-    assert copying.header.state == SlotState.STAGING
+    assert [slot.header.state for slot in slots.slab.slots] == states
     alive.remove(OLDER)
     assert slots.former_pid() == 0
-    assert copying.header.state == SlotState.EMPTY
-    assert held.header.state == SlotState.DURABLE
+    assert [slot.header.state for slot in slots.slab.slots] == [SlotState.EMPTY] * 3 + kept
     slots.slab.close()
 
 
