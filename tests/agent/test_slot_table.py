@@ -221,6 +221,22 @@ def test_a_slot_being_digested_is_reused_unless_it_is_the_newest(state: SlotStat
         slab.close()
 
 
+@pytest.mark.parametrize("newest_too", [False, True])
+def test_a_failed_copy_is_overwritten_before_any_complete_checkpoint(*, newest_too: bool) -> None:
+    """The failed copy is the newest slot, so the order of age alone would take the oldest."""
+    slab = Slab.create(3, 0, 4096, "0")
+    try:
+        book = RankSlots(slab)
+        states = (SlotState.DURABLE, SlotState.DURABLE, SlotState.STAGING)
+        for iteration, state in enumerate(states):
+            index = book.acquire()
+            slab.slots[index].set_header(SlotHeader(state, iteration, f"{iteration:x}", 0, 0))
+        assert book.acquire(newest_too=newest_too) == index
+        assert [offer.iteration for offer in book.offers()] == [1, 0]
+    finally:
+        slab.close()
+
+
 @pytest.mark.parametrize("newest", [0, 1])
 def test_a_slab_of_a_killed_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
     slab = Slab.create(2, 100, 100, "0")
