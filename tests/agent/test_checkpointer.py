@@ -264,6 +264,29 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
     assert job.save(4) is None, "a save that is not the last one waits longer"
 
 
+def test_a_state_that_all_ranks_skip_for_a_busy_one_is_saved_by_a_later_call(
+    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank gets a slot each time; its earlier checkpoint stays in memory."""
+    job = make(msgspec.structs.replace(config, busy="skip"))
+    assert job.save(1) is None
+    others = [1]
+    monkeypatch.setattr(
+        "megatron_flashckpt.save.checkpointer.reduce_int", lambda value, how: max(value, *others)
+    )
+    for _ in range(3):
+        report = job.checkpointer.save(job.request(2))
+        assert report.skipped
+        assert report.refusal is not None
+        slab, offers = job.checkpointer.link.client().take()
+        assert slab is not None
+        slab.close()
+        assert [offer.iteration for offer in offers] == [1]
+    others[:] = [0]
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
 @pytest.mark.parametrize("has_agent", [True, False])
 def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
