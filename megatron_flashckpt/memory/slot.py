@@ -45,7 +45,7 @@ class SlotState(enum.IntEnum):
     EMPTY = 0
     """No checkpoint."""
     STAGING = 1
-    """A trainer is copying; torn if that trainer has died."""
+    """Incomplete: a trainer is copying, or has died or given up the save."""
     STAGED = 2
     """Complete: a rank can load the slot, and the agent can persist it."""
     DURABLE = 3

@@ -27,7 +27,7 @@ from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
-from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot
+from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save import claiming, equal_settings, run_id
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -257,9 +257,8 @@ class Checkpointer:
         reason = reduce_int(plan if isinstance(plan, _SkipReason) else 0, "max")
         if not reason:
             return None
-        if isinstance(plan, _PlannedSave):
-            plan.slot.set_header(EMPTY_HEADER)
-        # Equal on all ranks: the next call for this state saves it.
+        # The next call for this state saves it, on all ranks. It overwrites a slot that this call
+        # left STAGING before any complete one.
         self._last, self._unwritten = None, (request, self.hook.steps)
         return _BUSY if reason == _SkipReason.BUSY else _NOT_BEGUN
 
