@@ -36,6 +36,7 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         positions = range(len(rows))
         axis.barh(positions, [row[number] for row in rows])
         axis.set_yticks(positions, [_name(row) for row in rows])
+        axis.set_ylabel(_names(table, rows[0]), fontsize=8)
         axis.invert_yaxis()
         axis.set_title(
             f"{table.title}\n{list(table.columns)[number]}", loc="left", fontsize=8, wrap=True
@@ -56,3 +57,9 @@ def _name(row: tuple[object, ...]) -> str:
             break
         texts.append(value)
     return ", ".join(texts)
+
+
+def _names(table: Table, row: tuple[object, ...]) -> str:
+    """Return the titles of the columns that `_name` joins."""
+    count = next((at for at, value in enumerate(row) if not isinstance(value, str)), len(row))
+    return ", ".join(list(table.columns)[:count])

@@ -230,7 +230,7 @@ def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
     """Parity needs at least three nodes; every scheme costs the agents more CPU than none."""
     printed = io.StringIO()
     carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
-    rows = [row.split() for row in printed.getvalue().splitlines()[2:]]
+    rows = [row.split() for row in printed.getvalue().splitlines()[-5:]]  # the title may fold
     assert [tuple(row[:2]) for row in rows] == [
         *(("2", "none"), ("2", "copy")),
         *(("3", "none"), ("3", "copy"), ("3", "xor")),

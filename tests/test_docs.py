@@ -91,6 +91,15 @@ def listed_pages(nav: Any) -> Iterator[str]:
             yield from listed_pages(entry)
 
 
+def test_the_sites_pictures_are_those_of_the_results() -> None:
+    """The site has only what is in docs/, so it has copies."""
+    pictures = sorted((DOCS / "images").iterdir())
+    assert pictures
+    for picture in pictures:
+        drawn = REPO / "benchmarks/results" / picture.name
+        assert picture.read_bytes() == drawn.read_bytes(), f"cp {drawn} {picture}"
+
+
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_generated_pages_are_up_to_date(name: str) -> None:
     written = (reference_pages.DIRECTORY / name).read_text()

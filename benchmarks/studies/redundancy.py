@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.compare.driver import machine
 from benchmarks.study import Result, Study, Table
 from megatron_flashckpt.memory.slot import SlotState
 from tests.support.cluster import Cluster, cluster
@@ -105,9 +106,11 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         for scheme, case in _measure(nodes, schemes, numel, options.rounds, root).items():
             per_gb = statistics.median(case.cpu_s) / (nodes * nbytes / 1e9)
             rows.append((f"{nodes}", scheme, statistics.median(case.protected_s), per_gb))
+    host = machine(root)
     yield Table(
-        f"{nbytes / 1e6:.0f} MB on each node, medians of {options.rounds} interleaved saves after "
-        "a first one; protected: held by other nodes (without redundancy: committed)",
+        f"{host['cpu']}, {host['cores']} cores shared by all nodes; {nbytes / 1e6:.0f} MB on each "
+        f"node, medians of {options.rounds} interleaved saves after a first one; protected: "
+        "held by other nodes (without redundancy: committed)",
         {
             "nodes": "",
             "redundancy": "",

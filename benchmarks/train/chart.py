@@ -92,7 +92,8 @@ def _draw(figures: dict[str, Any], part: SubFigure) -> None:
     schedule = figures["schedule"]
     part.suptitle(
         f"What checkpoints cost real Megatron training: {ranks_of(figures)}, "
-        f"{size:.2f} GB every {schedule['interval']} steps{_storage(figures)}",
+        f"{size:.2f} GB every {schedule['interval']} steps"
+        f"{_storage(figures)}{_optimizer(figures)}",
         fontsize=12,
     )
     part.supxlabel(
@@ -105,3 +106,11 @@ def _storage(figures: dict[str, Any]) -> str:
     """Return the limit of the storage bandwidth, or nothing."""
     limit = figures.get("storage_mb_s")
     return f", storage of {limit:g} MB/s" if limit else ""
+
+
+def _optimizer(figures: dict[str, Any]) -> str:
+    """Return whether the state is sharded over the replicas, if runs of both kinds exist."""
+    if not figures.get("storage_mb_s"):
+        return ""
+    used = "with" if figures.get("distributed_optimizer", True) else "without"
+    return f"\n{used} Megatron's distributed optimizer"
