@@ -13,10 +13,11 @@ from typing import NamedTuple
 from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
-from megatron_flashckpt.collectives import run_on_rank_0
+from megatron_flashckpt.collectives import run_on_rank_0, world_size
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
+    MissingStateError,
     NotCommittedError,
     StorageError,
     is_damage,
@@ -31,7 +32,8 @@ from megatron_flashckpt.file_format.file_names import (
     save_id_of,
 )
 from megatron_flashckpt.file_format.manifest import decode_facts
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
+from megatron_flashckpt.load.offers import HeldSave
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
@@ -186,7 +188,7 @@ class Candidates:
     Args:
         storage: the load directory, or None.
         named: the checkpoint that the directory names; equal on all ranks.
-        memory: the checkpoints that all ranks hold, newest first.
+        memory: the saves that ranks hold.
         fall_back: True if the job may lose iterations; False if the job must stop instead.
     """
 
@@ -194,17 +196,19 @@ class Candidates:
         self,
         storage: Storage | None,
         named: NamedCheckpoint,
-        memory: list[MemoryCheckpoint],
+        memory: HeldInMemory,
         *,
         rank: int,
         fall_back: bool,
     ) -> None:
         self.storage = storage
         self.named = named
-        self.is_other_history = _is_other_history(named, memory)
+        checkpoints = memory.checkpoints
+        self.is_other_history = _is_other_history(named, checkpoints)
         """True if the checkpoint in storage belongs to another history than those in memory."""
-        unusable = self.is_other_history or is_set_back(named, memory)
-        self._memory = [] if unusable else list(memory)
+        unusable = self.is_other_history or is_set_back(named, checkpoints)
+        self._memory = [] if unusable else list(checkpoints)
+        self._incomplete = memory.incomplete
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
@@ -214,8 +218,8 @@ class Candidates:
                 "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
                 "this job has not written: it was put there from a copy, converted, or saved by "
                 "another job",
-                memory[0].offer.iteration,
-                memory[0].offer.save_id,
+                checkpoints[0].offer.iteration,
+                checkpoints[0].offer.save_id,
                 storage.place,
                 iteration_dir(named.iteration or 0),
                 named.save_id,
@@ -318,8 +322,30 @@ class Candidates:
             "from a copy, or start with another --load"
         ) from error
 
+    def unreachable_memory(self) -> MissingStateError | None:
+        """Return an error that names a save that the job can load with another number of ranks."""
+        ranks = world_size()
+        for save in self._incomplete:
+            if save.world_size != ranks:
+                return MissingStateError(
+                    f"{_incompleteness(save)}; this job has {ranks} ranks, and there is no other "
+                    f"checkpoint. Start the job with {save.world_size} ranks, on the same nodes; "
+                    "or set 'restore_from_memory: false' to start from scratch"
+                )
+        return None
+
+    def _report_incomplete(self) -> None:
+        """Log the newest save in memory that is incomplete and newer than `current`."""
+        save = next(iter(self._incomplete), None)
+        resumed = self.iteration
+        if save is None or self._rank != 0 or (resumed or -1) >= save.iteration:
+            return
+        at = "starts from scratch" if resumed is None else f"resumes from iteration {resumed}"
+        logger.warning("%s; training %s", _incompleteness(save), at)
+
     def report(self) -> None:
-        """Log on rank 0 which checkpoints are damaged, and that `current` is used instead."""
+        """Log on rank 0 which checkpoints are not used, why, and that `current` is used instead."""
+        self._report_incomplete()
         damaged = [refused for refused in self._refused if refused.damage]
         if self._rank != 0 or not (damaged or self.named.problem):
             return
@@ -348,6 +374,17 @@ class Candidates:
         logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
 
 
+def _incompleteness(save: HeldSave) -> str:
+    """Return why a save in memory cannot be loaded."""
+    ranks = ", ".join(map(str, save.missing[:8]))
+    more = f" and {len(save.missing) - 8} more" if len(save.missing) > 8 else ""
+    return (
+        f"iteration {save.iteration} in host memory, saved by {save.world_size} ranks, is "
+        f"incomplete and not used: ranks {ranks}{more} do not have their parts "
+        "(a rank died while it copied, a node is gone, or ranks moved to other nodes)"
+    )
+
+
 def _is_ahead(held: MemoryCheckpoint, stored: int | None) -> bool:
     """Return whether memory is at least as new as `stored`, the iteration to load from storage.
 
@@ -356,7 +393,7 @@ def _is_ahead(held: MemoryCheckpoint, stored: int | None) -> bool:
     return stored is None or held.offer.iteration >= stored
 
 
-def _is_other_history(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) -> bool:
+def _is_other_history(named: NamedCheckpoint, memory: Sequence[MemoryCheckpoint]) -> bool:
     """Return whether the save in storage is known to be no ancestor of the saves in memory.
 
     All saves of one start of a job share a run id. A start knows the save that it resumed from, and

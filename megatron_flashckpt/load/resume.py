@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, name
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.loader import LoadedCheckpoint
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint, held_in_memory
+from megatron_flashckpt.load.memory_checkpoints import (
+    HeldInMemory,
+    MemoryCheckpoint,
+    held_in_memory,
+)
 from megatron_flashckpt.load.memory_source import open_memory
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
@@ -56,14 +61,15 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         `(iteration, floating point operations so far)`, as Megatron's own function; or None if the
         directory holds no checkpoint, or one in Megatron's own formats.
     """
-    memory = _memory_checkpoints(margs, getattr(margs, call.load_arg))
-    load_dir = _load_directory(call, margs, memory)
+    memory = _held_in_memory(margs, getattr(margs, call.load_arg))
+    load_dir = _load_directory(call, margs, memory.checkpoints)
     candidates, refusal = _candidates(margs, load_dir, memory)
     request = _request(call, margs, refusal)
     loaded = _load_first_undamaged(candidates, request, margs, load_dir)
     candidates.report()
     if loaded is None:
         _refuse_foreign(candidates, request)
+        _refuse_start_from_scratch(candidates, margs, load_dir)
         if getattr(margs, "use_checkpoint_args", False):
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
@@ -86,8 +92,8 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 # ---------------------------------------------------------------------- choose
 
 
-def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoint]:
-    """Return the checkpoints in memory, if the job loads from its save directory. Collective."""
+def _held_in_memory(margs: Any, load_dir: str | None) -> HeldInMemory:
+    """Return the saves in memory, if the job loads from its save directory. Collective."""
     usable = (
         session.config.restore_from_memory
         and _saves_where_it_loads(margs, load_dir)
@@ -95,15 +101,15 @@ def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoi
         and not margs.finetune
     )
     if not usable:
-        return []
+        return HeldInMemory()
     try:
         return held_in_memory(session.checkpointer(margs.save))
     except FlashCkptError as error:
         logger.error("checkpoints in host memory cannot be used: %s", error)
-        return []
+        return HeldInMemory()
 
 
-def _load_directory(call: LoadCall, margs: Any, memory: list[MemoryCheckpoint]) -> str | None:
+def _load_directory(call: LoadCall, margs: Any, memory: Sequence[MemoryCheckpoint]) -> str | None:
     """Return the load directory; that of a pretrained model if there is no other checkpoint.
 
     Collective, because a file system may show ranks different states of a directory.
@@ -132,7 +138,7 @@ def _holds_checkpoint(margs: Any, load_dir: str | None) -> bool:
 
 
 def _candidates(
-    margs: Any, load_dir: str | None, memory: list[MemoryCheckpoint]
+    margs: Any, load_dir: str | None, memory: HeldInMemory
 ) -> tuple[Candidates, FlashCkptError | None]:
     """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
@@ -141,10 +147,10 @@ def _candidates(
     def find_named() -> NamedCheckpoint:
         if storage is None:
             return NamedCheckpoint(None)
-        if not memory:
+        if not memory.checkpoints:
             return named_in(storage, int(step) if step else None)
         find = functools.partial(named_in, storage, None)
-        named = await_tracker(find, storage, memory, _tracker_wait_s(margs))
+        named = await_tracker(find, storage, memory.checkpoints, _tracker_wait_s(margs))
         return with_save(named, storage)
 
     named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
@@ -223,6 +229,17 @@ def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
     problem = candidates.named.foreign
     if problem is not None and request.optimizer is not None:
         raise UnsupportedError(problem)
+
+
+def _refuse_start_from_scratch(candidates: Candidates, margs: Any, load_dir: str | None) -> None:
+    """Raise an error if the job would drop saves that it loads with another number of ranks.
+
+    Raises:
+        MissingStateError: on all ranks.
+    """
+    refusal = candidates.unreachable_memory()
+    if refusal is not None and not run_on_rank_0(lambda: _holds_checkpoint(margs, load_dir)):
+        raise refusal
 
 
 # ---------------------------------------------------------------------- report

@@ -36,6 +36,7 @@ from megatron_flashckpt.file_format.commit_record import decode_records, encode_
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates, named_in
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
@@ -131,7 +132,9 @@ def peak_kib() -> int:
 def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
     """Load as a job does, with all ranks in one; return the iteration and the tensors."""
     storage = PosixStorage(scene.root)
-    candidates = Candidates(storage, named_in(storage, None), [], rank=0, fall_back=True)
+    candidates = Candidates(
+        storage, named_in(storage, None), HeldInMemory(), rank=0, fall_back=True
+    )
     while (current := candidates.current) is not None:
         assert isinstance(current, int)
         try:

@@ -25,7 +25,7 @@ from megatron_flashckpt.file_format.file_names import (
     record_name,
 )
 from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import make
 
@@ -56,7 +56,9 @@ def tried(
     fall_back: bool = True,
 ) -> list[str]:
     """Return the checkpoints that a load tries, in order. Loads fail for the names in `errors`."""
-    candidates = Candidates(storage, named_in(storage, None), memory, rank=0, fall_back=fall_back)
+    candidates = Candidates(
+        storage, named_in(storage, None), HeldInMemory(memory), rank=0, fall_back=fall_back
+    )
     order = []
     while (current := candidates.current) is not None:
         name = (
@@ -154,7 +156,7 @@ def test_memory_of_another_history_than_storage_is_not_used(
     offer = Offer(0, 6, f"{MINE}0003", False, None)
     memory = [MemoryCheckpoint(slab, offer, -1, frozenset(lineage))]
     named = NamedCheckpoint(iteration, save_id=save_id)
-    candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
+    candidates = Candidates(storage, named, HeldInMemory(memory), rank=0, fall_back=True)
     assert candidates.current == (memory[0] if used else iteration)
     assert candidates.is_other_history != used
     messages = [record.getMessage() for record in caplog.records]
@@ -244,7 +246,7 @@ def test_the_report_of_one_lost_iteration_is_singular(
 def test_only_rank_0_logs_the_report(
     storage: PosixStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    candidates = Candidates(storage, NamedCheckpoint(4), [], rank=1, fall_back=True)
+    candidates = Candidates(storage, NamedCheckpoint(4), HeldInMemory(), rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
 
