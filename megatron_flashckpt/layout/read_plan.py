@@ -61,8 +61,9 @@ def read_plan(
 
     Args:
         place: the checkpoint's name, for error messages.
-        resizable: indices of wanted pieces whose tensor may be stored in another global shape. As
-            in Megatron (`allow_shape_mismatch`), the common part is read and the rest is zero.
+        resizable: indices of wanted pieces whose tensor may be stored with another number of
+            rows. As in Megatron (`allow_shape_mismatch`), the common part is read and the rest is
+            zero.
         held: result of `pieces_stored_once`; a wanted piece that equals one of them needs no
             search.
 
@@ -160,7 +161,7 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
     if (piece.global_shape, piece.dtype) in variants:
         return piece.global_shape
     for shape, dtype in variants:
-        if resizable and dtype == piece.dtype and len(shape) == len(piece.shape):
+        if resizable and dtype == piece.dtype and shape[1:] == piece.global_shape[1:]:
             return shape
     return None
 

@@ -39,6 +39,7 @@ from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
+from megatron_flashckpt.megatron_lm.vocabulary import loses_words, resized
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def plan_load(
     job: SavedJob,
     param_groups: list[dict[str, Any]],
     state_types: StateTypes,
+    stored_words: int | None = None,
 ) -> LoadPlan:
     """Return the reads of this rank, after all ranks agree that they are possible. Collective.
 
@@ -86,12 +88,13 @@ def plan_load(
         job: the ranks that saved the checkpoint.
         param_groups: the param groups of the checkpoint.
         state_types: the optimizer states to fill, merged from all ranks.
+        stored_words: number of words of the saving job, as `vocabulary.least_words` returns it.
 
     Raises:
         MissingStateError: lists the differences of all ranks, on every rank; nothing was
             overwritten.
     """
-    planner = _RankPlanner(request, job)
+    planner = _RankPlanner(request, job, stored_words)
     planned, findings = run_and_gather(lambda: planner.plan(param_groups, state_types))
     unexpected, replaced = _agreed_names(planner, job, planned, findings)
     _raise_missing(request, job, findings, unexpected)
@@ -128,13 +131,16 @@ class _Findings:
     """The reason, apart from differences, why the rank refuses the load."""
     replaces: bool = False
     """True if the rank gets the main copy of a tensor in place of its own copy."""
+    resized: tuple[str, ...] = ()
+    """Embeddings that lose rows of words, or get new ones."""
 
 
 class _RankPlanner:
     """Plans the reads of this rank. Nothing here communicates."""
 
-    def __init__(self, request: LoadRequest, job: SavedJob) -> None:
+    def __init__(self, request: LoadRequest, job: SavedJob, stored_words: int | None) -> None:
         self._request = request
+        self._stored_words = stored_words
         self._job = job
         self.has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
@@ -165,6 +171,10 @@ class _RankPlanner:
             skipped = [local for local, kept in zip(wanted, is_kept, strict=True) if not kept]
             wanted = list(itertools.compress(wanted, is_kept))
             pieces = list(itertools.compress(pieces, is_kept))
+        changes = self._resized(wanted)
+        if changes and not self._request.finetune:
+            lines = tuple(f"{line}; load with --finetune to accept that" for line in changes)
+            return _RankPlan(None, names), _Findings(lines, sees_unexpected, missing_names)
         try:
             plan = self._reads(wanted, pieces, skipped)
         except MissingStateError as error:
@@ -174,7 +184,19 @@ class _RankPlanner:
         replaced = self._replaced(wanted)
         return (
             _RankPlan(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
+            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced), changes),
+        )
+
+    def _resized(self, wanted: list[LocalPiece]) -> tuple[str, ...]:
+        """Return one line for each embedding that would lose rows of words, or get new ones."""
+        rows = {p.piece.key: p.piece.global_shape[0] for p in wanted if p.resizable}
+        stored = {key: shape[0] for _, key, _, shape in self._job.tensors if key in rows}
+        return shorten_list(
+            [
+                f"{key}: {resized(rows[key], stored[key])}"
+                for key in sorted(stored)
+                if loses_words(rows[key], stored[key], self._request.words, self._stored_words)
+            ]
         )
 
     def _under_stored_keys(self, wanted: list[LocalPiece]) -> list[LocalPiece]:
@@ -340,6 +362,8 @@ def _raise_missing(
 
 
 def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:
+    for line in sorted(set().union(*(finding.resized for finding in findings))):
+        logger.warning("%s: %s", job.place, line)
     missing = set().union(*(finding.missing for finding in findings))
     if missing or unexpected:
         logger.warning(

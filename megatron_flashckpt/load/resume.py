@@ -32,6 +32,7 @@ from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
@@ -180,6 +181,8 @@ def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> Load
         chunks=unwrap(call.model),
         optimizer=call.optimizer if wants_optimizer else None,
         strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
+        words=least_words(margs),
+        finetune=margs.finetune,
         fill=not call.skip_model_and_optimizer,
         refusal=refusal,
     )
