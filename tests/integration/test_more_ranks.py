@@ -39,9 +39,10 @@ class Jobs:
     interval: int = 100
     """Iterations between saves to storage."""
     nodes: int = 1
+    save: str = "S"
 
     def run(self, name: str, ranks: int, interval: int, env: dict[str, str]) -> Result:
-        save = str(self.where / "S")
+        save = str(self.where / self.save)
         arguments = ["--train-iters", "7", "--save", save, "--load", save]
         intervals = ["--save-interval", str(interval), "--non-persistent-save-interval", "5"]
         return run_job(
@@ -64,16 +65,15 @@ def test_a_job_with_more_ranks_resumes_from_the_memory_of_fewer(tmp_path: Path) 
     jobs.crash(2)
     manifest = tmp_path / "S/iter_0000005/manifest.json"
     eventually("the commit of iteration 5", manifest.exists)
-    (tmp_path / "copy").mkdir()
-    truncated_copy(tmp_path / "S", tmp_path / "copy/S", 5)
+    truncated_copy(tmp_path / "S", tmp_path / "C", 5)
     resumed = succeeded(jobs.run("memory", 4, 7, {}))
     assert "iteration 5 was restored from memory" in resumed.log
-    copy = dataclasses.replace(jobs, where=tmp_path / "copy")
+    copy = dataclasses.replace(jobs, save="C")
     stored = succeeded(copy.run("storage", 4, 7, {}))
     assert "iteration 5 was restored from storage" in stored.log
     assert sorted(resumed.losses()) == [6, 7]
     assert resumed.losses() == stored.losses()
-    assert differing(tensors(tmp_path / "S", 7), tensors(tmp_path / "copy/S", 7)) == []
+    assert differing(tensors(tmp_path / "S", 7), tensors(tmp_path / "C", 7)) == []
 
 
 def test_new_ranks_of_new_nodes_receive_from_copies(tmp_path: Path) -> None:
