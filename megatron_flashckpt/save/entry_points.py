@@ -109,7 +109,8 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         # So page-locking and the creation of streams must end before the first capture.
         startup.checkpointer.link.wait_for_device_work()
     result = step(*args, **kwargs)
-    if startup.dry_run(arguments["model"], arguments["optimizer"]):
+    scheduler = arguments.get("opt_param_scheduler")
+    if startup.dry_run(arguments["model"], arguments["optimizer"], scheduler):
         session.note_ready(margs.save)
     return result
 
