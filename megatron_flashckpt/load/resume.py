@@ -62,7 +62,9 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         `(iteration, floating point operations so far)`, as Megatron's own function; or None if the
         directory holds no checkpoint, or one in Megatron's own formats.
     """
-    memory = _held_in_memory(margs, getattr(margs, call.load_arg))
+    load_dir = getattr(margs, call.load_arg)
+    is_resume = call.optimizer is not None and _saves_where_it_loads(margs, load_dir)
+    memory = _held_in_memory(margs) if is_resume else HeldInMemory()
     load_dir = _load_directory(call, margs, memory.checkpoints)
     candidates, refusal = _candidates(margs, load_dir, memory)
     request = _request(call, margs, refusal)
@@ -74,12 +76,12 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         if getattr(margs, "use_checkpoint_args", False):
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
-        if _saves_where_it_loads(margs, load_dir):
+        if is_resume:
             _forget_saves(margs)
         return None
     assert load_dir is not None
     iteration = training_state.apply(call, margs, request.model_state, loaded)
-    if _saves_where_it_loads(margs, load_dir):
+    if is_resume:
         _continue_from(loaded, margs, is_other_history=candidates.is_other_history)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -93,11 +95,10 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 # ---------------------------------------------------------------------- choose
 
 
-def _held_in_memory(margs: Any, load_dir: str | None) -> HeldInMemory:
-    """Return the saves in memory, if the job loads from its save directory. Collective."""
+def _held_in_memory(margs: Any) -> HeldInMemory:
+    """Return the saves in memory, if the job may load the newest of them. Collective."""
     usable = (
         session.config.restore_from_memory
-        and _saves_where_it_loads(margs, load_dir)
         and not getattr(margs, "ckpt_step", None)
         and not margs.finetune
     )
@@ -177,7 +178,7 @@ def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
 def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
     wants_optimizer = not (margs.finetune or margs.no_load_optim)
     return LoadRequest(
-        model_state=_model_state(margs),
+        model_state=_model_state(call, margs),
         chunks=unwrap(call.model),
         optimizer=call.optimizer if wants_optimizer else None,
         strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
@@ -188,9 +189,9 @@ def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> Load
     )
 
 
-def _model_state(margs: Any) -> ModelState:
-    """Return the model state of the job's saves, or a new one for a job that does not save."""
-    if margs.save:
+def _model_state(call: LoadCall, margs: Any) -> ModelState:
+    """Return the model state of the job's saves, or a new one for a model that is not saved."""
+    if margs.save and session.startup(margs.save).concerns(call.optimizer):
         return session.checkpointer(margs.save).model_state
     return ModelState(session.config.replicated)
 

@@ -49,6 +49,13 @@ class Startup:
 
     # ------------------------------------------------------------------ entry points
 
+    def concerns(self, optimizer: Any) -> bool:
+        """Return whether the job will save the model that is loaded with `optimizer`.
+
+        A model that is loaded without one beside the trained model is no part of a save.
+        """
+        return optimizer is not None or not self._prepared
+
     def check(self, model: list[Any], optimizer: Any) -> None:
         """Check on all ranks that the job's state can be saved, and claim the directory.
 
