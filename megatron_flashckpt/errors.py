@@ -6,7 +6,12 @@ error that matches a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
+import msgspec
+
 from megatron_flashckpt.error_classes import class_of
+
+#: Errors of msgspec for bytes that it cannot decode. Any byte of any file may be damaged.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: Remedy for a damaged checkpoint, in the words of a training job; see `for_command`.
 OLDER = "load an older iteration with --ckpt-step"

@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.collectives import run_and_gather
-from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, StorageError
+from megatron_flashckpt.errors import UNDECODABLE, AgentError, CorruptCheckpointError, StorageError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.offers import HeldSave, held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
@@ -146,7 +146,7 @@ def _world_size(slab: Slab, offer: Offer) -> int | None:
     """Return the number of ranks that saved a slot; None if its description is damaged."""
     try:
         return _SAVED_BY.decode(slab.slots[offer.slot].encoded_meta()).world_size
-    except (CorruptCheckpointError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (CorruptCheckpointError, *UNDECODABLE):
         return None
 
 
