@@ -60,6 +60,10 @@ class CorruptCheckpointError(FlashCkptError, ValueError):
     """Stored bytes differ from the written ones: truncated, flipped, swapped or foreign."""
 
 
+class RenamedCheckpointError(CorruptCheckpointError):
+    """The directory of an undamaged checkpoint has the name of another iteration."""
+
+
 class FormatVersionError(FlashCkptError, ValueError):
     """The checkpoint was written by a newer release than this one can read."""
 
@@ -109,4 +113,6 @@ def for_command(message: str) -> str:
 
 def for_listing(message: str) -> str:
     """Return `message` without advice on another iteration, as a listing shows all iterations."""
-    return message.removesuffix(f"; {OLDER}").removesuffix(f", or {OLDER}")
+    for remedy in (f"; {OLDER}", f", or {OLDER}", f", or {ANOTHER}"):
+        message = message.removesuffix(remedy)
+    return message

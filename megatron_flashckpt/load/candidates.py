@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
-from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import read_manifest, renamed
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.collectives import run_on_rank_0, world_size
 from megatron_flashckpt.errors import (
@@ -19,6 +19,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     MissingStateError,
     NotCommittedError,
+    RenamedCheckpointError,
     StorageError,
     is_damage,
 )
@@ -75,6 +76,8 @@ def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:
             raise
         return newest
     if text is None or text == _RELEASE:
+        if text == _RELEASE:
+            _refuse_own_release(storage)
         ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
         if ahead is None:
             _warn_of_missing_tracker(storage, text)
@@ -155,6 +158,18 @@ def _unless_foreign(storage: Storage, iteration: int) -> NamedCheckpoint:
         if not is_damage(error):
             raise
         return NamedCheckpoint(iteration)
+
+
+def _refuse_own_release(storage: Storage) -> None:
+    """Raise an error if `release` is one of our checkpoints, which Megatron's loader cannot read.
+
+    Raises:
+        RenamedCheckpointError: names the iteration.
+    """
+    name = f"{_RELEASE}/{MANIFEST}"
+    if storage.kind(_RELEASE) == "directory" and storage.present(_RELEASE, [MANIFEST]):
+        facts = decode_facts(storage.read(name), f"{storage.place}/{name}")
+        raise renamed(f"{storage.place}/{_RELEASE}", facts.iteration)
 
 
 def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
@@ -269,7 +284,11 @@ class Candidates:
             if not damage and self.current is None:
                 raise error
         elif current is not None:
-            if not (damage and self._fall_back):
+            # A person has named a renamed directory; an older checkpoint is not what is wanted.
+            is_wanted = (
+                isinstance(error, RenamedCheckpointError) and current == self.named.iteration
+            )
+            if is_wanted or not (damage and self._fall_back):
                 raise error
             gone = isinstance(error, NotCommittedError)
             self._note(_RefusedCandidate(current, "storage", str(error), damage, gone))

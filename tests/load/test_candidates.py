@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
     MissingStateError,
     NotCommittedError,
+    RenamedCheckpointError,
     StorageError,
 )
 from megatron_flashckpt.file_format.file_names import (
@@ -278,3 +281,31 @@ def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
     with caplog.at_level(logging.WARNING):
         assert named_in(storage, None) == NamedCheckpoint(None)
     assert "to resume from the newest, write 6 into that file" in caplog.text
+
+
+def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path: Path) -> None:
+    """An older checkpoint is not what the person wants who named this directory."""
+    for iteration, save_id in ((2, "a" * 12), (4, "b" * 12)):
+        make(tmp_path, iteration, save_id)
+    (tmp_path / iteration_dir(4)).rename(tmp_path / iteration_dir(100))
+    (tmp_path / TRACKER).write_text("100")
+    storage = PosixStorage(tmp_path)
+    with pytest.raises(RenamedCheckpointError, match="rename it to iter_0000004") as caught:
+        StoredCheckpoint(storage, 100, read_manifest(storage, 100))
+    named = named_in(storage, None)
+    candidates = Candidates(storage, named, HeldInMemory(), rank=0, fall_back=True)
+    with pytest.raises(RenamedCheckpointError):
+        candidates.refuse(caught.value)
+    assert [entry.state for entry in listing.checkpoints(storage)] == ["committed", "unreadable"]
+
+
+def test_our_checkpoint_under_the_name_release_is_named(tmp_path: Path) -> None:
+    make(tmp_path, 4)
+    (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    storage = PosixStorage(tmp_path)
+    with pytest.raises(RenamedCheckpointError, match="release: holds iteration 4"):
+        named_in(storage, None)
+    (entry,) = listing.checkpoints(storage)
+    assert entry.state == "unreadable"
+    assert "rename it to iter_0000004" in entry.remark
