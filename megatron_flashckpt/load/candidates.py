@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
@@ -15,6 +16,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import read_manifest, renamed
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.collectives import run_on_rank_0, world_size
 from megatron_flashckpt.errors import (
+    ConfigError,
     CorruptCheckpointError,
     FlashCkptError,
     MissingStateError,
@@ -54,6 +56,25 @@ class NamedCheckpoint(NamedTuple):
     """The reason why the named checkpoint, written by DLRover, cannot be loaded."""
     save_id: str | None = None
     """Save id of the iteration; None if not looked up, or if the manifest cannot be read."""
+
+
+def refuse_path_inside(load_dir: str) -> None:
+    """Raise if `load_dir` lies inside of a save directory: a job would start from scratch.
+
+    Raises:
+        ConfigError: names the save directory.
+    """
+    path = Path(load_dir).absolute()
+    if path.is_file():
+        raise ConfigError(f"{load_dir}: is a file; name the directory that holds it with --load")
+    iteration = parse_iteration_dir(path.name)
+    if iteration is None or not path.is_dir() or (path / TRACKER).exists():
+        return
+    if any(path.iterdir()):
+        raise ConfigError(
+            f"{load_dir}: is one checkpoint, not a save directory; start with --load {path.parent} "
+            f"--ckpt-step {iteration}"
+        )
 
 
 def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:

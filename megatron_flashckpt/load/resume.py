@@ -5,6 +5,7 @@ Start reading at `load`, whose six steps are the rest of this package.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -17,7 +18,13 @@ from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_ra
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
-from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in, with_save
+from megatron_flashckpt.load.candidates import (
+    Candidates,
+    NamedCheckpoint,
+    named_in,
+    refuse_path_inside,
+    with_save,
+)
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.loader import LoadedCheckpoint
@@ -81,6 +88,8 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         return None
     assert load_dir is not None
     iteration = training_state.apply(call, margs, request.model_state, loaded)
+    if call.optimizer is not None and not is_resume:
+        _report_unused_memory(margs, load_dir)
     if is_resume:
         _continue_from(loaded, margs, is_other_history=candidates.is_other_history)
     if torch.distributed.is_initialized():
@@ -147,8 +156,9 @@ def _candidates(
     storage = None if load_dir is None else _retrying_storage(margs, load_dir)
 
     def find_named() -> NamedCheckpoint:
-        if storage is None:
+        if storage is None or load_dir is None:
             return NamedCheckpoint(None)
+        refuse_path_inside(load_dir)
         if not memory.checkpoints:
             return named_in(storage, int(step) if step else None)
         find = functools.partial(named_in, storage, None)
@@ -254,6 +264,23 @@ def _saves_where_it_loads(margs: Any, load_dir: str | None) -> bool:
     if not margs.save or not load_dir:
         return False
     return bool(os.path.realpath(margs.save) == os.path.realpath(load_dir))
+
+
+def _report_unused_memory(margs: Any, load_dir: str) -> None:
+    """Log on rank 0 that host memory holds saves to --save, which another --load does not use."""
+    agent = session.checkpointer(margs.save).link.current if margs.save else None
+    if this_rank() != 0 or agent is None:
+        return
+    with contextlib.suppress(FlashCkptError):  # the next save reports a lost agent
+        if held := agent.saves_of_node():
+            logger.warning(
+                "iteration %d of %s in host memory is not used, because --load names %s; start "
+                "with --load %s to resume from it",
+                max(iteration for iteration, _ in held),
+                margs.save,
+                load_dir,
+                margs.save,
+            )
 
 
 def _forget_saves(margs: Any) -> None:

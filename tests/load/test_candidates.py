@@ -12,6 +12,7 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import (
+    ConfigError,
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
@@ -27,7 +28,12 @@ from megatron_flashckpt.file_format.file_names import (
     next_attempt,
     record_name,
 )
-from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
+from megatron_flashckpt.load.candidates import (
+    Candidates,
+    NamedCheckpoint,
+    named_in,
+    refuse_path_inside,
+)
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import make
@@ -309,3 +315,22 @@ def test_our_checkpoint_under_the_name_release_is_named(tmp_path: Path) -> None:
     (entry,) = listing.checkpoints(storage)
     assert entry.state == "unreadable"
     assert "rename it to iter_0000004" in entry.remark
+
+
+def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
+    tmp_path: Path,
+) -> None:
+    """Megatron starts from scratch then, and its first save moves the tracker back."""
+    make(tmp_path, 4)
+    inside = tmp_path / iteration_dir(4)
+    flags = f"--load {tmp_path} --ckpt-step 4"
+    with pytest.raises(ConfigError, match=f"is one checkpoint, .*{flags}"):
+        refuse_path_inside(str(inside))
+    with pytest.raises(ConfigError, match="is a file; name the directory"):
+        refuse_path_inside(str(inside / MANIFEST))
+    refuse_path_inside(str(tmp_path))
+    refuse_path_inside(str(tmp_path / "missing"))
+    own = tmp_path / "iter_0000009"
+    own.mkdir()
+    (own / TRACKER).write_text("4")
+    refuse_path_inside(str(own))
