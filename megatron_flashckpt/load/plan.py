@@ -180,6 +180,8 @@ class _RankPlanner:
         except MissingStateError as error:
             differences = shorten_list(error.differences)
             return _RankPlan(None, names), _Findings(differences, sees_unexpected, missing_names)
+        partly = {f"{pieces[n].kind}/{pieces[n].key} (in part)" for n in plan.reads.absent}
+        missing_names = shorten_list(sorted({*missing_names, *partly}))
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
         replaced = self._replaced(wanted)
         return (
@@ -193,7 +195,7 @@ class _RankPlanner:
         stored = {key: shape[0] for _, key, _, shape in self._job.tensors if key in rows}
         return shorten_list(
             [
-                f"{key}: {resized(rows[key], stored[key])}"
+                f"{WEIGHT}/{key}: {resized(rows[key], stored[key])}"
                 for key in sorted(stored)
                 if loses_words(rows[key], stored[key], self._request.words, self._stored_words)
             ]
@@ -264,9 +266,14 @@ class _RankPlanner:
         job = self._job
         saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
-        reads = read_plan(pieces, job.sources, job.place, resizable, job.pieces_of_rank(saver))
-        masters = list(_masters_of(wanted, skipped))
-        filled = [*wanted, *(master for master, _ in masters)]
+        held = job.pieces_of_rank(saver)
+        lenient = not self._request.strict
+        reads = read_plan(pieces, job.sources, job.place, resizable, held, lenient=lenient)
+        absent = set(reads.absent)
+        skipped = [*skipped, *(wanted[index] for index in reads.absent)]
+        loaded = [local for index, local in enumerate(wanted) if index not in absent]
+        masters = list(_masters_of(loaded, skipped))
+        filled = [*loaded, *(master for master, _ in masters)]
         names = {(local.piece.kind, local.piece.key) for local in filled}
         origins = {
             id(local.origin[1]): local.origin for local in filled if local.origin is not None
@@ -354,7 +361,7 @@ def _raise_missing(
     differences = list(dict.fromkeys(lines))
     if (more := len(differences) - _MOST_DIFFERENCES) > 0:
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
-    refused = unexpected if request.strict else set()
+    refused = unexpected if request.strict and request.refuses_unexpected else set()
     if differences or refused:
         flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
         advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
@@ -367,8 +374,8 @@ def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]
     missing = set().union(*(finding.missing for finding in findings))
     if missing or unexpected:
         logger.warning(
-            "%s: the load is not strict: missing state keeps its values: %s; unexpected state is "
-            "not read: %s; missing masters are made from their weights if these are loaded",
+            "%s: missing state keeps its values: %s; unexpected state is not read: %s; missing "
+            "masters are made from their weights if these are loaded",
             job.place,
             ", ".join(sorted(missing)) or "none",
             ", ".join(sorted(unexpected)) or "none",

@@ -35,6 +35,8 @@ class LoadRequest:
     strict: bool
     """False: missing state keeps its values, except for masters of loaded weights, and unexpected
     state is not read."""
+    refuses_unexpected: bool = True
+    """False: a strict load leaves out tensors of the checkpoint that the model does not have."""
     words: int | None = None
     """Number of words of this job's vocabulary, as `vocabulary.least_words` returns it."""
     finetune: bool = False

@@ -186,12 +186,15 @@ def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
 
 
 def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
+    strictness = getattr(margs, "dist_ckpt_strictness", None)
     wants_optimizer = not (margs.finetune or margs.no_load_optim)
     return LoadRequest(
         model_state=_model_state(call, margs),
         chunks=unwrap(call.model),
         optimizer=call.optimizer if wants_optimizer else None,
-        strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
+        strict=call.strict and strictness not in _LENIENT,
+        # A job that finetunes may drop a head; Megatron's own load looks for it only with this.
+        refuses_unexpected=not margs.finetune or strictness == "raise_all",
         words=least_words(margs),
         finetune=margs.finetune,
         fill=not call.skip_model_and_optimizer,
