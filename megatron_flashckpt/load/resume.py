@@ -18,13 +18,7 @@ from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_ra
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load import argument_source, loader, training_state
-from megatron_flashckpt.load.candidates import (
-    Candidates,
-    NamedCheckpoint,
-    named_in,
-    refuse_path_inside,
-    with_save,
-)
+from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.loader import LoadedCheckpoint
@@ -34,6 +28,12 @@ from megatron_flashckpt.load.memory_checkpoints import (
     held_in_memory,
 )
 from megatron_flashckpt.load.memory_source import open_memory
+from megatron_flashckpt.load.named_checkpoint import (
+    NamedCheckpoint,
+    named_in,
+    refuse_path_inside,
+    with_save,
+)
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements

@@ -17,7 +17,7 @@ from megatron_flashckpt.catalog.listing import (
 )
 from megatron_flashckpt.errors import NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.load.candidates import named_in
+from megatron_flashckpt.load.named_checkpoint import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import make
 

@@ -28,13 +28,9 @@ from megatron_flashckpt.file_format.file_names import (
     next_attempt,
     record_name,
 )
-from megatron_flashckpt.load.candidates import (
-    Candidates,
-    NamedCheckpoint,
-    named_in,
-    refuse_path_inside,
-)
+from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint, named_in, refuse_path_inside
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import make
 
@@ -274,7 +270,7 @@ def test_the_manifests_of_newer_iterations_are_not_read_without_commit_records(
     """After the tracker was set back, there may be hundreds, of 10 MB each in a large job."""
     storage.put(TRACKER, b"2")
     read: list[int] = []
-    reader = "megatron_flashckpt.load.candidates.read_manifest"
+    reader = "megatron_flashckpt.load.named_checkpoint.read_manifest"
     monkeypatch.setattr(reader, lambda _, iteration: read.append(iteration))
     assert named_in(storage, None) == NamedCheckpoint(2)
     assert read == []
