@@ -44,7 +44,7 @@ class StoredCheckpoint:
         self.manifest: Manifest = manifest.decode_manifest(
             encoded_manifest, f"{self.place}/{file_names.MANIFEST}"
         )
-        if self.manifest.iteration != iteration:
+        if iteration not in (self.manifest.iteration, file_names.RELEASE):
             raise renamed(self.place, self.manifest.iteration)
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
-from megatron_flashckpt.catalog.stored_checkpoint import read_manifest, renamed
+from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.errors import (
     ConfigError,
@@ -17,6 +17,7 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.file_format.file_names import (
     MANIFEST,
+    RELEASE,
     TRACKER,
     iteration_dir,
     parse_iteration_dir,
@@ -27,14 +28,14 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-_RELEASE = "release"
+_RELEASE = iteration_dir(RELEASE)
 
 
 class NamedCheckpoint(NamedTuple):
     """The checkpoint that a save directory names as the one to resume from."""
 
     iteration: int | None
-    """The named iteration; None if it is no checkpoint in this package's format."""
+    """The named iteration, or `RELEASE`; None if it is no checkpoint in this package's format."""
     problem: str | None = None
     """Defect of the tracker; `iteration` is then the newest committed one."""
     foreign: str | None = None
@@ -82,8 +83,8 @@ def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:
             raise
         return newest
     if text is None or text == _RELEASE:
-        if text == _RELEASE:
-            _refuse_own_release(storage)
+        if text == _RELEASE and _is_ours(storage, _RELEASE):
+            return NamedCheckpoint(RELEASE)
         ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
         if ahead is None:
             _warn_of_missing_tracker(storage, text)
@@ -166,16 +167,10 @@ def _unless_foreign(storage: Storage, iteration: int) -> NamedCheckpoint:
         return NamedCheckpoint(iteration)
 
 
-def _refuse_own_release(storage: Storage) -> None:
-    """Raise an error if `release` is one of our checkpoints, which Megatron's loader cannot read.
-
-    Raises:
-        RenamedCheckpointError: names the iteration.
-    """
-    name = f"{_RELEASE}/{MANIFEST}"
-    if storage.kind(_RELEASE) == "directory" and storage.present(_RELEASE, [MANIFEST]):
-        facts = decode_facts(storage.read(name), f"{storage.place}/{name}")
-        raise renamed(f"{storage.place}/{_RELEASE}", facts.iteration)
+def _is_ours(storage: Storage, directory: str) -> bool:
+    """Return whether `directory` holds a committed checkpoint in this package's format."""
+    is_there = storage.kind(directory) == "directory"
+    return is_there and bool(storage.present(directory, [MANIFEST]))
 
 
 def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:

@@ -17,6 +17,7 @@ import torch
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load import argument_source, loader, training_state
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
@@ -74,7 +75,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     memory = _held_in_memory(margs) if is_resume else HeldInMemory()
     load_dir = _load_directory(call, margs, memory.checkpoints)
     candidates, refusal = _candidates(margs, load_dir, memory)
-    request = _request(call, margs, refusal)
+    request = _request(call, margs, refusal, is_release=candidates.iteration == RELEASE)
     loaded = _load_first_undamaged(candidates, request, margs, load_dir)
     candidates.report()
     if loaded is None:
@@ -185,9 +186,11 @@ def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
     return RetryingStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
-def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
+def _request(
+    call: LoadCall, margs: Any, refusal: FlashCkptError | None, *, is_release: bool
+) -> LoadRequest:
     strictness = getattr(margs, "dist_ckpt_strictness", None)
-    wants_optimizer = not (margs.finetune or margs.no_load_optim)
+    wants_optimizer = not (margs.finetune or margs.no_load_optim or is_release)
     return LoadRequest(
         model_state=_model_state(call, margs),
         chunks=unwrap(call.model),

@@ -23,6 +23,7 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.file_format.file_names import (
     MANIFEST,
+    RELEASE,
     TRACKER,
     iteration_dir,
     next_attempt,
@@ -301,16 +302,19 @@ def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path
     assert [entry.state for entry in listing.checkpoints(storage)] == ["committed", "unreadable"]
 
 
-def test_our_checkpoint_under_the_name_release_is_named(tmp_path: Path) -> None:
+def test_our_checkpoint_under_the_name_release_is_loaded_if_the_tracker_says_so(
+    tmp_path: Path,
+) -> None:
     make(tmp_path, 4)
     (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
     storage = PosixStorage(tmp_path)
-    with pytest.raises(RenamedCheckpointError, match="release: holds iteration 4"):
-        named_in(storage, None)
+    assert named_in(storage, None).iteration == RELEASE
+    stored = StoredCheckpoint(storage, RELEASE, read_manifest(storage, RELEASE))
+    assert stored.manifest.iteration == 4
     (entry,) = listing.checkpoints(storage)
-    assert entry.state == "unreadable"
-    assert "rename it to iter_0000004" in entry.remark
+    assert (entry.iteration, entry.state) == (None, "committed")
+    assert "iteration 4" in entry.remark
 
 
 def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
