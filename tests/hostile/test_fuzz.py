@@ -204,7 +204,9 @@ def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Fr
         assert damages(scene)
         assert snapshot(scene.root) == save
 
-    run_seeds(copies, PLAIN, range(SEEDS // 2), check)
+    # A manifest of another iteration tells of a renamed directory, which stops the load.
+    kinds = [damage for damage in PLAIN if damage is not lies.of_another_iteration]
+    run_seeds(copies, kinds, range(SEEDS // 2), check)
 
 
 def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: FreshCopies) -> None:
