@@ -163,7 +163,7 @@ def _read(root: str, step: int | None) -> _Source | None:
 def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the named one, then older ones with `damaged: fall_back`."""
     from megatron_flashckpt.catalog import listing
-    from megatron_flashckpt.load.candidates import named_in
+    from megatron_flashckpt.load.named_checkpoint import named_in
     from megatron_flashckpt.save.session import session
 
     named = named_in(storage, int(step) if step else None).iteration

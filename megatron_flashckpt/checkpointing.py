@@ -140,6 +140,9 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     damaged and `damaged` is `fall_back`, it loads the newest older one that is intact. Megatron's
     own loader reads directories in Megatron's own formats.
 
+    A load without an optimizer, such as that of a reference model in a running job, reads storage
+    only. Training does not continue from it, so memory and saves of the job stay as they are.
+
     Returns:
         `(iteration, floating point operations so far)`; `(0, 0)` if there is nothing to load.
 
@@ -153,17 +156,17 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     if _left_to_megatron(margs):
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left
-    is_saved_by_us = margs.save and not converts_format(margs)
-    if is_saved_by_us:
+    startup = session.startup(margs.save) if margs.save and not converts_format(margs) else None
+    if startup is not None and startup.concerns(call.optimizer):
         # Refuse before the load a job that could not be saved later.
-        session.startup(margs.save).check(call.model, call.optimizer)
+        startup.check(call.model, call.optimizer)
     else:
         equal_settings.check(session.config)
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
-    if is_saved_by_us:
-        session.startup(margs.save).prepare(call.model, call.optimizer)
+    if startup is not None and startup.concerns(call.optimizer):
+        startup.prepare(call.model, call.optimizer)
     return loaded
 
 

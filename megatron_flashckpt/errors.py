@@ -6,7 +6,12 @@ error that matches a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
+import msgspec
+
 from megatron_flashckpt.error_classes import class_of
+
+#: Errors of msgspec for bytes that it cannot decode. Any byte of any file may be damaged.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: Remedy for a damaged checkpoint, in the words of a training job; see `for_command`.
 OLDER = "load an older iteration with --ckpt-step"
@@ -53,6 +58,10 @@ class NotCommittedError(FlashCkptError, FileNotFoundError):
 
 class CorruptCheckpointError(FlashCkptError, ValueError):
     """Stored bytes differ from the written ones: truncated, flipped, swapped or foreign."""
+
+
+class RenamedCheckpointError(CorruptCheckpointError):
+    """The directory of an undamaged checkpoint has the name of another iteration."""
 
 
 class FormatVersionError(FlashCkptError, ValueError):
@@ -104,4 +113,6 @@ def for_command(message: str) -> str:
 
 def for_listing(message: str) -> str:
     """Return `message` without advice on another iteration, as a listing shows all iterations."""
-    return message.removesuffix(f"; {OLDER}").removesuffix(f", or {OLDER}")
+    for remedy in (f"; {OLDER}", f", or {OLDER}", f", or {ANOTHER}"):
+        message = message.removesuffix(remedy)
+    return message

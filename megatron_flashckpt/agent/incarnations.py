@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
+from megatron_flashckpt.errors import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class SecondStarts:
                 ranks[number].replaced = {former for former in replaced if former.is_alive}
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             logger.warning(
                 "cannot read the former processes of ranks, so one may be served again: %s", error
             )

@@ -10,6 +10,7 @@ import re
 
 import msgspec
 
+from megatron_flashckpt.errors import UNDECODABLE, StorageError, is_damage
 from megatron_flashckpt.file_format.file_names import iteration_dir, parse_iteration_dir
 from megatron_flashckpt.storage.base import Storage
 
@@ -31,14 +32,30 @@ def megatron_format(storage: Storage, directory: str) -> str | None:
         return "torch"
     if "metadata.json" in present:
         try:
-            encoded = storage.read(f"{directory}/metadata.json", 0, _METADATA_NBYTES)
+            encoded = _small(storage, f"{directory}/metadata.json", _METADATA_NBYTES)
             description = msgspec.json.decode(encoded)
-        except (msgspec.DecodeError, RecursionError):
+        except UNDECODABLE:
             description = None
         return (
             str(description.get("sharded_backend", "?")) if isinstance(description, dict) else "?"
         )
     return "torch.distributed" if ".metadata" in present else None
+
+
+def _small(storage: Storage, name: str, nbytes: int) -> bytes:
+    """Return the first bytes of a file of another program; none if the file cannot be read.
+
+    Raises:
+        StorageError: storage is unavailable; later the file may be readable.
+    """
+    try:
+        return storage.read(name, 0, nbytes)
+    except FileNotFoundError:
+        return b""
+    except StorageError as error:  # a directory or a pipe stands in its place, or it is damaged
+        if not is_damage(error):
+            raise
+        return b""
 
 
 def is_dlrovers(storage: Storage, directory: str) -> bool:
@@ -69,10 +86,7 @@ def dlrover_empty(storage: Storage, iteration: int) -> str | None:
 
     DLRover's saver does so if trainers are killed while they copy into shared memory.
     """
-    try:
-        tracked = storage.read(_DLROVER_TRACKER, 0, _SMALL_NBYTES).decode(errors="replace").strip()
-    except FileNotFoundError:
-        return None
+    tracked = _small(storage, _DLROVER_TRACKER, _SMALL_NBYTES).decode(errors="replace").strip()
     if tracked != str(iteration) or storage.list(iteration_dir(iteration)):
         return None
     others = [

@@ -12,7 +12,7 @@ import logging
 
 import msgspec
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.base import Storage
@@ -62,7 +62,7 @@ def read(storage: Storage) -> list[PastSave]:
     for line in _lines(storage):
         try:
             saves.append(_PAST_SAVE.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             continue
     return saves
 

@@ -23,10 +23,11 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import RetryingStorage
 
@@ -184,6 +185,8 @@ def checkpoints(storage: Storage) -> list[IterationEntry]:
             present = set(storage.list(directory))
             if file_names.MANIFEST in present and iteration is not None:
                 entries.append(_committed(open_checkpoint(storage, iteration), present))
+            elif file_names.MANIFEST in present:
+                entries.append(_release(storage, directory, present))
             elif foreign.is_dlrovers(storage, directory):
                 remark = foreign.dlrover_remark(storage, directory)
                 entries.append(IterationEntry(directory, iteration, foreign.DLROVER, remark))
@@ -217,6 +220,14 @@ def _directories(storage: Storage) -> list[tuple[int | None, str]]:
         ):
             directories.append((iteration, name))
     return sorted(directories, key=lambda pair: -1 if pair[0] is None else pair[0])
+
+
+def _release(storage: Storage, directory: str, present: set[str]) -> IterationEntry:
+    """Return the entry of one of our checkpoints under Megatron's name `release`."""
+    encoded = read_whole(storage, f"{directory}/{file_names.MANIFEST}", MAX_MANIFEST_NBYTES)
+    entry = _committed(StoredCheckpoint(storage, file_names.RELEASE, encoded), present)
+    remark = entry.remark or f"iteration {entry.iteration}; a load takes its weights alone"
+    return dataclasses.replace(entry, iteration=None, remark=remark)
 
 
 def _committed(stored: StoredCheckpoint, present: set[str]) -> IterationEntry:

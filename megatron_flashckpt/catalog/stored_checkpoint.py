@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from megatron_flashckpt.errors import ANOTHER, OLDER, CorruptCheckpointError, NotCommittedError
+from megatron_flashckpt.errors import (
+    ANOTHER,
+    OLDER,
+    CorruptCheckpointError,
+    NotCommittedError,
+    RenamedCheckpointError,
+)
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.manifest import Manifest, ShardEntry
 from megatron_flashckpt.file_format.shard_file import (
@@ -38,11 +44,8 @@ class StoredCheckpoint:
         self.manifest: Manifest = manifest.decode_manifest(
             encoded_manifest, f"{self.place}/{file_names.MANIFEST}"
         )
-        if self.manifest.iteration != iteration:
-            raise CorruptCheckpointError(
-                f"{self.place}/{file_names.MANIFEST}: is the manifest of iteration "
-                f"{self.manifest.iteration}; {OLDER}"
-            )
+        if iteration not in (self.manifest.iteration, file_names.RELEASE):
+            raise renamed(self.place, self.manifest.iteration)
 
     @property
     def place(self) -> str:
@@ -181,6 +184,15 @@ class StoredCheckpoint:
             yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {OLDER}") from error
+
+
+def renamed(place: str, iteration: int) -> RenamedCheckpointError:
+    """Return the error for a directory `place` that holds the checkpoint of `iteration`."""
+    return RenamedCheckpointError(
+        f"{place}: holds iteration {iteration}, so this directory was renamed or copied; rename it "
+        f"to {file_names.iteration_dir(iteration)} and write {iteration} into "
+        f"{file_names.TRACKER}, or {ANOTHER}"
+    )
 
 
 def read_manifest(storage: Storage, iteration: int) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Placement, TemplateItem
@@ -71,7 +71,7 @@ _ITEMS = msgspec.msgpack.Decoder(tuple[TemplateItem, ...])
 def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
     try:
         return _ITEMS.decode(record.template)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptCheckpointError(
             f"the commit record of rank {record.rank}: its template cannot be decoded ({error})"
         ) from error
@@ -106,7 +106,7 @@ def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest does not match")
         records = _RECORDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptCheckpointError(
             f"{place}: is not a commit record ({error}); the next save writes new ones"
         ) from error

@@ -41,9 +41,13 @@ def next_attempt(save_id: str) -> str:
     return xxhash.xxh3_64_hexdigest(f"{save_id} again".encode())
 
 
+#: In place of an iteration: the checkpoint in Megatron's directory `release`.
+RELEASE = -1
+
+
 def iteration_dir(iteration: int) -> str:
     """Return Megatron's name of the directory of `iteration`."""
-    return f"iter_{iteration:07d}"
+    return "release" if iteration == RELEASE else f"iter_{iteration:07d}"
 
 
 def parse_iteration_dir(name: str) -> int | None:

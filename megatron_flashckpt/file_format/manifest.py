@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
-from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
+from megatron_flashckpt.errors import OLDER, UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.commit_record import (
     KNOWN_ITEMS,
     CommitRecord,
@@ -248,7 +248,7 @@ def _unsealed(encoded: bytes, place: str, decoder: msgspec.json.Decoder[_T]) -> 
             _check_seal(encoded, place)
             refuse_newer(version, place)
         manifest = decoder.decode(encoded)
-    except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
+    except (KeyError, *UNDECODABLE) as error:
         raise CorruptCheckpointError(f"{place}: is not a manifest ({error}); {OLDER}") from error
     _check_seal(encoded, place)
     return manifest

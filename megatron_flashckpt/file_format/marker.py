@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.manifest import HEAD_NBYTES, CommitFacts
 from megatron_flashckpt.layout.save_cost import SaveCost
 
@@ -71,7 +71,7 @@ def decode_marker(encoded: bytes, place: str) -> Marker:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest does not match")
         return _MARKER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptCheckpointError(
             f"{place}: is not a marker of a committed save ({error}); agents read the manifest "
             "instead"

@@ -19,6 +19,7 @@ import xxhash
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import (
     OLDER,
+    UNDECODABLE,
     CorruptCheckpointError,
     FormatVersionError,
     LayoutError,
@@ -182,7 +183,7 @@ def decode_header(
         metadata = _METADATA.decode(outer["flashckpt"])
         tensors = _ENTRIES.decode(body)
         del tensors["__metadata__"]
-    except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
+    except (KeyError, *UNDECODABLE) as error:
         raise CorruptCheckpointError(
             f"{place}: header is not that of a flashckpt shard ({error}); {OLDER}"
         ) from error

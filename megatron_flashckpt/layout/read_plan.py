@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import ANOTHER, MissingStateError
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.exact_match import NOTHING_STORED, StoredPieces
-from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
+from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, UNUSED, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 from megatron_flashckpt.layout.stored_index import Columns, Rows, Variant, hulls, stored_columns
 from megatron_flashckpt.layout.template import Source, stored_items
@@ -48,6 +49,8 @@ class ReadPlan:
     padded: tuple[int, ...]
     """Indices of wanted pieces that extend beyond the stored tensor (padded vocabulary). The excess
     elements are zero."""
+    absent: tuple[int, ...] = ()
+    """Indices of wanted pieces of which no element is stored; only if `lenient`."""
 
 
 def read_plan(
@@ -56,15 +59,20 @@ def read_plan(
     place: str,
     resizable: Collection[int] = (),
     held: StoredPieces = NOTHING_STORED,
+    *,
+    lenient: bool = False,
 ) -> ReadPlan:
     """Return the reads that fill every element of `wanted` exactly once.
 
     Args:
         place: the checkpoint's name, for error messages.
-        resizable: indices of wanted pieces whose tensor may be stored in another global shape. As
-            in Megatron (`allow_shape_mismatch`), the common part is read and the rest is zero.
+        resizable: indices of wanted pieces whose tensor may be stored with another number of
+            rows. As in Megatron (`allow_shape_mismatch`), the common part is read and the rest is
+            zero.
         held: result of `pieces_stored_once`; a wanted piece that equals one of them needs no
             search.
+        lenient: a piece of which no element is stored is no error. Layers may share a key, so the
+            key alone does not tell.
 
     Raises:
         MissingStateError: lists every key that is missing, incomplete, or of another shape or type.
@@ -80,7 +88,7 @@ def read_plan(
             reads[held.rank].append(Read.whole(index, piece, source_offset))
     stored = stored_columns(sources, hulls([wanted[i] for i in rest]), place) if rest else {}
     problems: dict[str, None] = {}
-    padded = []
+    padded, absent = [], []
     for index in rest:
         piece = wanted[index]
         variants = stored.get((piece.kind, piece.key), {})
@@ -94,6 +102,12 @@ def read_plan(
         parts = _parts(index, piece, variants[shape, piece.dtype])
         several = len(variants) > 1 and piece.kind != RANK_STATE
         types = _stored_types(piece, variants) if several else []
+        if numel and not parts and not types:
+            if lenient:
+                absent.append(index)
+            else:
+                problems[f"{piece.kind}/{piece.key}: {_place(piece)} {_ABSENT}"] = None
+            continue
         if (
             sum(part.numel for part in parts) != numel
             or not {*types} <= {piece.dtype}
@@ -106,7 +120,7 @@ def read_plan(
         raise missing_state(place, problems)
     for rank_reads in reads.values():
         rank_reads.sort()
-    return ReadPlan(dict(reads), tuple(padded))
+    return ReadPlan(dict(reads), tuple(padded), tuple(absent))
 
 
 def missing_state(
@@ -119,17 +133,40 @@ def missing_state(
         unexpected: names of stored tensors that no rank's model has (see `unexpected_tensors`).
         advice: sentence with a remedy for these differences.
     """
-    lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unexpected)]
+    lines = [f"{name}: {_UNEXPECTED}" for name in sorted(unexpected)]
     differences = tuple(dict.fromkeys([*lines, *problems]))
     error = MissingStateError(
         f"{place} does not hold what this model needs ({len(differences)} "
         f"difference{'' if len(differences) == 1 else 's'}):\n  "
         + "\n  ".join(differences)
         + f"\n{advice}Use the model settings of the run that saved it (the parallel sizes are "
-        f"free), or {ANOTHER}; nothing was loaded"
+        f"free), or {ANOTHER}{''.join(f'; {cure}' for cure in _cures(differences))}; "
+        "nothing was loaded"
     )
     error.differences = differences
     return error
+
+
+_UNEXPECTED = "in the checkpoint, not in the model"
+_ABSENT = "are not in the checkpoint"
+#: Two element types, of the same shape or of the same elements.
+_OTHER_TYPE = re.compile(
+    r"(\(.*\)) \w+ in the checkpoint, \1 \w+ in the model$"
+    r"| are [\w, ]+ in the checkpoint, \w+ in the model$"
+)
+
+
+def _cures(differences: Sequence[str]) -> list[str]:
+    """Return the flags with which this load, or one of a converted checkpoint, succeeds."""
+    kinds = {line.partition("/")[0] for line in differences}
+    cures = []
+    if kinds and kinds.isdisjoint((WEIGHT, BUFFER)):
+        cures.append("--no-load-optim loads the weights alone")
+    if any("not in the checkpoint" in line or line.endswith(_UNEXPECTED) for line in differences):
+        cures.append("--dist-ckpt-strictness log_all loads what both have")
+    if any(_OTHER_TYPE.search(line) for line in differences):
+        cures.append("--ckpt-convert-format torch_dist converts it for another element type")
+    return cures
 
 
 def unexpected_tensors(
@@ -160,7 +197,7 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
     if (piece.global_shape, piece.dtype) in variants:
         return piece.global_shape
     for shape, dtype in variants:
-        if resizable and dtype == piece.dtype and len(shape) == len(piece.shape):
+        if resizable and dtype == piece.dtype and shape[1:] == piece.global_shape[1:]:
             return shape
     return None
 
@@ -184,10 +221,14 @@ def _difference(piece: Piece, variants: Iterable[Variant]) -> str:
 
 def _not_once(piece: Piece, types: list[str]) -> str:
     """Return the error line for elements that have another type or are not stored exactly once."""
-    elements = f"elements {piece.start} to {piece.end} of the box at {piece.offset}"
+    elements = _place(piece)
     if not {*types} <= {piece.dtype}:
         return f"{elements} are {', '.join(types)} in the checkpoint, {piece.dtype} in the model"
     return f"{elements} are not stored exactly once"
+
+
+def _place(piece: Piece) -> str:
+    return f"elements {piece.start} to {piece.end} of the box at {piece.offset}"
 
 
 def _numel_within(piece: Piece, shape: Shape) -> int:

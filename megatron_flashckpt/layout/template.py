@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.errors import UNDECODABLE, LayoutError
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.layout.save_cost import PlanOrigin
@@ -294,5 +294,5 @@ class PlanCache:
             return None
         try:
             return _TEMPLATE.decode(encoded), encoded
-        except msgspec.DecodeError:  # left there by another release: a miss, not an error
+        except UNDECODABLE:  # left there by another release: a miss, not an error
             return None

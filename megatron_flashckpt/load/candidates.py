@@ -10,165 +10,29 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_flashckpt.catalog import foreign, listing
-from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
-from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
-from megatron_flashckpt.collectives import run_on_rank_0
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.collectives import run_on_rank_0, world_size
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
+    MissingStateError,
     NotCommittedError,
-    StorageError,
+    RenamedCheckpointError,
     is_damage,
 )
 from megatron_flashckpt.file_format.file_names import (
-    MANIFEST,
-    TRACKER,
     iteration_dir,
     next_attempt,
-    parse_iteration_dir,
     run_of,
-    save_id_of,
 )
-from megatron_flashckpt.file_format.manifest import decode_facts
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint
+from megatron_flashckpt.load.offers import HeldSave
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-_RELEASE = "release"
 _RULE = "=" * 88
-
-
-class NamedCheckpoint(NamedTuple):
-    """The checkpoint that a save directory names as the one to resume from."""
-
-    iteration: int | None
-    """The named iteration; None if it is no checkpoint in this package's format."""
-    problem: str | None = None
-    """Defect of the tracker; `iteration` is then the newest committed one."""
-    foreign: str | None = None
-    """The reason why the named checkpoint, written by DLRover, cannot be loaded."""
-    save_id: str | None = None
-    """Save id of the iteration; None if not looked up, or if the manifest cannot be read."""
-
-
-def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:
-    """Return the iteration that `step` (`--ckpt-step`) or else the tracker names.
-
-    An iteration in one of Megatron's own formats is left to Megatron's loader.
-
-    Raises:
-        StorageError: the tracker cannot be read.
-    """
-    if step is not None:
-        return _unless_foreign(storage, step)
-    try:
-        text = tracker_text(storage)
-    except StorageError as error:
-        if not is_damage(error):
-            raise
-        newest = _newest_named(storage, str(error.strerror))
-        if newest.iteration is None:  # Megatron would open the tracker, and hang if it is a pipe
-            raise
-        return newest
-    if text is None or text == _RELEASE:
-        ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
-        if ahead is None:
-            _warn_of_missing_tracker(storage, text)
-        return NamedCheckpoint(ahead)
-    iteration = iteration_in(text)
-    if iteration is None:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
-    ahead = _newest_untracked(storage, iteration)
-    return _unless_foreign(storage, iteration) if ahead is None else NamedCheckpoint(ahead)
-
-
-def with_save(named: NamedCheckpoint, storage: Storage) -> NamedCheckpoint:
-    """Return `named` with the save id from the manifest of its iteration."""
-    if named.iteration is None:
-        return named
-    try:
-        encoded = read_manifest(storage, named.iteration)
-        facts = decode_facts(encoded, f"{storage.place}/{iteration_dir(named.iteration)}")
-    except FlashCkptError:  # a load of this iteration reports the error
-        return named
-    return named._replace(save_id=facts.save_id)
-
-
-def _newest_untracked(storage: Storage, tracked: int) -> int | None:
-    """Return the newest committed iteration whose agent died before the tracker named it.
-
-    Such an iteration still has its commit records, which are removed once the tracker has moved. A
-    tracker that a user has set back is therefore respected, as is one that was written after the
-    manifest: an agent may die before it has removed the records.
-    """
-    parsed = [parse_iteration_dir(name) for name in storage.list("")]
-    iterations = [number for number in parsed if number is not None and number > tracked]
-    for iteration in sorted(iterations, reverse=True):
-        directory = iteration_dir(iteration)
-        listed = storage.list(directory) if storage.kind(directory) == "directory" else []
-        records = {save_id_of(name) for name in listed if name.endswith(".commit")}
-        if MANIFEST not in listed or not records:
-            continue
-        try:
-            facts = decode_facts(read_manifest(storage, iteration), f"{storage.place}/{directory}")
-        except FlashCkptError as error:
-            if not is_damage(error):
-                raise
-            continue
-        if facts.save_id in records and not tracker_is_newer(storage, iteration):
-            logger.warning(
-                "iteration %d is committed, although %s does not name it yet", iteration, TRACKER
-            )
-            return iteration
-    return None
-
-
-def tracker_is_newer(storage: Storage, iteration: int) -> bool:
-    """Return whether the tracker was written after the manifest of `iteration`."""
-    try:
-        manifest = storage.stamp(f"{iteration_dir(iteration)}/{MANIFEST}")
-        return storage.stamp(TRACKER).mtime_ns > manifest.mtime_ns
-    except (OSError, FlashCkptError):  # one of them is not there, or cannot be looked at
-        return False
-
-
-def _newest_named(storage: Storage, problem: str) -> NamedCheckpoint:
-    committed = listing.committed_iterations(storage)
-    return NamedCheckpoint(committed[-1], problem) if committed else NamedCheckpoint(None)
-
-
-def _unless_foreign(storage: Storage, iteration: int) -> NamedCheckpoint:
-    """Return `iteration`, or None in its place if another program wrote it."""
-    directory = iteration_dir(iteration)
-    try:
-        if MANIFEST in storage.list(directory):
-            return NamedCheckpoint(iteration)
-        if problem := foreign.dlrover_problem(storage, iteration):
-            return NamedCheckpoint(None, foreign=problem)
-        return NamedCheckpoint(None if foreign.megatron_format(storage, directory) else iteration)
-    except StorageError as error:
-        if not is_damage(error):
-            raise
-        return NamedCheckpoint(iteration)
-
-
-def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
-    """Warn that the job starts from scratch next to checkpoints that no tracker names.
-
-    A missing tracker is respected, because a user removes it on purpose.
-    """
-    committed = [] if tracker == _RELEASE else listing.committed_iterations(storage)
-    if committed:
-        logger.warning(
-            "%s: has no %s, so none of its checkpoints is loaded; to resume from the newest, write "
-            "%d into that file",
-            storage.place,
-            TRACKER,
-            committed[-1],
-        )
 
 
 class _RefusedCandidate(NamedTuple):
@@ -186,7 +50,7 @@ class Candidates:
     Args:
         storage: the load directory, or None.
         named: the checkpoint that the directory names; equal on all ranks.
-        memory: the checkpoints that all ranks hold, newest first.
+        memory: the saves that ranks hold.
         fall_back: True if the job may lose iterations; False if the job must stop instead.
     """
 
@@ -194,17 +58,19 @@ class Candidates:
         self,
         storage: Storage | None,
         named: NamedCheckpoint,
-        memory: list[MemoryCheckpoint],
+        memory: HeldInMemory,
         *,
         rank: int,
         fall_back: bool,
     ) -> None:
         self.storage = storage
         self.named = named
-        self.is_other_history = _is_other_history(named, memory)
+        checkpoints = memory.checkpoints
+        self.is_other_history = _is_other_history(named, checkpoints)
         """True if the checkpoint in storage belongs to another history than those in memory."""
-        unusable = self.is_other_history or is_set_back(named, memory)
-        self._memory = [] if unusable else list(memory)
+        unusable = self.is_other_history or is_set_back(named, checkpoints)
+        self._memory = [] if unusable else list(checkpoints)
+        self._incomplete = memory.incomplete
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
@@ -214,8 +80,8 @@ class Candidates:
                 "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
                 "this job has not written: it was put there from a copy, converted, or saved by "
                 "another job",
-                memory[0].offer.iteration,
-                memory[0].offer.save_id,
+                checkpoints[0].offer.iteration,
+                checkpoints[0].offer.save_id,
                 storage.place,
                 iteration_dir(named.iteration or 0),
                 named.save_id,
@@ -265,7 +131,11 @@ class Candidates:
             if not damage and self.current is None:
                 raise error
         elif current is not None:
-            if not (damage and self._fall_back):
+            # A person has named a renamed directory; an older checkpoint is not what is wanted.
+            is_wanted = (
+                isinstance(error, RenamedCheckpointError) and current == self.named.iteration
+            )
+            if is_wanted or not (damage and self._fall_back):
                 raise error
             gone = isinstance(error, NotCommittedError)
             self._note(_RefusedCandidate(current, "storage", str(error), damage, gone))
@@ -318,8 +188,30 @@ class Candidates:
             "from a copy, or start with another --load"
         ) from error
 
+    def unreachable_memory(self) -> MissingStateError | None:
+        """Return an error that names a save that the job can load with another number of ranks."""
+        ranks = world_size()
+        for save in self._incomplete:
+            if save.world_size != ranks:
+                return MissingStateError(
+                    f"{_incompleteness(save)}; this job has {ranks} ranks, and there is no other "
+                    f"checkpoint. Start the job with {save.world_size} ranks, on the same nodes; "
+                    "or set 'restore_from_memory: false' to start from scratch"
+                )
+        return None
+
+    def _report_incomplete(self) -> None:
+        """Log the newest save in memory that is incomplete and newer than `current`."""
+        save = next(iter(self._incomplete), None)
+        resumed = self.iteration
+        if save is None or self._rank != 0 or (resumed or -1) >= save.iteration:
+            return
+        at = "starts from scratch" if resumed is None else f"resumes from iteration {resumed}"
+        logger.warning("%s; training %s", _incompleteness(save), at)
+
     def report(self) -> None:
-        """Log on rank 0 which checkpoints are damaged, and that `current` is used instead."""
+        """Log on rank 0 which checkpoints are not used, why, and that `current` is used instead."""
+        self._report_incomplete()
         damaged = [refused for refused in self._refused if refused.damage]
         if self._rank != 0 or not (damaged or self.named.problem):
             return
@@ -348,6 +240,17 @@ class Candidates:
         logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
 
 
+def _incompleteness(save: HeldSave) -> str:
+    """Return why a save in memory cannot be loaded."""
+    ranks = ", ".join(map(str, save.missing[:8]))
+    more = f" and {len(save.missing) - 8} more" if len(save.missing) > 8 else ""
+    return (
+        f"iteration {save.iteration} in host memory, saved by {save.world_size} ranks, is "
+        f"incomplete and not used: ranks {ranks}{more} do not have their parts "
+        "(a rank died while it copied, a node is gone, or ranks moved to other nodes)"
+    )
+
+
 def _is_ahead(held: MemoryCheckpoint, stored: int | None) -> bool:
     """Return whether memory is at least as new as `stored`, the iteration to load from storage.
 
@@ -356,7 +259,7 @@ def _is_ahead(held: MemoryCheckpoint, stored: int | None) -> bool:
     return stored is None or held.offer.iteration >= stored
 
 
-def _is_other_history(named: NamedCheckpoint, memory: list[MemoryCheckpoint]) -> bool:
+def _is_other_history(named: NamedCheckpoint, memory: Sequence[MemoryCheckpoint]) -> bool:
     """Return whether the save in storage is known to be no ancestor of the saves in memory.
 
     All saves of one start of a job share a run id. A start knows the save that it resumed from, and

@@ -21,6 +21,8 @@ class Origin:
     iteration: int
     save_id: str
     source: Literal["memory", "storage"]
+    is_release: bool = False
+    """True if the tracker says `release`: Megatron then loads weights alone, as iteration 0."""
 
 
 @dataclasses.dataclass

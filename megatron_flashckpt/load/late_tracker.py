@@ -13,13 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.load.candidates import (
-    NamedCheckpoint,
-    is_set_back,
-    newest_committed,
-    tracker_is_newer,
-)
+from megatron_flashckpt.load.candidates import is_set_back, newest_committed
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint, tracker_is_newer
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)

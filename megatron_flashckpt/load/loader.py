@@ -16,6 +16,7 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
 from megatron_flashckpt.load.request import LoadRequest, refuse_missing_optimizer
 from megatron_flashckpt.load.side_state import SideState, read_side_state
+from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 
 
@@ -53,7 +54,8 @@ def _checked_plan(request: LoadRequest, source: CheckpointSource) -> tuple[SideS
     try:
         side, state_types = read_side_state(request, source)
         refuse_missing_optimizer(request, side.param_groups, source.job.place)
-        return side, plan_load(request, source.job, side.param_groups, state_types)
+        words = least_words(side.common["args"])
+        return side, plan_load(request, source.job, side.param_groups, state_types, words)
     except MissingStateError:
         # Either the model differs, or the checkpoint itself is incomplete.
         source.check_whole()

@@ -1,16 +1,19 @@
-"""The checkpoints that all ranks hold in their slots, as their agents offer them."""
+"""The checkpoints that ranks hold in their slots, as their agents offer them."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.collectives import run_and_gather
-from megatron_flashckpt.errors import AgentError, StorageError
+from megatron_flashckpt.errors import UNDECODABLE, AgentError, CorruptCheckpointError, StorageError
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
+from megatron_flashckpt.load.offers import HeldSave, held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
@@ -20,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class MemoryCheckpoint:
-    """A checkpoint that every rank holds in a slot, with this rank's slab and slot offer."""
+    """A checkpoint that its ranks hold in slots, with this rank's slab and slot offer."""
 
-    slab: Slab
+    slab: Slab | None
+    """None on a rank that the saving job did not have; then `offer` is that of rank 0."""
     offer: Offer
     committed: int
     """Newest committed iteration that agents know of; -1 if they know of none."""
@@ -44,8 +48,17 @@ class MemoryCheckpoint:
             return None
 
 
-def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
-    """Return the checkpoints that *all* ranks hold, newest first. Collective.
+class HeldInMemory(NamedTuple):
+    """The saves in the slots of all ranks, newest first. Equal on all ranks, except for slabs."""
+
+    checkpoints: Sequence[MemoryCheckpoint] = ()
+    """The saves that can be loaded: each rank that saved a part holds that part."""
+    incomplete: tuple[HeldSave, ...] = ()
+    """The other saves."""
+
+
+def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
+    """Return the saves that ranks hold. Collective.
 
     With `redundancy`, ranks of a lost node, and ranks that run on another node than before, first
     recover the copies that other nodes hold.
@@ -77,16 +90,30 @@ def held_in_memory(checkpointer: Checkpointer) -> list[MemoryCheckpoint]:
             return _with_gathered_fields(link.take_slab())
 
         (slab, offers), all_offers = run_and_gather(recovered)
-    if slab is None:
-        return []
     own = {offer.save_id: offer for offer in offers}
-    return [
-        MemoryCheckpoint(
-            *(slab, own[by_rank[0]["save_id"]], _committed(by_rank), _lineage(by_rank)),
-            link,
-        )
-        for by_rank in common_saves(all_offers)
-    ]
+    saves = held_saves(all_offers)
+    return HeldInMemory(
+        [
+            _checkpoint(save, slab, own.get(save.save_id), link)
+            for save in saves
+            if not save.missing
+        ],
+        tuple(save for save in saves if save.missing),
+    )
+
+
+def _checkpoint(
+    save: HeldSave, slab: Slab | None, own: Offer | None, link: NodeLink
+) -> MemoryCheckpoint:
+    offers = [offer for _, offer in sorted(save.by_rank.items())]
+    first = {name: value for name, value in offers[0].items() if name != "world_size"}
+    return MemoryCheckpoint(
+        slab if own is not None else None,
+        own or Offer(**first, digests=None),
+        _committed(offers),
+        _lineage(offers),
+        link,
+    )
 
 
 _SlabAndOffers = tuple[Slab | None, tuple[Offer, ...]]
@@ -96,10 +123,31 @@ def _with_gathered_fields(
     slab_and_offers: _SlabAndOffers,
 ) -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
     """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
+    slab, offers = slab_and_offers
     return slab_and_offers, [
-        {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
-        for offer in slab_and_offers[1]
+        {
+            **{name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"},
+            "world_size": None if slab is None else _world_size(slab, offer),
+        }
+        for offer in offers
     ]
+
+
+class _SavedBy(msgspec.Struct):
+    """The part of a slot's description that tells its number of ranks; the rest is not decoded."""
+
+    world_size: int
+
+
+_SAVED_BY = msgspec.msgpack.Decoder(_SavedBy)
+
+
+def _world_size(slab: Slab, offer: Offer) -> int | None:
+    """Return the number of ranks that saved a slot; None if its description is damaged."""
+    try:
+        return _SAVED_BY.decode(slab.slots[offer.slot].encoded_meta()).world_size
+    except (CorruptCheckpointError, *UNDECODABLE):
+        return None
 
 
 def _lineage(offers: list[dict[str, Any]]) -> frozenset[str]:

@@ -1,8 +1,9 @@
-"""A checkpoint that all ranks hold in their slots, as the source of a load.
+"""A checkpoint that the ranks that saved it hold in their slots, as the source of a load.
 
-Each rank opens its own slot, and all ranks gather the descriptions of all slots. A rank also reads
-the slots of the other ranks of its node, which the agent lends. Bytes that a rank needs from slots
-of other nodes are exchanged over the process group (`rank_exchange`).
+Each of these ranks opens its own slot, and all ranks gather the descriptions of all slots. A rank
+also reads the slots of the other ranks of its node, which the agent lends. Bytes that a rank needs
+from slots of other nodes are exchanged over the process group (`rank_exchange`). A rank that the
+saving job did not have holds no slot, and only receives.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ import time
 from typing import NamedTuple
 
 import msgspec
+import torch
 
-from megatron_flashckpt.collectives import exchange_blobs, run_and_gather, run_on_rank_0, this_rank
+from megatron_flashckpt.collectives import (
+    exchange_blobs,
+    run_and_gather,
+    run_on_rank_0,
+    this_rank,
+    world_size,
+)
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -40,8 +48,8 @@ _MOST_THREADS = 8
 class MemorySource:
     """See `checkpoint_source.CheckpointSource`."""
 
-    slot: OfferedSlot
-    """The slot of this rank."""
+    slot: OfferedSlot | None
+    """The slot of this rank; None if the saving job did not have this rank."""
     checkpoint: MemoryCheckpoint
     neighbours: frozenset[int]
     """The other ranks that seem to run on this node."""
@@ -49,12 +57,15 @@ class MemorySource:
     origin: Origin
     job: SavedJob
     common_state: bytes
+    saved_by: int
+    """Number of ranks that saved the checkpoint, which may be more than this job has."""
     reads_alone: bool
     """True if every rank has the same coordinates as when the checkpoint was saved."""
 
     def open(self, plan: LoadPlan) -> ChunkReader:
         gpu = plan.targets.gpu
-        slots = NodeSlots({this_rank(): self.slot, **self._lent(plan)})
+        own = {} if self.slot is None else {this_rank(): self.slot}
+        slots = NodeSlots({**own, **self._lent(plan)})
         straight = None if gpu is None else StraightCopies(slots, plan.targets, gpu)
         return ChunkReader(slots, self.threads, gpu, straight)
 
@@ -68,8 +79,9 @@ class MemorySource:
         started = time.perf_counter()
         assert isinstance(reader.source, NodeSlots)
         readable = reader.source.by_rank.keys()
+        own = torch.empty(0, dtype=torch.uint8) if self.slot is None else self.slot.data
         received_nbytes = exchange(
-            reader, self.slot.data, this_rank(), plan.reads, plan.pieces, plan.targets, readable
+            reader, own, this_rank(), plan.reads, plan.pieces, plan.targets, readable
         )
         held = (plan.reads.reads.get(rank, ()) for rank in readable)
         return ReadReport(
@@ -80,6 +92,7 @@ class MemorySource:
         )
 
     def fill_alone(self, plan: LoadPlan) -> None:
+        assert self.slot is not None
         read_all(self.slot, plan.reads, plan.pieces, plan.targets, self.threads, plan.targets.gpu)
 
     def check_whole(self) -> None:
@@ -90,7 +103,7 @@ class MemorySource:
         Raises:
             MissingStateError: this job has fewer ranks than the saving job; on all ranks.
         """
-        ranks, saved_by = len(self.job.sources), self.slot.meta.world_size
+        ranks, saved_by = world_size(), self.saved_by
         if saved_by > ranks:
             raise MissingStateError(
                 f"{self.job.place}: was saved by {saved_by} ranks, and this job has {ranks}, so it "
@@ -106,11 +119,10 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
     Raises:
         FlashCkptError: a slot differs from its agent's offer; on every rank.
     """
-    rank, offer = this_rank(), checkpoint.offer
-    (slot, items), descriptions = run_and_gather(
-        lambda: _described(OfferedSlot(checkpoint.slab, offer, rank, checkpoint.is_pinned))
-    )
-    templates = _templates(descriptions, rank, slot.meta.template, items)
+    offer = checkpoint.offer
+    (slot, items), reports = run_and_gather(lambda: _described(checkpoint))
+    descriptions = [report.slot for report in reports if report.slot is not None]
+    templates = _templates(descriptions, None if slot is None else (slot.meta.template, items))
     job = SavedJob(
         f"the memory of iteration {offer.iteration}",
         [
@@ -120,18 +132,25 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
         [description.saved_at for description in descriptions],
         compared(descriptions)[0],
     )
-    host = descriptions[rank].host
-    neighbours = {n for n, description in enumerate(descriptions) if description.host == host}
+    host = reports[this_rank()].host
+    neighbours = {n for n, report in enumerate(reports) if report.slot and report.host == host}
+    common_state, saved_by = run_on_rank_0(lambda: _common(slot))
     return MemorySource(
         slot,
         checkpoint,
-        frozenset(neighbours - {rank}),
+        frozenset(neighbours - {this_rank()}),
         reader_threads(config, _MOST_THREADS),
         Origin(offer.iteration, offer.save_id, "memory"),
         job,
-        run_on_rank_0(lambda: slot.meta.common),
-        job.is_same([description.now_at for description in descriptions], parallel.model_sizes()),
+        common_state,
+        saved_by,
+        job.is_same([report.now_at for report in reports], parallel.model_sizes()),
     )
+
+
+def _common(slot: OfferedSlot | None) -> tuple[bytes, int]:
+    assert slot is not None, "rank 0 is a rank of every job"
+    return slot.meta.common, slot.meta.world_size
 
 
 class _Description(NamedTuple):
@@ -144,34 +163,46 @@ class _Description(NamedTuple):
     placement: Placement
     saved_at: Coordinates
     """Coordinates of the rank at the time of the save."""
-    now_at: Coordinates
     differing: tuple[str, ...]
     sums: tuple[CopySum, ...] | None
+
+
+class _Report(NamedTuple):
+    """One rank of this job, for the other ranks."""
+
+    slot: _Description | None
+    """None if the saving job did not have this rank."""
+    now_at: Coordinates
     host: str
     """Name of the rank's host. Containers may share a name; their agents know only their ranks."""
 
 
-def _described(slot: OfferedSlot) -> tuple[tuple[OfferedSlot, bytes], _Description]:
-    """Return the slot with its template's encoded items, and the description to gather."""
+def _described(
+    checkpoint: MemoryCheckpoint,
+) -> tuple[tuple[OfferedSlot | None, bytes], _Report]:
+    """Return this rank's slot with its template's encoded items, and the report to gather."""
+    now_at, host = parallel.coordinates(), platform.node()
+    if checkpoint.slab is None:
+        return (None, b""), _Report(None, now_at, host)
+    slot = OfferedSlot(checkpoint.slab, checkpoint.offer, this_rank(), checkpoint.is_pinned)
     meta = slot.meta
     items = msgspec.msgpack.encode(meta.template.items)
-    return (slot, items), _Description(
+    description = _Description(
         meta.template_fingerprint,
         len(items),
         meta.placement,
         meta.coordinates,
-        parallel.coordinates(),
         meta.differing,
         meta.sums,
-        platform.node(),
     )
+    return (slot, items), _Report(description, now_at, host)
 
 
 _ITEMS = msgspec.msgpack.Decoder(tuple[TemplateItem, ...])
 
 
 def _templates(
-    descriptions: list[_Description], rank: int, template: Template, items: bytes
+    descriptions: list[_Description], own: tuple[Template, bytes] | None
 ) -> dict[str, Template]:
     """Return the templates of all ranks by fingerprint. Collective.
 
@@ -179,17 +210,21 @@ def _templates(
     change the number of collectives. If all ranks have the same template, none is sent.
 
     Args:
-        template, items: this rank's template, and its encoded items.
+        descriptions: of the slots of all ranks that have one, which are the first ranks.
+        own: this rank's template, and its encoded items; None if this rank has no slot.
     """
     senders: dict[str, int] = {}
     for number, description in enumerate(descriptions):
         senders.setdefault(description.fingerprint, number)
-    templates = {descriptions[rank].fingerprint: template}
-    if len(senders) == 1:
+    templates: dict[str, Template] = {}
+    items: dict[int, bytes] = {}
+    if own is not None:
+        templates[descriptions[this_rank()].fingerprint] = own[0]
+        items = {n: own[1] for n, rank in enumerate(senders.values()) if rank == this_rank()}
+    if len(senders) == 1 and len(descriptions) == world_size():
         return templates
     lengths = [descriptions[sender].items_nbytes for sender in senders.values()]
-    own = {n: items for n, sender in enumerate(senders.values()) if sender == rank}
-    blobs = memoryview(exchange_blobs(lengths, own))
+    blobs = memoryview(exchange_blobs(lengths, items))
     for fingerprint, length in zip(senders, lengths, strict=True):
         if fingerprint not in templates:
             received = _ITEMS.decode(blobs[:length])

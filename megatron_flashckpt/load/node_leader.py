@@ -43,6 +43,8 @@ _SERVE_S = 600.0
 #: Longest time of one rank to receive its reply, in seconds.
 _SEND_S = 10.0
 _RETRY_S = 0.02
+#: Places in the queue for processes of other users, which are accepted and closed at once.
+_STRANGERS = 64
 #: Magic, number of bytes, digest.
 _HEAD = struct.Struct("<8sQQ")
 _MAGIC = b"fckpt\0a1"
@@ -142,7 +144,7 @@ def _listening(name: str, others: int) -> socket.socket | None:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             forks.close_in_children(listener)
         listener.bind(name)
-        listener.listen(others)
+        listener.listen(others + _STRANGERS)
     except OSError as error:
         logger.debug("local rank 0 cannot serve the other ranks of this node: %s", error)
         if listener is not None:
@@ -171,9 +173,13 @@ def _serve_rest(listener: socket.socket, frame: bytes, others: int) -> None:
 
 
 def _serve(listener: socket.socket, frame: bytes, others: int, within_s: float) -> int:
-    """Send `frame` to at most `others` ranks that connect in time; return how many connected."""
+    """Send `frame` to at most `others` ranks that connect in time; return how many connected.
+
+    Processes of other users may connect, too. They get nothing and take no rank's turn.
+    """
     deadline = time.monotonic() + within_s
-    for served in range(others):
+    served = 0
+    while served < others:
         listener.settimeout(max(0.0, deadline - time.monotonic()))
         try:
             rank, _ = listener.accept()
@@ -181,9 +187,10 @@ def _serve(listener: socket.socket, frame: bytes, others: int, within_s: float) 
             return served
         with rank, contextlib.suppress(OSError):
             if _is_own(rank):
+                served += 1
                 rank.settimeout(_SEND_S)
                 rank.sendall(frame)
-    return others
+    return served
 
 
 def _receive(name: str) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.load.slot_source import SlotChunks
 from megatron_flashckpt.memory.slab import Slab
 
@@ -35,7 +35,7 @@ class LentSlot(SlotChunks):
         encoded = slab.slots[offer.slot].encoded_meta()
         try:
             owner = _OWNER.decode(encoded).rank
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise CorruptCheckpointError(f"{self.place}: no description ({error})") from error
         if owner != rank:
             raise CorruptCheckpointError(

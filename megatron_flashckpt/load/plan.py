@@ -39,6 +39,7 @@ from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
+from megatron_flashckpt.megatron_lm.vocabulary import loses_words, resized
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def plan_load(
     job: SavedJob,
     param_groups: list[dict[str, Any]],
     state_types: StateTypes,
+    stored_words: int | None = None,
 ) -> LoadPlan:
     """Return the reads of this rank, after all ranks agree that they are possible. Collective.
 
@@ -86,12 +88,13 @@ def plan_load(
         job: the ranks that saved the checkpoint.
         param_groups: the param groups of the checkpoint.
         state_types: the optimizer states to fill, merged from all ranks.
+        stored_words: number of words of the saving job, as `vocabulary.least_words` returns it.
 
     Raises:
         MissingStateError: lists the differences of all ranks, on every rank; nothing was
             overwritten.
     """
-    planner = _RankPlanner(request, job)
+    planner = _RankPlanner(request, job, stored_words)
     planned, findings = run_and_gather(lambda: planner.plan(param_groups, state_types))
     unexpected, replaced = _agreed_names(planner, job, planned, findings)
     _raise_missing(request, job, findings, unexpected)
@@ -128,13 +131,16 @@ class _Findings:
     """The reason, apart from differences, why the rank refuses the load."""
     replaces: bool = False
     """True if the rank gets the main copy of a tensor in place of its own copy."""
+    resized: tuple[str, ...] = ()
+    """Embeddings that lose rows of words, or get new ones."""
 
 
 class _RankPlanner:
     """Plans the reads of this rank. Nothing here communicates."""
 
-    def __init__(self, request: LoadRequest, job: SavedJob) -> None:
+    def __init__(self, request: LoadRequest, job: SavedJob, stored_words: int | None) -> None:
         self._request = request
+        self._stored_words = stored_words
         self._job = job
         self.has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
@@ -165,16 +171,34 @@ class _RankPlanner:
             skipped = [local for local, kept in zip(wanted, is_kept, strict=True) if not kept]
             wanted = list(itertools.compress(wanted, is_kept))
             pieces = list(itertools.compress(pieces, is_kept))
+        changes = self._resized(wanted)
+        if changes and not self._request.finetune:
+            lines = tuple(f"{line}; load with --finetune to accept that" for line in changes)
+            return _RankPlan(None, names), _Findings(lines, sees_unexpected, missing_names)
         try:
             plan = self._reads(wanted, pieces, skipped)
         except MissingStateError as error:
             differences = shorten_list(error.differences)
             return _RankPlan(None, names), _Findings(differences, sees_unexpected, missing_names)
+        partly = {f"{pieces[n].kind}/{pieces[n].key} (in part)" for n in plan.reads.absent}
+        missing_names = shorten_list(sorted({*missing_names, *partly}))
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
         replaced = self._replaced(wanted)
         return (
             _RankPlan(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced)),
+            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced), changes),
+        )
+
+    def _resized(self, wanted: list[LocalPiece]) -> tuple[str, ...]:
+        """Return one line for each embedding that would lose rows of words, or get new ones."""
+        rows = {p.piece.key: p.piece.global_shape[0] for p in wanted if p.resizable}
+        stored = {key: shape[0] for _, key, _, shape in self._job.tensors if key in rows}
+        return shorten_list(
+            [
+                f"{WEIGHT}/{key}: {resized(rows[key], stored[key])}"
+                for key in sorted(stored)
+                if loses_words(rows[key], stored[key], self._request.words, self._stored_words)
+            ]
         )
 
     def _under_stored_keys(self, wanted: list[LocalPiece]) -> list[LocalPiece]:
@@ -242,9 +266,14 @@ class _RankPlanner:
         job = self._job
         saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
-        reads = read_plan(pieces, job.sources, job.place, resizable, job.pieces_of_rank(saver))
-        masters = list(_masters_of(wanted, skipped))
-        filled = [*wanted, *(master for master, _ in masters)]
+        held = job.pieces_of_rank(saver)
+        lenient = not self._request.strict
+        reads = read_plan(pieces, job.sources, job.place, resizable, held, lenient=lenient)
+        absent = set(reads.absent)
+        skipped = [*skipped, *(wanted[index] for index in reads.absent)]
+        loaded = [local for index, local in enumerate(wanted) if index not in absent]
+        masters = list(_masters_of(loaded, skipped))
+        filled = [*loaded, *(master for master, _ in masters)]
         names = {(local.piece.kind, local.piece.key) for local in filled}
         origins = {
             id(local.origin[1]): local.origin for local in filled if local.origin is not None
@@ -332,7 +361,7 @@ def _raise_missing(
     differences = list(dict.fromkeys(lines))
     if (more := len(differences) - _MOST_DIFFERENCES) > 0:
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
-    refused = unexpected if request.strict else set()
+    refused = unexpected if request.strict and request.refuses_unexpected else set()
     if differences or refused:
         flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
         advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
@@ -340,11 +369,13 @@ def _raise_missing(
 
 
 def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:
+    for line in sorted(set().union(*(finding.resized for finding in findings))):
+        logger.warning("%s: %s", job.place, line)
     missing = set().union(*(finding.missing for finding in findings))
     if missing or unexpected:
         logger.warning(
-            "%s: the load is not strict: missing state keeps its values: %s; unexpected state is "
-            "not read: %s; missing masters are made from their weights if these are loaded",
+            "%s: missing state keeps its values: %s; unexpected state is not read: %s; missing "
+            "masters are made from their weights if these are loaded",
             job.place,
             ", ".join(sorted(missing)) or "none",
             ", ".join(sorted(unexpected)) or "none",

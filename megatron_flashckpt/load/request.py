@@ -35,6 +35,12 @@ class LoadRequest:
     strict: bool
     """False: missing state keeps its values, except for masters of loaded weights, and unexpected
     state is not read."""
+    refuses_unexpected: bool = True
+    """False: a strict load leaves out tensors of the checkpoint that the model does not have."""
+    words: int | None = None
+    """Number of words of this job's vocabulary, as `vocabulary.least_words` returns it."""
+    finetune: bool = False
+    """True: the vocabulary may be another one, so rows of embeddings may be cut or added."""
     fill: bool = True
     """False: read the side state only."""
     overwritten: Names = dataclasses.field(default_factory=set)

@@ -5,9 +5,11 @@ Start reading at `load`, whose six steps are the rest of this package.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,18 +17,30 @@ import torch
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load import argument_source, loader, training_state
-from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in, with_save
+from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.loader import LoadedCheckpoint
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint, held_in_memory
+from megatron_flashckpt.load.memory_checkpoints import (
+    HeldInMemory,
+    MemoryCheckpoint,
+    held_in_memory,
+)
 from megatron_flashckpt.load.memory_source import open_memory
+from megatron_flashckpt.load.named_checkpoint import (
+    NamedCheckpoint,
+    named_in,
+    refuse_path_inside,
+    with_save,
+)
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
@@ -56,23 +70,28 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         `(iteration, floating point operations so far)`, as Megatron's own function; or None if the
         directory holds no checkpoint, or one in Megatron's own formats.
     """
-    memory = _memory_checkpoints(margs, getattr(margs, call.load_arg))
-    load_dir = _load_directory(call, margs, memory)
+    load_dir = getattr(margs, call.load_arg)
+    is_resume = call.optimizer is not None and _saves_where_it_loads(margs, load_dir)
+    memory = _held_in_memory(margs) if is_resume else HeldInMemory()
+    load_dir = _load_directory(call, margs, memory.checkpoints)
     candidates, refusal = _candidates(margs, load_dir, memory)
-    request = _request(call, margs, refusal)
+    request = _request(call, margs, refusal, is_release=candidates.iteration == RELEASE)
     loaded = _load_first_undamaged(candidates, request, margs, load_dir)
     candidates.report()
     if loaded is None:
         _refuse_foreign(candidates, request)
+        _refuse_start_from_scratch(candidates, margs, load_dir)
         if getattr(margs, "use_checkpoint_args", False):
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
-        if _saves_where_it_loads(margs, load_dir):
+        if is_resume:
             _forget_saves(margs)
         return None
     assert load_dir is not None
     iteration = training_state.apply(call, margs, request.model_state, loaded)
-    if _saves_where_it_loads(margs, load_dir):
+    if call.optimizer is not None and not is_resume:
+        _report_unused_memory(margs, load_dir)
+    if is_resume:
         _continue_from(loaded, margs, is_other_history=candidates.is_other_history)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -86,24 +105,23 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
 # ---------------------------------------------------------------------- choose
 
 
-def _memory_checkpoints(margs: Any, load_dir: str | None) -> list[MemoryCheckpoint]:
-    """Return the checkpoints in memory, if the job loads from its save directory. Collective."""
+def _held_in_memory(margs: Any) -> HeldInMemory:
+    """Return the saves in memory, if the job may load the newest of them. Collective."""
     usable = (
         session.config.restore_from_memory
-        and _saves_where_it_loads(margs, load_dir)
         and not getattr(margs, "ckpt_step", None)
         and not margs.finetune
     )
     if not usable:
-        return []
+        return HeldInMemory()
     try:
         return held_in_memory(session.checkpointer(margs.save))
     except FlashCkptError as error:
         logger.error("checkpoints in host memory cannot be used: %s", error)
-        return []
+        return HeldInMemory()
 
 
-def _load_directory(call: LoadCall, margs: Any, memory: list[MemoryCheckpoint]) -> str | None:
+def _load_directory(call: LoadCall, margs: Any, memory: Sequence[MemoryCheckpoint]) -> str | None:
     """Return the load directory; that of a pretrained model if there is no other checkpoint.
 
     Collective, because a file system may show ranks different states of a directory.
@@ -132,19 +150,20 @@ def _holds_checkpoint(margs: Any, load_dir: str | None) -> bool:
 
 
 def _candidates(
-    margs: Any, load_dir: str | None, memory: list[MemoryCheckpoint]
+    margs: Any, load_dir: str | None, memory: HeldInMemory
 ) -> tuple[Candidates, FlashCkptError | None]:
     """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else _retrying_storage(margs, load_dir)
 
     def find_named() -> NamedCheckpoint:
-        if storage is None:
+        if storage is None or load_dir is None:
             return NamedCheckpoint(None)
-        if not memory:
+        refuse_path_inside(load_dir)
+        if not memory.checkpoints:
             return named_in(storage, int(step) if step else None)
         find = functools.partial(named_in, storage, None)
-        named = await_tracker(find, storage, memory, _tracker_wait_s(margs))
+        named = await_tracker(find, storage, memory.checkpoints, _tracker_wait_s(margs))
         return with_save(named, storage)
 
     named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
@@ -167,21 +186,28 @@ def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
     return RetryingStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
-def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
-    wants_optimizer = not (margs.finetune or margs.no_load_optim)
+def _request(
+    call: LoadCall, margs: Any, refusal: FlashCkptError | None, *, is_release: bool
+) -> LoadRequest:
+    strictness = getattr(margs, "dist_ckpt_strictness", None)
+    wants_optimizer = not (margs.finetune or margs.no_load_optim or is_release)
     return LoadRequest(
-        model_state=_model_state(margs),
+        model_state=_model_state(call, margs),
         chunks=unwrap(call.model),
         optimizer=call.optimizer if wants_optimizer else None,
-        strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
+        strict=call.strict and strictness not in _LENIENT,
+        # A job that finetunes may drop a head; Megatron's own load looks for it only with this.
+        refuses_unexpected=not margs.finetune or strictness == "raise_all",
+        words=least_words(margs),
+        finetune=margs.finetune,
         fill=not call.skip_model_and_optimizer,
         refusal=refusal,
     )
 
 
-def _model_state(margs: Any) -> ModelState:
-    """Return the model state of the job's saves, or a new one for a job that does not save."""
-    if margs.save:
+def _model_state(call: LoadCall, margs: Any) -> ModelState:
+    """Return the model state of the job's saves, or a new one for a model that is not saved."""
+    if margs.save and session.startup(margs.save).concerns(call.optimizer):
         return session.checkpointer(margs.save).model_state
     return ModelState(session.config.replicated)
 
@@ -225,6 +251,17 @@ def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
         raise UnsupportedError(problem)
 
 
+def _refuse_start_from_scratch(candidates: Candidates, margs: Any, load_dir: str | None) -> None:
+    """Raise an error if the job would drop saves that it loads with another number of ranks.
+
+    Raises:
+        MissingStateError: on all ranks.
+    """
+    refusal = candidates.unreachable_memory()
+    if refusal is not None and not run_on_rank_0(lambda: _holds_checkpoint(margs, load_dir)):
+        raise refusal
+
+
 # ---------------------------------------------------------------------- report
 
 
@@ -233,6 +270,23 @@ def _saves_where_it_loads(margs: Any, load_dir: str | None) -> bool:
     if not margs.save or not load_dir:
         return False
     return bool(os.path.realpath(margs.save) == os.path.realpath(load_dir))
+
+
+def _report_unused_memory(margs: Any, load_dir: str) -> None:
+    """Log on rank 0 that host memory holds saves to --save, which another --load does not use."""
+    agent = session.checkpointer(margs.save).link.current if margs.save else None
+    if this_rank() != 0 or agent is None:
+        return
+    with contextlib.suppress(FlashCkptError):  # the next save reports a lost agent
+        if held := agent.saves_of_node():
+            logger.warning(
+                "iteration %d of %s in host memory is not used, because --load names %s; start "
+                "with --load %s to resume from it",
+                max(iteration for iteration, _ in held),
+                margs.save,
+                load_dir,
+                margs.save,
+            )
 
 
 def _forget_saves(margs: Any) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
@@ -60,7 +61,8 @@ def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSour
     """
     encoded, common_state = run_on_rank_0(lambda: _manifest_and_common_state(storage, iteration))
     stored, job = run_and_agree(lambda: _decoded(storage, iteration, encoded))
-    origin = Origin(iteration, stored.manifest.save_id, "storage")
+    saved = stored.manifest
+    origin = Origin(saved.iteration, saved.save_id, "storage", is_release=iteration == RELEASE)
     return StorageSource(stored, config, origin, job, common_state)
 
 

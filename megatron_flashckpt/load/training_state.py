@@ -39,12 +39,16 @@ def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: LoadedChe
         _check_and_take_args(margs, common["args"])
     stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     chunks = unwrap(call.model)
-    _apply_to_optimizer(call, margs, loaded, model_state.geometry(chunks))
+    weights_alone = margs.finetune or loaded.origin.is_release
+    if weights_alone or margs.no_load_optim:
+        _renew_masters(margs, call.optimizer)
+    else:
+        _apply_to_optimizer(call, margs, loaded, model_state.geometry(chunks))
     side_state.load_extra_states(chunks, model_state.geometry(chunks), side.objects)
     # Fill after the extra states, which hold the scales of delayed scaling.
     if not call.skip_model_and_optimizer and model_state.geometry(chunks).quantized:
         fill_from_masters(call.model, call.optimizer)
-    if margs.finetune:
+    if weights_alone:
         return 0
     _apply_rank_state(margs, common["args"], side.rank_state)
     target: int | None = getattr(margs, "override_ckpt_iteration", None)
@@ -98,15 +102,17 @@ def _as_of_this_layout(saved: Any, margs: Any) -> Any:
     return adapted
 
 
+def _renew_masters(margs: Any, optimizer: Any) -> None:
+    """Create new masters from the loaded weights, if no optimizer state is loaded."""
+    if (margs.fp16 or margs.bf16) and optimizer is not None:
+        optimizer.reload_model_params()
+
+
 def _apply_to_optimizer(
     call: LoadCall, margs: Any, loaded: LoadedCheckpoint, geometry: ModelGeometry
 ) -> None:
-    """Set param groups and scheduler; if no optimizer state is loaded, create new masters."""
+    """Set param groups and scheduler."""
     optimizer = call.optimizer
-    if margs.finetune or margs.no_load_optim:
-        if (margs.fp16 or margs.bf16) and optimizer is not None:
-            optimizer.reload_model_params()
-        return
     if optimizer is not None:
         for change in load_hyper_parameters(optimizer, loaded.side.param_groups, geometry):
             checkpointing().print_rank_0(f"  flashckpt: {change}, as the checkpoint says")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteration_dir
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.job_flags import why_left
 from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
@@ -228,6 +228,9 @@ def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
 def announce_loading(args: Any, root: str | None, iteration: int) -> None:
     """Log which checkpoint is loaded, in Megatron's words for the requested format."""
     kind = "distributed " if getattr(args, "use_dist_ckpt", False) else ""
+    if iteration == RELEASE:
+        checkpointing().print_rank_0(f" loading release {kind}checkpoint from {root}")
+        return
     checkpointing().print_rank_0(f" loading {kind}checkpoint from {root} at iteration {iteration}")
 
 

@@ -30,5 +30,16 @@ def describe(args: Any) -> dict[str, Any]:
         "megatron_flashckpt": megatron_flashckpt.__version__,
         "megatron_core": package_info.__version__,
         "torch": str(torch.__version__),
-        **{name: getattr(args, name, None) for name in _NAMES},
+        **{name: fact(args, name) for name in _NAMES},
     }
+
+
+def fact(args: Any, name: str) -> Any:
+    """Return an argument's value as a plain number or text; None if it is of another type."""
+    value = getattr(args, name, None)
+    bases: tuple[Any, ...] = (bool, int, float, str)
+    for base in bases:
+        if isinstance(value, base):
+            # The base's own method: an argument may have a class of its own, with any methods.
+            return value if type(value) is base else base.__getnewargs__(value)[0]
+    return None

@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.template import Placement, Template
@@ -183,7 +183,7 @@ def decoded_meta(encoded: bytes, index: int) -> SlotMeta:
     """
     try:
         return _META.decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptCheckpointError(
             f"slot {index}: its description cannot be decoded ({error})"
         ) from error

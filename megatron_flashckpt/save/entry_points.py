@@ -23,6 +23,7 @@ from megatron_flashckpt.megatron_lm.job_flags import (
 )
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.session import session
+from megatron_flashckpt.storage.opening import refuse_url
 
 
 def watch() -> None:
@@ -62,10 +63,13 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
     """Call Megatron's own function; then prepare the first save, if a load has not done so.
 
     Raises:
+        ConfigError: `--save` names no directory that can be used.
         UnsupportedError: as `Startup.prepare`.
     """
-    built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
     margs = stock.checkpointing().get_args()
+    if _saves(margs):
+        refuse_url(margs.save)  # now, because a large model takes minutes
+    built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
     if _saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
         model, optimizer, _ = built
         session.startup(margs.save).prepare(model, optimizer)
@@ -109,7 +113,8 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         # So page-locking and the creation of streams must end before the first capture.
         startup.checkpointer.link.wait_for_device_work()
     result = step(*args, **kwargs)
-    if startup.dry_run(arguments["model"], arguments["optimizer"]):
+    scheduler = arguments.get("opt_param_scheduler")
+    if startup.dry_run(arguments["model"], arguments["optimizer"], scheduler):
         session.note_ready(margs.save)
     return result
 

@@ -13,7 +13,7 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
-from megatron_flashckpt.megatron_lm.job_description import describe
+from megatron_flashckpt.megatron_lm.job_description import describe, fact
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
@@ -122,7 +122,7 @@ class SlotAcquisition:
                 placement=layout.placement,
                 common=_common_state(request) if self._rank == 0 else b"",
                 description=describe(request.args),
-                retain_interval=getattr(request.args, "save_retain_interval", None),
+                retain_interval=fact(request.args, "save_retain_interval"),
                 retention=self._config.retention,
                 metrics=reported.current(),
                 differing=self._state.differing_here(request.chunks),

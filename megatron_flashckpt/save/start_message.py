@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core import package_info
+from torch.torch_version import TorchVersion
 
 import megatron_flashckpt
 from megatron_flashckpt.config import Retention
@@ -65,8 +68,30 @@ def print_start(
             f"each save copies everything before it returns, as with 'staging: blocking', because "
             f"{flag} changes tensors outside of the optimizer's step"
         )
+    shares = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+    lines += rendezvous_warning(os.environ, shares=shares)
     for line in lines:
         stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
+
+
+def rendezvous_warning(environ: Mapping[str, str], *, shares: bool) -> list[str]:
+    """Return a line if torchrun's restarts of this job will fail, else none.
+
+    torch 2.13 hands restarted ranks the store of the failed ones, in which gloo finds addresses of
+    dead ranks. Only the environment of torchrun itself can change that.
+
+    Args:
+        shares: True if this release of torch does so by default.
+    """
+    shares = shares and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not shares or restarts == "0":
+        return []
+    return [
+        f'WARNING: a restart by torchrun (--max-restarts {restarts}) will fail with "Gloo '
+        'connectFullMesh failed", or hang: this torch shares its rendezvous store with restarted '
+        "ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts"
+    ]
 
 
 def _interval(margs: Any) -> str:

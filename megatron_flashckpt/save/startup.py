@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.megatron_lm import parallel, self_check, stock
+from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate, expect
@@ -48,6 +48,13 @@ class Startup:
         self._checked_alone: tuple[Any, ...] = ()
 
     # ------------------------------------------------------------------ entry points
+
+    def concerns(self, optimizer: Any) -> bool:
+        """Return whether the job will save the model that is loaded with `optimizer`.
+
+        A model that is loaded without one beside the trained model is no part of a save.
+        """
+        return optimizer is not None or not self._prepared
 
     def check(self, model: list[Any], optimizer: Any) -> None:
         """Check on all ranks that the job's state can be saved, and claim the directory.
@@ -86,8 +93,8 @@ class Startup:
         self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         self._prepared = job.parts
 
-    def dry_run(self, model: list[Any], optimizer: Any) -> bool:
-        """Enumerate and plan as a save does; called after each step until it returns True.
+    def dry_run(self, model: list[Any], optimizer: Any, scheduler: Any = None) -> bool:
+        """Enumerate, encode and plan as a save does; called after each step until it returns True.
 
         The first step creates the optimizer's state. State that cannot be saved is reported here,
         hours before the first save. The dry run waits for neither agent nor memory: until both are
@@ -102,6 +109,8 @@ class Startup:
             return False
         if self.checkpointer.link.is_preparing:
             return False
+        if self.checkpointer.rank == 0:
+            side_state.encode_common(side_state.common_state(job.args, 0, scheduler, 0))
         self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
         return True
 

@@ -14,13 +14,19 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
     """Raise if `root` is a URL, which as a path would be a directory on a local disk of each node.
 
     Raises:
-        ConfigError: `root` is a URL.
+        ConfigError: `root` is a URL, or its name is not UTF-8, which messages to agents must be.
     """
     if "://" in str(root):
         raise ConfigError(
-            f"{root}: is not a path, and object stores are not supported yet; mount the store, or "
-            "save to a shared file system"
+            f"{root}: is not a path, and object stores are not supported yet; save to a file "
+            "system that all nodes share"
         )
+    try:
+        str(root).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{str(root)!a}: is not UTF-8; rename the directory, or name another one"
+        ) from error
 
 
 def open_storage(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Storage:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.load.candidates import named_in
+from megatron_flashckpt.load.named_checkpoint import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.support.trainer import eventually, is_alive, new_save_id

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog.foreign import dlrover_remark
+from megatron_flashckpt.catalog.foreign import dlrover_empty, dlrover_remark, megatron_format
+from megatron_flashckpt.catalog.listing import (
+    COMMITTED,
+    MEGATRON,
+    checkpoints,
+    loadable_iterations,
+    open_checkpoint,
+)
+from megatron_flashckpt.errors import NotCommittedError
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.load.named_checkpoint import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.checkpoints import make
 
 
 @pytest.mark.parametrize(
@@ -36,3 +47,38 @@ def test_a_directory_with_the_name_of_a_far_rank_needs_no_memory(tmp_path: Path)
     finally:
         tracemalloc.stop()
     assert peak_nbytes < 2**20
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b'{"sharded_backend":"torch_d\xffst"}',
+        b'{"sharded_backend":',
+        b"[" * 60000,
+        b"[]",
+        b"",
+        None,
+    ],
+    ids=["no UTF-8", "cut off", "nested", "a list", "empty", "a directory"],
+)
+def test_a_damaged_file_of_another_program_ends_no_command(
+    tmp_path: Path, contents: bytes | None
+) -> None:
+    """Other checkpoints in the directory are intact, and the listing names the format as `?`."""
+    committed = make(tmp_path, iteration=8).iteration
+    for name in ("iter_0000005/metadata.json", "dlrover_latest.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if contents is None:
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_bytes(contents)
+    (tmp_path / TRACKER).write_text("5")
+    storage = PosixStorage(tmp_path)
+    assert megatron_format(storage, "iter_0000005") == "?"
+    assert dlrover_empty(storage, 5) is None
+    states = [(entry.iteration, entry.state) for entry in checkpoints(storage)]
+    assert states == [(5, MEGATRON), (8, COMMITTED)]
+    assert loadable_iterations(storage) == [committed]
+    with pytest.raises(NotCommittedError, match="Megatron's own format"):
+        open_checkpoint(storage, 5)
+    assert named_in(storage, None).iteration is None, "Megatron's own loader reports it"

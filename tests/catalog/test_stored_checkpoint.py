@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, NotCommittedError
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    MissingStateError,
+    NotCommittedError,
+    RenamedCheckpointError,
+)
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
@@ -180,7 +185,8 @@ def test_an_iteration_without_manifest_does_not_exist(made: MadeSave) -> None:
 def test_the_manifest_of_another_iteration_is_refused(made: MadeSave) -> None:
     storage = PosixStorage(made.root)
     with pytest.raises(
-        CorruptCheckpointError, match="is the manifest of iteration 10; load an older"
+        RenamedCheckpointError,
+        match=r"iter_0000011: holds iteration 10, .*rename it to iter_0000010",
     ):
         StoredCheckpoint(storage, 11, read_manifest(storage, 10))
 

@@ -35,7 +35,9 @@ from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import decode_records, encode_records
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.load.candidates import Candidates, named_in
+from megatron_flashckpt.load.candidates import Candidates
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
+from megatron_flashckpt.load.named_checkpoint import named_in
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
@@ -131,7 +133,9 @@ def peak_kib() -> int:
 def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
     """Load as a job does, with all ranks in one; return the iteration and the tensors."""
     storage = PosixStorage(scene.root)
-    candidates = Candidates(storage, named_in(storage, None), [], rank=0, fall_back=True)
+    candidates = Candidates(
+        storage, named_in(storage, None), HeldInMemory(), rank=0, fall_back=True
+    )
     while (current := candidates.current) is not None:
         assert isinstance(current, int)
         try:
@@ -200,7 +204,10 @@ def test_a_damaged_checkpoint_is_detected_and_the_older_one_is_loaded(copies: Fr
         assert damages(scene)
         assert snapshot(scene.root) == save
 
-    run_seeds(copies, PLAIN, range(SEEDS // 2), check)
+    # A manifest of another iteration tells of a renamed directory, which stops the load.
+    renamed = (lies.of_another_iteration, lies.no_directory)
+    kinds = [damage for damage in PLAIN if damage not in renamed]
+    run_seeds(copies, kinds, range(SEEDS // 2), check)
 
 
 def test_a_forged_checkpoint_is_refused_or_loads_exact_tensors(copies: FreshCopies) -> None:

@@ -25,6 +25,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     FormatVersionError,
     NotCommittedError,
+    RenamedCheckpointError,
     StorageError,
     for_command,
 )
@@ -262,7 +263,8 @@ DAMAGES = {
     ),
     "manifest of another iteration": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(iteration=20)),
-        rf"manifest\.json: is the manifest of iteration 20; {OLDER}",
+        "holds iteration 20, so this directory was renamed or copied",
+        RenamedCheckpointError,
     ),
     "manifest naming a file above": Damage(
         change_entry(file="../x"), rf"manifest\.json: '\.\./x' is not a shard's name; {OLDER}"

@@ -378,7 +378,6 @@ def test_an_element_stored_twice_does_not_hide_a_gap(element):
         [(0, 5), (4, 8)],
         [(0, 8), (3, 4)],
         [(0, 4), (0, 4)],  # the number of elements is right
-        [],
     ],
 )
 def test_gaps_and_overlaps_name_the_wanted_elements(stored):
@@ -647,3 +646,40 @@ def test_with_any_placement_a_plan_stays_within_the_stored_runs(data, number):
         for read in reads:
             assert 0 <= read.source_offset < read.source_offset + read.nbytes <= nbytes
             assert 0 <= read.stored.start < read.stored.end <= math.prod(read.stored.shape)
+
+
+LAYERS = [whole("w", "weight", "F32", (4, 2), (n, 0), (1, 2)) for n in range(4)]
+
+
+def test_elements_that_are_not_stored_at_all_are_named_so():
+    (line,) = problems([LAYERS[2]], [LAYERS[:2]])
+    assert line == "weight/w: elements 0 to 2 of the box at (2, 0) are not in the checkpoint"
+
+
+def test_a_lenient_load_leaves_out_the_layers_of_a_shared_key_that_are_not_stored():
+    plan = read_plan(LAYERS, sources_of([LAYERS[:2]]), PLACE, lenient=True)
+    assert plan.absent == (2, 3)
+    assert sorted(read.wanted for read in plan.reads[0]) == [0, 1]
+    with pytest.raises(MissingStateError, match="not stored exactly once"):
+        read_plan([box("w")], sources_of([[run(box("w"), 0, 4)]]), PLACE, lenient=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stored", "unexpected", "flag"),
+    [
+        ([box("w", kind="exp_avg")], [box("v")], (), "--no-load-optim"),
+        ([box("w")], [box("v")], (), "--dist-ckpt-strictness log_all"),
+        ([box("w")], [box("w", 9)], ("weight/head",), "--dist-ckpt-strictness log_all"),
+        ([box("w")], [box("w", dtype="BF16")], (), "--ckpt-convert-format"),
+        ([box("w")], [box("w", 9)], (), None),
+    ],
+)
+def test_each_difference_names_the_flag_that_helps(wanted, stored, unexpected, flag):
+    with pytest.raises(MissingStateError) as caught:
+        read_plan(wanted, sources_of([stored]), PLACE)
+    error = missing_state(PLACE, caught.value.differences, unexpected)
+    remedy = str(error).splitlines()[-1]
+    flags = ("--no-load-optim", "--dist-ckpt-strictness log_all", "--ckpt-convert-format")
+    named = [other for other in flags if other in remedy]
+    assert (flag in named) if flag else not named
+    assert "--ckpt-convert-format" not in named or flag == "--ckpt-convert-format"

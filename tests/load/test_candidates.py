@@ -9,23 +9,29 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import (
+    ConfigError,
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
     MissingStateError,
     NotCommittedError,
+    RenamedCheckpointError,
     StorageError,
 )
 from megatron_flashckpt.file_format.file_names import (
     MANIFEST,
+    RELEASE,
     TRACKER,
     iteration_dir,
     next_attempt,
     record_name,
 )
-from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint, named_in
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.candidates import Candidates
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint, named_in, refuse_path_inside
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.checkpoints import make
 
@@ -56,7 +62,9 @@ def tried(
     fall_back: bool = True,
 ) -> list[str]:
     """Return the checkpoints that a load tries, in order. Loads fail for the names in `errors`."""
-    candidates = Candidates(storage, named_in(storage, None), memory, rank=0, fall_back=fall_back)
+    candidates = Candidates(
+        storage, named_in(storage, None), HeldInMemory(memory), rank=0, fall_back=fall_back
+    )
     order = []
     while (current := candidates.current) is not None:
         name = (
@@ -154,7 +162,7 @@ def test_memory_of_another_history_than_storage_is_not_used(
     offer = Offer(0, 6, f"{MINE}0003", False, None)
     memory = [MemoryCheckpoint(slab, offer, -1, frozenset(lineage))]
     named = NamedCheckpoint(iteration, save_id=save_id)
-    candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
+    candidates = Candidates(storage, named, HeldInMemory(memory), rank=0, fall_back=True)
     assert candidates.current == (memory[0] if used else iteration)
     assert candidates.is_other_history != used
     messages = [record.getMessage() for record in caplog.records]
@@ -244,7 +252,7 @@ def test_the_report_of_one_lost_iteration_is_singular(
 def test_only_rank_0_logs_the_report(
     storage: PosixStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    candidates = Candidates(storage, NamedCheckpoint(4), [], rank=1, fall_back=True)
+    candidates = Candidates(storage, NamedCheckpoint(4), HeldInMemory(), rank=1, fall_back=True)
     candidates.report()
     assert caplog.messages == []
 
@@ -263,7 +271,7 @@ def test_the_manifests_of_newer_iterations_are_not_read_without_commit_records(
     """After the tracker was set back, there may be hundreds, of 10 MB each in a large job."""
     storage.put(TRACKER, b"2")
     read: list[int] = []
-    reader = "megatron_flashckpt.load.candidates.read_manifest"
+    reader = "megatron_flashckpt.load.named_checkpoint.read_manifest"
     monkeypatch.setattr(reader, lambda _, iteration: read.append(iteration))
     assert named_in(storage, None) == NamedCheckpoint(2)
     assert read == []
@@ -276,3 +284,53 @@ def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
     with caplog.at_level(logging.WARNING):
         assert named_in(storage, None) == NamedCheckpoint(None)
     assert "to resume from the newest, write 6 into that file" in caplog.text
+
+
+def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path: Path) -> None:
+    """An older checkpoint is not what the person wants who named this directory."""
+    for iteration, save_id in ((2, "a" * 12), (4, "b" * 12)):
+        make(tmp_path, iteration, save_id)
+    (tmp_path / iteration_dir(4)).rename(tmp_path / iteration_dir(100))
+    (tmp_path / TRACKER).write_text("100")
+    storage = PosixStorage(tmp_path)
+    with pytest.raises(RenamedCheckpointError, match="rename it to iter_0000004") as caught:
+        StoredCheckpoint(storage, 100, read_manifest(storage, 100))
+    named = named_in(storage, None)
+    candidates = Candidates(storage, named, HeldInMemory(), rank=0, fall_back=True)
+    with pytest.raises(RenamedCheckpointError):
+        candidates.refuse(caught.value)
+    assert [entry.state for entry in listing.checkpoints(storage)] == ["committed", "unreadable"]
+
+
+def test_our_checkpoint_under_the_name_release_is_loaded_if_the_tracker_says_so(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path, 4)
+    (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    storage = PosixStorage(tmp_path)
+    assert named_in(storage, None).iteration == RELEASE
+    stored = StoredCheckpoint(storage, RELEASE, read_manifest(storage, RELEASE))
+    assert stored.manifest.iteration == 4
+    (entry,) = listing.checkpoints(storage)
+    assert (entry.iteration, entry.state) == (None, "committed")
+    assert "iteration 4" in entry.remark
+
+
+def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
+    tmp_path: Path,
+) -> None:
+    """Megatron starts from scratch then, and its first save moves the tracker back."""
+    make(tmp_path, 4)
+    inside = tmp_path / iteration_dir(4)
+    flags = f"--load {tmp_path} --ckpt-step 4"
+    with pytest.raises(ConfigError, match=f"is one checkpoint, .*{flags}"):
+        refuse_path_inside(str(inside))
+    with pytest.raises(ConfigError, match="is a file; name the directory"):
+        refuse_path_inside(str(inside / MANIFEST))
+    refuse_path_inside(str(tmp_path))
+    refuse_path_inside(str(tmp_path / "missing"))
+    own = tmp_path / "iter_0000009"
+    own.mkdir()
+    (own / TRACKER).write_text("4")
+    refuse_path_inside(str(own))

@@ -113,9 +113,10 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
             link=link, config=config, rank=rank, start_run=lambda: None
         )
         with mock.patch.object(collectives, "_all_gathered", counted):
-            checkpoints = held_in_memory(checkpointer)
+            checkpoints = held_in_memory(checkpointer).checkpoints
         entries = []
         for held in checkpoints:
+            assert held.slab is not None
             slot = held.slab.slots[held.offer.slot]
             with slot.data() as data:
                 is_right = data == content(rank, held.offer.iteration, len(data))

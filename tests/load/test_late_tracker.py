@@ -15,9 +15,9 @@ import pytest
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.load import late_tracker, resume
-from megatron_flashckpt.load.candidates import NamedCheckpoint, named_in
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.faulty_storage.preload import FaultyStorage, late
 
@@ -34,7 +34,7 @@ PosixStorage(sys.argv[1]).put(TRACKER, b"6")
 #: Program that finds the tracker with memory of iteration 6, and prints what it names.
 FIND = """
 import sys
-from megatron_flashckpt.load.candidates import named_in
+from megatron_flashckpt.load.named_checkpoint import named_in
 from megatron_flashckpt.load.late_tracker import await_tracker
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.load.test_late_tracker import memory

@@ -12,8 +12,9 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import side_state
-from megatron_flashckpt.load.candidates import Candidates, NamedCheckpoint
-from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
+from megatron_flashckpt.load.candidates import Candidates
+from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
+from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint
 from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
@@ -125,7 +126,9 @@ def test_memory_is_preferred_except_if_older_or_storage_was_set_back(
         MemoryCheckpoint(slab, Offer(n, iteration, "a" * 8, False, None), committed)
         for n, iteration in enumerate(held)
     ]
-    current = Candidates(None, NamedCheckpoint(stored), memory, rank=0, fall_back=True).current
+    current = Candidates(
+        None, NamedCheckpoint(stored), HeldInMemory(memory), rank=0, fall_back=True
+    ).current
     assert current == (memory[0] if source == "memory" else stored)
     slab.close()
 

@@ -60,7 +60,7 @@ def _load(rank: int, where: Path, source: str) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=20),
     )
-    side: tuple[Any, ...] = (SideState({}, None, [], {}), {})
+    side: tuple[Any, ...] = (SideState({"args": None}, None, [], {}), {})
     with (
         mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
         mock.patch.object(parallel, "model_sizes", return_value=(1, 1, 1)),

@@ -343,6 +343,28 @@ def test_another_user_gets_no_answer(
     with socket.socket(socket.AF_UNIX) as other:
         other.connect(node_leader.socket_name(place, next(node_leader._calls), "topic"))
         assert (b"secret" in other.recv(2**10)) == sent
+    if not sent:  # let the leader's thread end
+        monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid()))
+        with socket.socket(socket.AF_UNIX) as own:
+            own.connect(node_leader.socket_name(place, next(node_leader._calls), "topic"))
+            assert b"secret" in own.recv(2**10)
+
+
+@pytest.mark.usefixtures("one_call")
+def test_another_user_takes_no_rank_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose turn was taken waited 60 s in each start."""
+    place = node_leader.place_of(variables(0, 2))
+    assert place is not None
+    users = iter([os.getuid() + 1, os.getuid() + 1, os.getuid()])
+    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, next(users)))
+    assert read_in(0, lambda: b"answer", ranks=2) == b"answer"
+    name = node_leader.socket_name(place, next(node_leader._calls), "topic")
+    received = []
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(name)
+            received.append(b"answer" in other.recv(2**10))
+    assert received == [False, False, True]
 
 
 @pytest.mark.usefixtures("one_call")

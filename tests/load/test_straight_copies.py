@@ -148,7 +148,7 @@ def load(held: Held, threads: int, wanted: list[Piece] = WANTED) -> list[torch.T
     targets = Targets(wanted, tensors)
     plan = LoadPlan(read_plan(wanted, [held.source], "the slot"), wanted, targets, set())
     unused: Any = None
-    source = MemorySource(held.slot, unused, frozenset(), threads, unused, unused, b"", True)
+    source = MemorySource(held.slot, unused, frozenset(), threads, unused, unused, b"", 1, True)
     with source.open(plan) as reader:
         reader.read(chunk_reads(plan.reads, wanted), targets)
         assert reader.read_nbytes == held.source.template.nbytes

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.session import session
@@ -137,3 +138,17 @@ def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
         entry_points.save_checkpoint_and_time(True)
     assert torch.cuda.empty_cache is empty_cache
     assert emptied == (["other"] if is_kept else ["other", "MainThread"]) * 2
+
+
+@pytest.mark.parametrize("save", ["s3://bucket/run", "/save/\udcff"])
+def test_a_save_directory_that_cannot_be_used_is_refused_before_the_model_is_built(
+    save: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        raise AssertionError("the model is built")
+
+    args = Namespace(save=save, train_iters=10)
+    monkeypatch.setitem(stock._ORIGINALS, ("training", "setup_model_and_optimizer"), build)
+    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    with pytest.raises(ConfigError):
+        entry_points.setup_model_and_optimizer()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save import startup as startup_module
 from megatron_flashckpt.save.startup import Startup
@@ -37,6 +38,7 @@ def test_no_step_waits_for_agent_and_slab(
 
     checkpointer: Any = SimpleNamespace(
         link=SimpleNamespace(is_preparing=is_preparing),
+        rank=0,
         dry_run=lambda *_: ask("dry_run", None),
     )
     monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
@@ -63,3 +65,14 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
     for _ in range(2):  # in the load, or when the model is built; and in the first step
         startup.prepare([], None)
     assert phases == ["check_ranks", "claim", "check_coverage", "reserve", "agree", "slab"]
+
+
+def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer: Any = SimpleNamespace(
+        link=SimpleNamespace(is_preparing=False), rank=0, dry_run=lambda *_: None
+    )
+    monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
+    monkeypatch.setattr(startup_module, "has_states", lambda _: True)
+    scheduler = SimpleNamespace(state_dict=lambda: {"rate": lambda step: 1.0})
+    with pytest.raises(UnsupportedError, match="opt_param_scheduler"):
+        Startup(checkpointer, lambda _: None).dry_run([], object(), scheduler)

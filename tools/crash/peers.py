@@ -24,7 +24,7 @@ import msgspec
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
-from megatron_flashckpt.load.offers import common_saves, missing_ranks, newest_saves
+from megatron_flashckpt.load.offers import held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
@@ -300,16 +300,16 @@ class _Scenario:
         for rank in missing_ranks(offers, newest) if newest else ():
             made.trainers[rank].client.recover(newest)
         check_storage(made.root)
-        shared = common_saves(self._offers())
+        shared = [save for save in held_saves(self._offers()) if not save.missing]
         if shared:
-            restored = RestorePoint(shared[0][0]["iteration"], "memory")
-            save_id = shared[0][0]["save_id"]
+            restored = RestorePoint(shared[0].iteration, "memory")
+            save_id = shared[0].save_id
         else:
             restored = RestorePoint(committed(made.root)[-1], "storage")
             save_id = stored(made.root, restored.iteration).manifest.save_id
         for rank, trainer in made.trainers.items():
             if shared:
-                data = trainer.bytes_in(shared[0][rank]["slot"])
+                data = trainer.bytes_in(shared[0].by_rank[rank]["slot"])
             else:
                 data = read_rank(stored(made.root, restored.iteration), trainer)
             if data != content(rank, restored.iteration, trainer.layout.nbytes):

@@ -25,7 +25,7 @@ from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.load.offers import common_saves
+from megatron_flashckpt.load.offers import held_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
@@ -267,10 +267,10 @@ class _Scenario:
             [msgspec.structs.asdict(offer) for offer in trainer.take()] for trainer in self._ranks
         ]
         newest = committed(self._root)[-1]
-        held = [save for save in common_saves(offers) if save[0]["iteration"] >= newest]
+        held = [s for s in held_saves(offers) if not s.missing and s.iteration >= newest]
         if held:
-            iteration, save_id = held[0][0]["iteration"], held[0][0]["save_id"]
-            states = [t.bytes_in(held[0][t.rank]["slot"]) for t in self._ranks]
+            iteration, save_id = held[0].iteration, held[0].save_id
+            states = [t.bytes_in(held[0].by_rank[t.rank]["slot"]) for t in self._ranks]
         else:
             checkpoint = stored(self._root, newest)
             iteration, save_id = newest, checkpoint.manifest.save_id

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.errors import ConfigError, FlashCkptError
+from megatron_flashckpt.errors import UNDECODABLE, ConfigError, FlashCkptError
 from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.file_names import MANIFEST, common_name
 from megatron_flashckpt.storage.base import read_whole
@@ -112,7 +112,7 @@ def _listed(directory: Path) -> set[Path] | None:
     try:
         encoded = read_whole(open_storage(directory), MARKER, _MAX_MARKER_NBYTES)
         listed = _MARKER.decode(encoded)
-    except (FlashCkptError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (FlashCkptError, OSError, *UNDECODABLE):
         return None
     return {directory / MARKER} | {
         directory / name

@@ -98,7 +98,7 @@ def _refuse_another_backend(directory: Path) -> None:
     """Raise if tensors are stored in another of Megatron's backends (zarr, until core 0.15)."""
     try:
         described = json.loads((directory / CONFIG).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return  # damaged; the other files decide
     backend = described.get("sharded_backend") if isinstance(described, dict) else None
     if backend not in (None, "torch_dist"):

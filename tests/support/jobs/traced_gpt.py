@@ -22,6 +22,8 @@ Environment:
     MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a dry run
+    REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
+                  checkpoint of iteration `step` (`reference_model.py`)
     GPU           copy saved state from this rank's simulated GPU, and trace copies (`on_gpu.py`)
     GROUP_MARKS   make Megatron identify param groups by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
@@ -472,6 +474,10 @@ if __name__ == "__main__":
     step = killing_step(tiny.forward_step)
     if "PREPARED" in os.environ:
         step = preparing_step(step)
+    if "REFERENCE" in os.environ:
+        from tests.support.jobs import reference_model
+
+        step = reference_model.loading_step(step, os.environ["REFERENCE"])
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,
