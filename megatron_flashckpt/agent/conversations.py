@@ -48,7 +48,7 @@ class TrainerConnections:
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
-        """True while memory-only slots are being written because no trainer has reconnected."""
+        """True since the agent began to end, until a trainer connects again."""
 
     def begin(self, connection: socket.socket) -> None:
         """Serve a new connection in a thread of its own."""

@@ -55,6 +55,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Ranks of this node whose own part has failed; ranks of other nodes may have failed too."""
     lasts: bool = False
     """True if only a person can remove the cause of the failure, as far as this node knows."""
+    held: bool = False
+    """True: the save failed, and host memory still holds all of it, as far as this node knows."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

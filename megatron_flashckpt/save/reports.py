@@ -10,6 +10,7 @@ import contextlib
 import logging
 import platform
 
+from megatron_flashckpt.agent.life import EnclosingUnit
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
 from megatron_flashckpt.errors import AgentError
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Ranks that a message lists.
 _MOST_SHOWN = 8
+#: Failed saves in a row from which on each report also says what is at risk.
+_ESCALATE = 2
 
 
 def log_level(rank: int, level: int) -> int:
@@ -44,6 +47,12 @@ class SaveReports:
         self.rank = rank
         self.has_agent = True
         """True if there was an agent when the checkpointer was closed."""
+        self.unit = EnclosingUnit()
+        """The unit whose end also ends that agent."""
+        self.failures_in_a_row = 0
+        """Saves to storage that have failed since the last durable one."""
+        self.is_held = False
+        """True if the last save to storage has failed, and host memory still holds it."""
         #: Newest durable iteration in `root` that this rank knows of.
         self._durable: int | None = None
         self.has_committed = False
@@ -73,11 +82,11 @@ class SaveReports:
     def requested(self, iteration: int) -> None:
         """Note that training requested a save to storage."""
         self.last_requested = self._open = iteration
-        self._reason = None
+        self._reason, self.is_held = None, False
 
     def committed(self, outcome: Outcome) -> None:
         """Report a durable checkpoint."""
-        self.has_committed = True
+        self.has_committed, self.failures_in_a_row = True, 0
         self._durable = max(outcome.iteration, self._durable or 0)
         if self._open == outcome.iteration:
             self._open = None
@@ -94,8 +103,9 @@ class SaveReports:
     def failed(self, outcome: Outcome) -> None:
         """Report a failed save, on rank 0 and on the first rank whose part failed."""
         assert outcome.error is not None
+        self.failures_in_a_row += 1
         if self._open == outcome.iteration:
-            self._reason = outcome.error
+            self._reason, self.is_held = outcome.error, outcome.held
         is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
         logger.log(
             logging.ERROR if is_reporter else logging.DEBUG,
@@ -104,9 +114,19 @@ class SaveReports:
             outcome.iteration,
             outcome.error,
             _and_others(outcome.failed_ranks, self.rank),
-            f"; {self._newest_durable()}" if self.rank == 0 else "",
+            f"; {self._newest_durable()}{self._at_risk(outcome)}" if self.rank == 0 else "",
             f"; the agent's log: {self._agent_log}" if self._agent_log else "",
         )
+
+    def _at_risk(self, outcome: Outcome) -> str:
+        """Return what repeated failures put at risk, and where the last save still is."""
+        held = ""
+        if outcome.held:
+            held = f"; host memory holds iteration {outcome.iteration} as long as the agents run"
+        if self.failures_in_a_row < _ESCALATE:
+            return held
+        since = outcome.iteration - (self._durable or 0)
+        return f"{held}; {self.failures_in_a_row} saves in a row, {since} iterations at risk"
 
     def skipped(self, iteration: int, refusal: str) -> None:
         """Report a save that all ranks skipped (`busy: skip`)."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt import exit_status, forks
+from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.config import Config, load_config
@@ -48,7 +49,6 @@ class _OpenCheckpointer:
     """Saves whose figures are not reported yet, in order."""
     unwritten: announcements.AnnouncedSave | None = None
     """The last save if it was skipped or is for memory only; else None."""
-    failures_in_a_row: int = 0
 
     def expects_save_of(self, iteration: int) -> bool:
         """Return whether Megatron still saves `iteration` after its loop, if the job does not exit.
@@ -81,11 +81,11 @@ class _OpenCheckpointer:
                 f"('stop_on_failed_first_save: false' lets training continue): {failed.error}"
             )
         allowed = config.failures_in_a_row
-        if allowed is None or self.failures_in_a_row < allowed:
+        failures = self.reports.failures_in_a_row
+        if allowed is None or failures < allowed:
             return None
-        is_plural = self.failures_in_a_row > 1
         return (
-            f"{self.failures_in_a_row} save{'s in a row have' if is_plural else ' has'} failed, "
+            f"{failures} save{'s in a row have' if failures > 1 else ' has'} failed, "
             f"and 'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
             f"{failed.error}"
         )
@@ -248,14 +248,12 @@ class Session:
                 continue
             # In order of iterations, so that the newest is the last in the log and the artifacts.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
-                if not self._report(opened, outcome):
-                    opened.failures_in_a_row += 1
-                    reason = opened.why_stop(outcome, self.config, last=last)
-                    if reason is not None:
-                        # A slow rank may learn of more failures; all ranks stop with one message.
-                        reasons.setdefault(root, reason)
-                elif not outcome.kept:  # a memory-only save does not show that storage works
-                    opened.failures_in_a_row = 0
+                if self._report(opened, outcome):
+                    continue
+                reason = opened.why_stop(outcome, self.config, last=last)
+                if reason is not None:
+                    # A slow rank may learn of more failures; all ranks stop with one message.
+                    reasons.setdefault(root, reason)
         if reasons:
             raise SaveFailedError("; ".join(reasons.values()))
 
@@ -282,7 +280,7 @@ class Session:
     def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
         """Log one outcome; return True for a success."""
         own = opened.checkpointer.saves.traces.end(outcome.save_id)
-        failures = opened.failures_in_a_row + 1 if outcome.error is not None else 0
+        failures = opened.reports.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:
             opened.reports.kept(outcome)
@@ -314,6 +312,9 @@ class Session:
             state = opened.checkpointer.model_state
             decisive = (state.quantized_keys, state.frozen_keys)
             self._agreed[root] = (*decisive, state.copied_keys, state.differing_keys)
+            agent = opened.checkpointer.link.current
+            if agent is not None and agent.facts is not None:
+                opened.reports.unit = agent.facts.life
             opened.reports.has_agent = opened.checkpointer.close(leave=leave)
         self._forget_open()
 
@@ -350,7 +351,7 @@ class Session:
         reports = [report for report in self._reports.values() if report.rank == 0]
         self._reports.clear()
         verdicts = [
-            (verdict, report.has_agent)
+            (verdict, report)
             for report in reports
             if (verdict := report.last_failure()) is not None
         ]
@@ -361,12 +362,26 @@ class Session:
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
             status = "the exit status is the one that the script has chosen"
-        for verdict, has_agent in verdicts:
-            retry = ""
-            if self.config.agent.persist_on_leave and has_agent:
-                retry = "; if all ranks have staged it, the agents try to write it after this exit"
-            logger.error("%s%s; %s", verdict, retry, status)
+        for verdict, report in verdicts:
+            logger.error("%s%s; %s", verdict, self._where_held(report), status)
         return not (verdicts and fails)
+
+    def _where_held(self, report: SaveReports) -> str:
+        """Return where a last save that failed still is, for how long, and what helps."""
+        agent = self.config.agent
+        if not (report.has_agent and agent.persist_on_leave):
+            return ""
+        if not report.is_held:
+            return "; if all ranks have staged it, the agents try to write it after this exit"
+        until = clock(max(agent.grace_s, agent.keep_unwritten_s))
+        nodes = _node_count(self._nodes)
+        places = "" if nodes is None else f" of {nodes} node{'s' if nodes > 1 else ''}"
+        sooner = f", or until the {report.unit} ends" if report.unit.kind else ""
+        return (
+            f"; host memory{places} holds iteration {report.last_requested} until {until}{sooner}: "
+            "the agents try every minute to write it; remove the cause, and start the job again if "
+            "it is to continue from there"
+        )
 
     def at_exit(self) -> None:
         """End the session, and the process with status 1 if the last save is not durable."""
@@ -385,6 +400,17 @@ class Session:
         for opened in self._open.values():
             opened.checkpointer.abandon()
         self._forget_open()
+
+
+def _node_count(nodes: Sequence[Hashable] | None) -> int | None:
+    """Return the number of the job's nodes, if it is known without a collective."""
+    if nodes is not None:
+        return len(set(nodes))
+    try:
+        ranks, per_node = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError):  # not started by torchrun
+        return None
+    return -(-ranks // max(1, per_node))
 
 
 def _make_session() -> Session:
