@@ -83,7 +83,8 @@ class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Background process of a node."""
 
     start_timeout_s: Patience = 30.0
-    """Seconds that a rank waits for the first answer of its agent."""
+    """Seconds that a rank waits for the first answer of its agent. An agent that alone holds the
+    checkpoint of dead ranks gets ten times as long for any answer, before it is killed."""
 
     answer_timeout_s: Patience = 10.0
     """Seconds without an answer after which an agent counts as hung, and is killed and replaced."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.endings import why_not_started
+from megatron_flashckpt.agent.run_messages import describe_slabs
+from megatron_flashckpt.agent.silent_agent import last_copies, loss_with
 from megatron_flashckpt.agent.socket_dir import LOCK, LOG, holder, open_log
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.error_classes import class_of
@@ -29,8 +31,12 @@ class SilentHolder:
     An agent restores its socket within a second or two. An agent that does not is stopped or hangs.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, last_copies_s: float) -> None:
+        """Wait `patience_s`, and `last_copies_s` more if memory would be lost with the agent."""
         self._patience_s = patience_s
+        self._last_copies_s = last_copies_s
+        self.holds_last_copies = False
+        """True while an agent is spared because only it holds memory of dead ranks."""
         self._pid: int | None = None
         self._since = 0.0
         self._looked_at = -_PROBE_S
@@ -43,14 +49,24 @@ class SilentHolder:
         self._looked_at = now  # rarely, because a check blocks the lock for a moment
         pid = holder(directory)
         if pid is None or pid != self._pid:
-            self._pid, self._since = pid, now
+            self._pid, self._since, self.holds_last_copies = pid, now, False
         elif now - self._since > self._patience_s:
             self._since = now
             held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
             if not pid or not _is_agent_of(pid, directory):
                 logger.error("%s and is not visible here; end it on this node", held)
                 return False
-            logger.error("%s: killed", held)
+            slabs = () if self.holds_last_copies else last_copies(pid)
+            if slabs:
+                self.holds_last_copies = True
+                self._since = now + self._last_copies_s - self._patience_s
+                logger.warning(
+                    "%s; it gets %g s more, because only it holds %s",
+                    *(held, self._last_copies_s, describe_slabs(slabs)),
+                )
+                return False
+            self.holds_last_copies = False
+            logger.error("%s: killed%s", held, loss_with(pid))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return self._pid is None
