@@ -300,7 +300,10 @@ class Saves:
                     logger.warning("rank %d: its durable shard is damaged: %s", number, error)
                     digests = ()
                 return DurableShard(None, digests)
-            save.past = with_retries(lambda: past_save(save.storage, save.save_id))
+            try:
+                save.past = with_retries(lambda: past_save(save.storage, save.save_id))
+            except OSError as error:  # the history is for people, and no save fails by it
+                logger.warning("rank %d: written again, if it was before: %s", number, error)
             if save.past is not None:
                 return DurableShard(None, ())
         meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow

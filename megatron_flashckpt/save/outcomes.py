@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
-from megatron_flashckpt.catalog.history import PastSave, past_save
+from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
@@ -286,7 +286,7 @@ class PendingSaves:
         manifest = past = None
         try:
             manifest = self._committed(iteration, save_id)
-            past = None if manifest is not None else self._history_entry(save_id)
+            past = None if manifest is not None else past_save(open_storage(self._root), save_id)
         except OSError as error:
             since = former.since if former is not None else now
             if now - since < _ANSWER_S:
@@ -306,19 +306,6 @@ class PendingSaves:
             differing, compared = manifest.differing, manifest.compared
             outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
         self._unreported.append(outcome)
-
-    def _history_entry(self, save_id: str) -> PastSave | None:
-        """Return the history's entry of a save, which retention may have removed since.
-
-        Raises:
-            OSError: storage reports an error that may pass.
-        """
-        try:
-            return past_save(open_storage(self._root), save_id)
-        except (FlashCkptError, OSError) as error:
-            if may_pass(error):
-                raise
-            return None
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
         """Have the agent tell the other nodes which saves lack this rank's part."""
