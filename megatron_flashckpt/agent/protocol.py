@@ -5,6 +5,8 @@ The trainer sends requests; the agent sends one reply per request, in order.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from megatron_flashckpt.agent.life import AgentFacts
@@ -235,7 +237,7 @@ class OpenPeers(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     """Address of this node for the others."""
-    threads: int
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     """Threads that encrypt and decrypt."""
     identity: Identity | None = None
     """Identity of a dead agent that this agent replaces, on the same port."""
