@@ -80,7 +80,7 @@ class Agent:
             self._committer.watch()
             self._saves.digester.digest_settled()
             self._handler.departed.release()
-            listener = self._upkeep.restore_missing()
+            listener = self._upkeep.restore_missing(self._node.held.key)
             if listener is not None:
                 self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)
@@ -128,11 +128,13 @@ class Agent:
                     )
                     self.unfinished = True
                 return True
-            if not self._conversations.connections and self._node.held.is_gone():
+            gone_s = 0.0 if self._conversations.connections else self._node.held.gone_s()
+            if gone_s > self._node.options.grace_s:
                 logger.error(
-                    "%s: was removed, or another directory is in its place: the checkpoints in "
-                    "memory are given up",
+                    "%s: was removed, or another directory has been in its place for %.0f s "
+                    "('agent.grace_s'): the checkpoints in memory are given up",
                     self._node.options.root,
+                    gone_s,
                 )
                 return True
             if self._conversations.connections or (
