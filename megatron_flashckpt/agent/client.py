@@ -29,7 +29,7 @@ from megatron_flashckpt.agent.run_messages import (
 )
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
-from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s
+from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s, runs
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.config import Config
@@ -122,12 +122,7 @@ class AgentClient:
                     end_agent(self._sock, self._answer_s)
                     self._ended = f"no answer within {self._answer_s:g} s"
                 self._ended = self._ended or str(error) or "connection closed"
-                closed = _ClosedError(
-                    f"the agent of this node is gone ({self._ended}); its log: {self._log}"
-                    + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
-                )
-                closed.was_killed = self._was_killed
-                raise closed from error
+                raise self._closed() from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
             return reply, received
@@ -136,6 +131,21 @@ class AgentClient:
         if isinstance(reply, p.Refused):
             raise AgentRefusedError(f"the agent refused {type(request).__name__}: {reply.reason}")
         raise AgentError(f"the agent answered {type(request).__name__} with {reply!r}")
+
+    def _closed(self) -> _ClosedError:
+        """Return the error of a request that found the connection closed."""
+        pid = frames.peer(self._sock).pid if self._sock.fileno() >= 0 else 0
+        if runs(pid) and not self._was_killed:
+            return _ClosedError(
+                f"agent {pid} of this node has closed the connection of this rank; its log: "
+                f"{self._log}"
+            )
+        closed = _ClosedError(
+            f"the agent of this node is gone ({self._ended}); its log: {self._log}"
+            + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
+        )
+        closed.was_killed = self._was_killed
+        return closed
 
     def attach(self, slab: Slab) -> tuple[str, ...]:
         """Hand the agent a slab that replaces the rank's former one.

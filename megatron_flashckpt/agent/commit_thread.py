@@ -284,6 +284,7 @@ class Committer:
             compared=save.compared,
             failed_ranks=tuple(sorted(self._failed_ranks(save))),
             lasts=error is not None and save.lasts,
+            committed=self._node.committed,
             held=error is not None and not (save.is_final or save.is_abandoned or save.past),
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED

@@ -59,6 +59,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """True if only a person can remove the cause of the failure, as far as this node knows."""
     held: bool = False
     """True: the save failed, and host memory still holds all of it, as far as this node knows."""
+    committed: int = -1
+    """Iteration of the newest checkpoint in storage of which the agent knows; -1: none."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

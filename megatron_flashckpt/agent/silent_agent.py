@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent.run_messages import HeldSlab, describe_slabs
@@ -109,6 +110,14 @@ def _answers_within(sock: socket.socket, wait_s: float) -> bool:
     poll = select.poll()  # `select` is limited to descriptors below 1024
     poll.register(sock, select.POLLIN)
     return any(poll.poll(1000 * wait_s / _PATIENCE_PARTS) for _ in range(_PATIENCE_PARTS))
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process runs; one that is exiting has no command line any more."""
+    try:
+        return pid > 0 and bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def end_agent(sock: socket.socket, answer_s: float) -> None:

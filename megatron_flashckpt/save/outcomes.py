@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import queue
 import time
 from typing import NamedTuple
@@ -133,8 +134,11 @@ class PendingSaves:
     def replace_lost_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Connect to a new agent in the background; it gets the slab with all staged saves."""
         if lost is not None and self._link.replace_agent(lost):
-            logger.warning(
-                "rank %d: %s; a new agent adopts the saves in host memory", self._rank, error
+            # One line per node is enough: its ranks lose the same agent.
+            logger.log(
+                logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG,
+                "rank %d: %s; a new agent adopts the saves in host memory",
+                *(self._rank, error),
             )
             self._orphaned = dict(self._open)
             self._loss = str(error)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
+from collections.abc import Hashable, Sequence
 
+from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.life import EnclosingUnit
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
+from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
@@ -104,6 +108,8 @@ class SaveReports:
         """Report a failed save, on rank 0 and on the first rank whose part failed."""
         assert outcome.error is not None
         self.failures_in_a_row += 1
+        if outcome.committed >= 0:  # an agent may have committed saves of the job's former run
+            self._durable = max(outcome.committed, self._durable or 0)
         if self._open == outcome.iteration:
             self._reason, self.is_held = outcome.error, outcome.held
         is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
@@ -143,10 +149,40 @@ class SaveReports:
             self._newest_durable()
         )
 
+    def where_held(self, agent: AgentConfig, nodes: int | None) -> str:
+        """Return where a last save that failed still is, for how long, and what helps.
+
+        Args:
+            nodes: of the job, if their number is known.
+        """
+        if not (self.has_agent and agent.persist_on_leave):
+            return ""
+        if not self.is_held:
+            return "; if all ranks have staged it, the agents try to write it after this exit"
+        until = clock(max(agent.grace_s, agent.keep_unwritten_s))
+        places = "" if nodes is None else f" of {nodes} node{'s' if nodes > 1 else ''}"
+        sooner = f", or until the {self.unit} ends" if self.unit.kind else ""
+        return (
+            f"; host memory{places} holds iteration {self.last_requested} until {until}{sooner}: "
+            "the agents try every minute to write it; remove the cause, and start the job again if "
+            "it is to continue from there"
+        )
+
     def _newest_durable(self) -> str:
         if self._durable is None:
             return f"there is no durable checkpoint in {self._root}"
         return f"the newest durable checkpoint in {self._root} is iteration {self._durable}"
+
+
+def node_count(nodes: Sequence[Hashable] | None) -> int | None:
+    """Return the number of the job's nodes, if it is known without a collective."""
+    if nodes is not None:
+        return len(set(nodes))
+    try:
+        ranks, per_node = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError):  # not started by torchrun
+        return None
+    return -(-ranks // max(1, per_node))
 
 
 def _and_others(failed_ranks: tuple[int, ...], rank: int) -> str:

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt import exit_status, forks
-from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.tracker import tracked_iteration
+from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
 from megatron_flashckpt.megatron_lm import announcements
@@ -25,7 +24,7 @@ from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.loop_timer import LoopTimer
-from megatron_flashckpt.save.reports import SaveReports, say
+from megatron_flashckpt.save.reports import SaveReports, node_count, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
@@ -168,7 +167,7 @@ class Session:
             if rank == 0:
                 # Read now, while storage answers: storage may hang when a save fails.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].note_durable(tracked_iteration(open_storage(root)))
+                    self._reports[root].note_durable(newest_durable(open_storage(root)))
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:
@@ -362,26 +361,12 @@ class Session:
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
             status = "the exit status is the one that the script has chosen"
-        for verdict, report in verdicts:
-            logger.error("%s%s; %s", verdict, self._where_held(report), status)
-        return not (verdicts and fails)
-
-    def _where_held(self, report: SaveReports) -> str:
-        """Return where a last save that failed still is, for how long, and what helps."""
         agent = self.config.agent
-        if not (report.has_agent and agent.persist_on_leave):
-            return ""
-        if not report.is_held:
-            return "; if all ranks have staged it, the agents try to write it after this exit"
-        until = clock(max(agent.grace_s, agent.keep_unwritten_s))
-        nodes = _node_count(self._nodes)
-        places = "" if nodes is None else f" of {nodes} node{'s' if nodes > 1 else ''}"
-        sooner = f", or until the {report.unit} ends" if report.unit.kind else ""
-        return (
-            f"; host memory{places} holds iteration {report.last_requested} until {until}{sooner}: "
-            "the agents try every minute to write it; remove the cause, and start the job again if "
-            "it is to continue from there"
-        )
+        for verdict, report in verdicts:
+            logger.error(
+                "%s%s; %s", verdict, report.where_held(agent, node_count(self._nodes)), status
+            )
+        return not (verdicts and fails)
 
     def at_exit(self) -> None:
         """End the session, and the process with status 1 if the last save is not durable."""
@@ -400,17 +385,6 @@ class Session:
         for opened in self._open.values():
             opened.checkpointer.abandon()
         self._forget_open()
-
-
-def _node_count(nodes: Sequence[Hashable] | None) -> int | None:
-    """Return the number of the job's nodes, if it is known without a collective."""
-    if nodes is not None:
-        return len(set(nodes))
-    try:
-        ranks, per_node = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    except (KeyError, ValueError):  # not started by torchrun
-        return None
-    return -(-ranks // max(1, per_node))
 
 
 def _make_session() -> Session:

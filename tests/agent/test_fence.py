@@ -298,3 +298,19 @@ def wake(pid: int) -> bool:
     if state == "T":
         os.kill(pid, signal.SIGCONT)
     return state == "T"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_error_of_an_overtaken_run_says_whether_the_later_run_has_ended(
+    storage: PosixStorage, ended: bool
+) -> None:
+    fence = Fence()
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(OLD))
+    fence.check(storage)
+    state = claims.ENDED if ended else claims.TRAINING
+    claims.put(storage, msgspec.structs.replace(claim_of(NEW), state=state))
+    with pytest.raises(OvertakenError) as caught:
+        fence.check(storage)
+    assert ("and has ended" in str(caught.value)) == ended
+    assert ("end one of the two jobs" in str(caught.value)) != ended
