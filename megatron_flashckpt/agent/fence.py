@@ -171,14 +171,15 @@ def _why_not(storage: Storage, claim: Claim | None) -> str:
             f"{storage.place}: was removed or replaced since this run claimed it, so this run "
             "writes nothing there; put it back (is its file system mounted?), or restart the job"
         )
-    taken = f"{storage.place}: {claim.writer} has taken over this save directory"
     if claim.state == claims.ENDED or claim.is_of_dead_process:
         return (
-            f"{taken} and has ended, so this run no longer writes there: other saves follow those "
-            "of that run; start this job again"
+            f"{storage.place}: {claim.writer} has taken over this save directory and has ended; "
+            "this run writes nothing there, because that run continued in another way: start this "
+            "job again"
         )
     return (
-        f"{taken}, so this run no longer writes there; end one of the two jobs, or save elsewhere"
+        f"{storage.place}: {claim.writer} has taken over this save directory, so this run no "
+        "longer writes there; end one of the two jobs, or save elsewhere"
     )
 
 
