@@ -26,7 +26,7 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep_unwritten_s: Seconds = 14400.0
     """Seconds that an agent without trainers keeps a checkpoint that could not be written, if
     storage has no newer one. The agent tries again every minute, and a job that starts meanwhile
-    resumes from it. `grace_s` counts if it is longer. See `persist_on_leave`."""
+    resumes from it. 0: the agent tries once. See `persist_on_leave`."""
 
     persist_threads: Count = 2
     """Slots that a node writes at the same time."""

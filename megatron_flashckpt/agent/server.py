@@ -167,8 +167,7 @@ class Agent:
             return False
         if self._committer.pending:
             return True
-        keep_s = max(options.grace_s, options.keep_unwritten_s)
-        left_s = self._conversations.last_seen + keep_s - now
+        left_s = self._conversations.last_seen + options.keep_unwritten_s - now
         if is_ending or left_s < 0:
             logger.error(
                 "iteration %d is lost: only this agent's memory holds it, and the agent ends %s",

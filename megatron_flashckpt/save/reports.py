@@ -157,9 +157,9 @@ class SaveReports:
         """
         if not (self.has_agent and agent.persist_on_leave):
             return ""
-        if not self.is_held:
+        if not (self.is_held and agent.keep_unwritten_s):
             return "; if all ranks have staged it, the agents try to write it after this exit"
-        until = clock(max(agent.grace_s, agent.keep_unwritten_s))
+        until = clock(agent.keep_unwritten_s)
         places = "" if nodes is None else f" of {nodes} node{'s' if nodes > 1 else ''}"
         sooner = f", or until the {self.unit} ends" if self.unit.kind else ""
         return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -210,3 +212,19 @@ def test_a_later_run_ends_the_attempts(node: Node, other_node: Node, root: Path)
     trainer.hang_up(leave=True)
     assert_the_agent_leaves(agent)
     assert not list(root.glob("*/manifest.json"))
+
+
+def test_sigterm_ends_an_agent_with_the_only_copy_after_one_more_attempt(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    fail([trainer], root, 2)
+    trainer.hang_up(leave=True)
+    log = node.directory(root) / LOG
+    eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
+    os.kill(agent, signal.SIGTERM)
+    assert_the_agent_leaves(agent)
+    text = log.read_text()
+    assert text.count("writing it before leaving") == 2
+    assert "iteration 2 is lost: only this agent's memory holds it" in text
