@@ -18,7 +18,7 @@ from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED
-from megatron_flashckpt.agent.launcher import SilentHolder, start_agent
+from megatron_flashckpt.agent.launcher import MovingAgent, SilentHolder, start_agent
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -332,6 +332,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     silent = SilentHolder(
         min(_SILENT_S, config.agent.start_timeout_s / 2), last_copies_wait_s(config.agent)
     )
+    moving = MovingAgent(root)
     ensure(root)
     while True:
         directory = agent_directory(root, config.runtime_dir)
@@ -368,7 +369,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             )
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)
-            if silent.may_start(directory):
+            if silent.may_start(directory) and not moving.is_expected(directory):
                 start_agent(directory, root, config)
         time.sleep(_RETRY_S)
 

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two checks of the lock's holder.
 _PROBE_S = 0.5
+#: Longest wait for an agent that moves: its looks at the directory and at its own files.
+_MOVE_S = 8.0
+_PROC = Path("/proc")
 
 
 class SilentHolder:
@@ -72,14 +75,64 @@ class SilentHolder:
         return self._pid is None
 
 
-def _is_agent_of(pid: int, directory: Path) -> bool:
+class MovingAgent:
+    """Waits for an agent with last copies whose directory had another identity: before a remount.
+
+    Such an agent finds its claim in the directory and moves to where trainers look.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._until = time.monotonic() + _MOVE_S
+
+    def is_expected(self, directory: Path) -> bool:
+        """Return whether to wait for such an agent, after a pause, instead of starting another.
+
+        Args:
+            directory: where this process looks for its agent.
+        """
+        agents = [pid for pid in _agents_at(self._root, directory.parent) if last_copies(pid)]
+        if not agents or time.monotonic() > self._until:
+            for pid in agents:
+                logger.warning(
+                    "agent %d of this node holds %s of another directory that was at %s; this job "
+                    "does not use that memory",
+                    *(pid, describe_slabs(last_copies(pid)), self._root),
+                )
+            return False
+        time.sleep(_PROBE_S)
+        return True
+
+
+def _agents_at(root: str, base: Path) -> list[int]:
+    """Return the agents below `base` that serve, or served, a save directory at `root`."""
+    commands = {int(entry.name): _command(int(entry.name)) for entry in _PROC.glob("[0-9]*")}
+    return [
+        pid
+        for pid, words in commands.items()
+        if _is_agent(words)
+        and os.fsencode(root) in words
+        and any(word.startswith(os.fsencode(base) + b"/") for word in words)
+    ]
+
+
+def _command(pid: int) -> list[bytes]:
+    """Return the command line of a process; empty if it has ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
-        return False
+        return []
+
+
+def _is_agent(command: list[bytes]) -> bool:
+    return b"megatron_flashckpt.agent" in command
+
+
+def _is_agent_of(pid: int, directory: Path) -> bool:
+    words = _command(pid)
     # An agent may have moved, but the name of its directory stays the same.
     of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
-    return b"megatron_flashckpt.agent" in words and of_directory
+    return _is_agent(words) and of_directory
 
 
 def start_agent(directory: Path, root: str, config: Config) -> None:

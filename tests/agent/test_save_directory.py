@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import client as client_module
-from megatron_flashckpt.agent import save_directory
+from megatron_flashckpt.agent import launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
@@ -166,8 +166,9 @@ def test_memory_outlives_a_directory_that_is_away_for_a_moment(
     assert again.save(13).error is None
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["restarted at once", "later"])
 def test_memory_outlives_a_new_device_number_of_its_directory(
-    node: Node, root: Path, tmp_path: Path
+    node: Node, root: Path, tmp_path: Path, at_once: bool
 ) -> None:
     """A copy of the directory stands for a file system that is mounted again: it has the claim."""
     trainer = node.trainer(root)
@@ -180,7 +181,8 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     shutil.copytree(root, tmp_path / "copy")
     root.rename(tmp_path / "away")
     (tmp_path / "copy").rename(root)
-    eventually("the agent moves", lambda: (node.directory(root) / SOCKET).exists(), 30)
+    if not at_once:
+        eventually("the agent moves", lambda: (node.directory(root) / SOCKET).exists(), 30)
     again = node.trainer(root)
     assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
     assert again.save(13).error is None
@@ -189,6 +191,27 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     again.hang_up(leave=True)
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_job_prints_which_memory_of_another_directory_it_does_not_use(
+    node: Node,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(launcher, "_MOVE_S", 0.1)
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    assert trainer.keep(12).kept
+    trainer.hang_up()
+    root.rename(tmp_path / "away")
+    again = node.trainer(root)
+    assert again.client.agent_pid != agent
+    assert again.take() == ()
+    assert f"agent {agent} of this node holds " in caplog.text
+    assert "of rank 0 (iteration 12, not in storage) of another directory" in caplog.text
 
 
 def test_a_new_directory_is_not_mistaken_for_a_removed_one(node: Node, root: Path) -> None:
