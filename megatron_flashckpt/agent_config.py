@@ -23,6 +23,11 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grace_s: Seconds = 600.0
     """Seconds that an agent without trainers keeps its slots for a restart before it exits."""
 
+    keep_unwritten_s: Seconds = 14400.0
+    """Seconds that an agent without trainers keeps a checkpoint that could not be written, if
+    storage has no newer one. The agent tries again every minute, and a job that starts meanwhile
+    resumes from it. 0: the agent tries once. See `persist_on_leave`."""
+
     persist_threads: Count = 2
     """Slots that a node writes at the same time."""
 
@@ -71,14 +76,15 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     persist_on_leave: bool = True
     """Write the newest checkpoint before the agent exits, if that is only in memory. This is the
     case if no trainer came back within `grace_s`, or if the job's last save was memory-only or
-    failed. A failed save is then tried once more."""
+    failed. `keep_unwritten_s` limits the attempts. `false`: the checkpoint is freed unwritten."""
 
 
 class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Background process of a node."""
 
     start_timeout_s: Patience = 30.0
-    """Seconds that a rank waits for the first answer of its agent."""
+    """Seconds that a rank waits for the first answer of its agent. An agent that alone holds the
+    checkpoint of dead ranks gets ten times as long for any answer, before it is killed."""
 
     answer_timeout_s: Patience = 10.0
     """Seconds without an answer after which an agent counts as hung, and is killed and replaced."""

@@ -62,6 +62,7 @@ TABLE: dict[int, ErrorClass] = {
     errno.ETIMEDOUT: _AWAY,
     errno.ENOTCONN: _AWAY,
     errno.ESHUTDOWN: _AWAY,
+    errno.EREMOTEIO: _BUSY,  # Linux's NFSv4 client for NFS4ERR_RESOURCE, a lack in the server
     errno.EHOSTDOWN: _AWAY,
     errno.EHOSTUNREACH: _AWAY,
     errno.ENETDOWN: _AWAY,

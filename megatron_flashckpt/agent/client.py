@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
 import select
-import signal
 import socket
 import threading
 import time
@@ -20,7 +18,7 @@ from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED
-from megatron_flashckpt.agent.launcher import SilentHolder, start_agent
+from megatron_flashckpt.agent.launcher import MovingAgent, SilentHolder, start_agent
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -31,7 +29,9 @@ from megatron_flashckpt.agent.run_messages import (
 )
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
+from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s, runs
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
+from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.save_cost import RankCost
@@ -49,26 +49,32 @@ _SLICE_S = 5.0
 #: Seconds that an agent has to restore its socket.
 _SILENT_S = 10.0
 _TEMPLATE_SLICE_S = 1.0
-#: Parts into which a wait for an answer is divided; see `_await_answer`.
-_PATIENCE_PARTS = 10
 
 
 class _ClosedError(AgentError):
-    """The agent closed the connection, or had ended before."""
+    """The agent closed the connection, had ended before, or was killed now."""
+
+    was_killed = False
 
 
 class AgentClient:
     """Connection of one rank. Safe to use from several threads, one request at a time.
 
-    An agent that does not answer for `answer_s` (beyond a requested wait) is stopped or hangs,
-    because every answer takes it at most about a second. The client kills such an agent, so that
-    another one can replace it and training continues.
+    An agent that does not answer for `answer_timeout_s` (beyond a requested wait) is stopped or
+    hangs, because every answer takes it at most about a second. The client kills such an agent, so
+    that another one can replace it and training continues. If memory of dead ranks would be lost
+    with the agent, the client first waits much longer: the node may be short of memory or CPU.
     """
 
     def __init__(
-        self, sock: socket.socket, rank: int, directory: Path, answer_s: float, identity: str = ""
+        self,
+        sock: socket.socket,
+        rank: int,
+        directory: Path,
+        settings: AgentConfig,
+        identity: str = "",
     ) -> None:
-        """Send the greeting.
+        """Send the greeting, which may be answered within `start_timeout_s`.
 
         Args:
             identity: identity of the save directory; see `save_directory.identity_of`.
@@ -78,7 +84,8 @@ class AgentClient:
         self.directory = directory
         """Directory with the socket and the log of the agent."""
         self._log = directory / LOG
-        self._answer_s = answer_s
+        self._answer_s = max(settings.start_timeout_s, settings.answer_timeout_s)
+        self._last_copies_s = last_copies_wait_s(settings)
         #: Reason why no request can follow: after a missing answer, the next answer would be taken
         #: for it.
         self._ended: str | None = None
@@ -87,6 +94,7 @@ class AgentClient:
         self._hang_up = select.poll()
         self._hang_up.register(sock, 0)
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION, identity), p.Welcome)[0]
+        self._answer_s = settings.answer_timeout_s
         self.agent_pid = welcome.pid
         self.facts = welcome.facts
         if welcome.former_pid:
@@ -106,17 +114,15 @@ class AgentClient:
                     raise EOFError(self._ended)
                 self._sock.settimeout(self._answer_s)
                 frames.send(self._sock, request, fd)
-                self._await_answer(wait_s)
+                await_answer(self._sock, wait_s + self._answer_s, self._last_copies_s)
                 body, received = frames.receive(self._sock)
             except (OSError, EOFError) as error:
                 if isinstance(error, TimeoutError):
                     self._was_killed = True
-                    self._end_agent()
+                    end_agent(self._sock, self._answer_s)
+                    self._ended = f"no answer within {self._answer_s:g} s"
                 self._ended = self._ended or str(error) or "connection closed"
-                raise _ClosedError(
-                    f"the agent of this node is gone ({self._ended}); its log: {self._log}"
-                    + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
-                ) from error
+                raise self._closed() from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
             return reply, received
@@ -126,27 +132,20 @@ class AgentClient:
             raise AgentRefusedError(f"the agent refused {type(request).__name__}: {reply.reason}")
         raise AgentError(f"the agent answered {type(request).__name__} with {reply!r}")
 
-    def _await_answer(self, wait_s: float) -> None:
-        """Return when an answer begins to arrive.
-
-        The wait is divided into small parts: a job that was suspended with its agent wakes up with
-        its time spent, and the agent needs time to answer then.
-        """
-        part = (wait_s + self._answer_s) / _PATIENCE_PARTS
-        poll = select.poll()  # `select` is limited to descriptors below 1024
-        poll.register(self._sock, select.POLLIN)
-        for _ in range(_PATIENCE_PARTS):
-            if poll.poll(1000 * part):
-                return
-        raise TimeoutError(f"no answer within {self._answer_s:g} s")
-
-    def _end_agent(self) -> None:
-        """Kill the agent, which does not answer."""
-        pid = frames.peer(self._sock).pid
-        if pid > 0:  # 0: the agent runs in a pid namespace that is not visible here
-            logger.error("agent %d did not answer within %g s: killed", pid, self._answer_s)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _closed(self) -> _ClosedError:
+        """Return the error of a request that found the connection closed."""
+        pid = frames.peer(self._sock).pid if self._sock.fileno() >= 0 else 0
+        if runs(pid) and not self._was_killed:
+            return _ClosedError(
+                f"agent {pid} of this node has closed the connection of this rank; its log: "
+                f"{self._log}"
+            )
+        closed = _ClosedError(
+            f"the agent of this node is gone ({self._ended}); its log: {self._log}"
+            + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
+        )
+        closed.was_killed = self._was_killed
+        return closed
 
     def attach(self, slab: Slab) -> tuple[str, ...]:
         """Hand the agent a slab that replaces the rank's former one.
@@ -330,7 +329,10 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         AgentError: the agent did not answer in time, or the socket directory is not private.
     """
     deadline = time.monotonic() + config.agent.start_timeout_s
-    silent = SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
+    silent = SilentHolder(
+        min(_SILENT_S, config.agent.start_timeout_s / 2), last_copies_wait_s(config.agent)
+    )
+    moving = MovingAgent(root)
     ensure(root)
     while True:
         directory = agent_directory(root, config.runtime_dir)
@@ -342,18 +344,24 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                     f"{directory / SOCKET}: belongs to user {frames.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
-            patience_s = config.agent.answer_timeout_s
-            client = AgentClient(sock, rank, directory, patience_s, identity_of(root))
+            client = AgentClient(sock, rank, directory, config.agent, identity_of(root))
             client.configure(settings_of(config))
             return client
-        except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _ClosedError):
+        except (
+            FileNotFoundError,
+            ConnectionRefusedError,
+            ConnectionResetError,
+            _ClosedError,
+        ) as error:
             # Start over, also if an agent has just left and removed the directory. A refusal (an
             # agent of another release or user) is final.
             _close(sock)
+            if isinstance(error, _ClosedError) and error.was_killed:
+                deadline = time.monotonic() + config.agent.start_timeout_s
         except BaseException:
             _close(sock)
             raise
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not silent.holds_last_copies:
             raise AgentError(
                 f"no agent answered at {directory / SOCKET} within "
                 f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if the "
@@ -361,7 +369,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             )
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)
-            if silent.may_start(directory):
+            if silent.may_start(directory) and not moving.is_expected(directory):
                 start_agent(directory, root, config)
         time.sleep(_RETRY_S)
 

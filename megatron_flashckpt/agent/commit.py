@@ -26,6 +26,7 @@ from megatron_flashckpt.agent.commit_records import (
 )
 from megatron_flashckpt.agent.failed_save import (
     failure_elsewhere,
+    lacks_part,
     lasts_elsewhere,
     leave_note,
     may_remove,
@@ -46,6 +47,7 @@ from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
+    OvertakenError,
     SaveFailedError,
 )
 from megatron_flashckpt.failpoints import hit
@@ -91,6 +93,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         present = present_files(save)
         failure = failure_elsewhere(save, present)
         if failure is not None:
+            save.is_noted, save.is_final = True, lacks_part(failure)
             save.lasts = save.lasts or lasts_elsewhere(failure)
             save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
@@ -132,7 +135,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return _expired(save, timeout_s)
         if _may_come_from_a_writer(save):
             return _expired(save, timeout_s)
-        save.lasts = will_last(error)
+        save.lasts, save.is_final = will_last(error), isinstance(error, OvertakenError)
         return _failed(save, str(error))
     except Exception as error:  # otherwise the commit thread would end
         logger.exception("iteration %d", save.iteration)
@@ -161,6 +164,7 @@ def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
     """Return the result of a pending save: a failure if its time is over."""
     if time.monotonic() - save.staged_at <= timeout_s:
         return False, None
+    save.is_final = save.awaits_others and save.troubled_since is None
     return _failed(save, gave_up(save, timeout_s))
 
 

@@ -182,7 +182,8 @@ class Committer:
             forget(save)
             note_failure_again(save)
             keep_telling(save, save.staged_at + self._node.options.commit_timeout_s)
-        if not save.is_abandoned and save.past is None:
+        is_retry = save.save_id != save.staged_as
+        if not save.is_abandoned and save.past is None and not (is_retry and error is not None):
             self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
@@ -283,6 +284,8 @@ class Committer:
             compared=save.compared,
             failed_ranks=tuple(sorted(self._failed_ranks(save))),
             lasts=error is not None and save.lasts,
+            committed=self._node.committed,
+            held=error is not None and not (save.is_final or save.is_abandoned or save.past),
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.is_abandoned:
@@ -291,7 +294,7 @@ class Committer:
             rank = self._node.ranks[number]
             self.queue_result(rank, outcome)
             if rank.slots is not None:
-                rank.slots.mark(save.staged_as, state)
+                rank.slots.mark(save.staged_as, state, is_final=save.is_final)
         hit("save.marked")
         self._node.changed.notify_all()
 

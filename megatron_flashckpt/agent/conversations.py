@@ -48,7 +48,7 @@ class TrainerConnections:
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
-        """True while memory-only slots are being written because no trainer has reconnected."""
+        """True since the agent began to end, until a trainer connects again."""
 
     def begin(self, connection: socket.socket) -> None:
         """Serve a new connection in a thread of its own."""
@@ -71,16 +71,12 @@ class TrainerConnections:
             number = self._greet(connection, process)
             while number is not None:
                 body, fd = frames.receive(connection)
-                try:
+                with frames.ReceivedDescriptor(fd) as descriptor:
                     request = p.decode_request(body)
-                except msgspec.MsgspecError:
-                    if fd is not None:
-                        os.close(fd)
-                    raise
-                try:
-                    answer = self._handler.answer(number, request, fd, process)
-                except FlashCkptError as error:
-                    answer = (p.Refused(str(error)),)
+                    try:
+                        answer = self._handler.answer(number, request, descriptor, process)
+                    except FlashCkptError as error:
+                        answer = (p.Refused(str(error)),)
                 frames.send(connection, *answer)
                 if isinstance(request, p.Poll):
                     self._node.traces.write_reported()
@@ -106,9 +102,8 @@ class TrainerConnections:
 
     def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
         body, fd = frames.receive(connection, GREETING_NBYTES)
-        if fd is not None:
-            os.close(fd)
-        hello = p.decode_request(body)
+        with frames.ReceivedDescriptor(fd):
+            hello = p.decode_request(body)
         self._silent.remove(connection)
         connection.settimeout(None)
         if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:

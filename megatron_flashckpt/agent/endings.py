@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 #: Cause and remedy if an agent ended without logging a reason.
@@ -12,6 +13,14 @@ KILLED = (
     "it was killed: by the kernel, if the node or a control group lacked memory (see dmesg; lower "
     "'slots' or give the job more memory), or by a scheduler that ends all processes of a job"
 )
+
+
+def clock(after_s: float) -> str:
+    """Return the local time in `after_s` seconds, with the date if that is not today."""
+    now = time.time()
+    then, today = time.localtime(now + after_s), time.localtime(now)
+    is_today = then[:3] == today[:3]
+    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", then)
 
 
 def why_not_started(status: int, log: Path, begun: int) -> str:

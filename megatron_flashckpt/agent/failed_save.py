@@ -26,6 +26,8 @@ _TELL_AGAIN_S = 10.0
 _NOTE_NBYTES = 2**16
 #: Prefix of the message of a storage error.
 _ERROR_OF_STORAGE = re.compile(r"\[Errno (\d+)\] ")
+#: Prefix of the note of a rank that has no part of the save; see `persister.Saves.abandon`.
+_LACKING = re.compile(r"rank \d+: ")
 #: Seconds that a node waits, after training has abandoned a save, for rank 0's node to learn of it.
 #: Used where a job started meanwhile without this node, so that no agent has kept the save.
 _MISSED_S = 5.0
@@ -38,6 +40,11 @@ def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
             note = save.storage.read(f"{save.directory}/{name}", 0, _NOTE_NBYTES)
             return note.decode(errors="replace")
     return None
+
+
+def lacks_part(reason: str) -> bool:
+    """Return whether a note states that a rank has no part of the save, so that it stays failed."""
+    return _LACKING.match(reason) is not None
 
 
 def lasts_elsewhere(reason: str) -> bool:

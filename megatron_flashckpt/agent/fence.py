@@ -7,6 +7,7 @@ at its next change.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import Claim, RunKey
-from megatron_flashckpt.errors import OvertakenError
+from megatron_flashckpt.errors import OvertakenError, StorageError
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, Storage, Writer
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
@@ -76,6 +77,7 @@ class Fence:
 
         Raises:
             OvertakenError: names the later run.
+            StorageError: the directory is away, or another one without a claim is in its place.
         """
         now = time.monotonic()
         with self._changed:
@@ -93,7 +95,14 @@ class Fence:
         message = _why_not(storage, claim)
         if not had_logged:
             logger.error("%s", message)
+        if claim is None:  # away, perhaps not for long
+            raise StorageError(errno.ENOENT, message)
         raise OvertakenError(message)
+
+    def holds(self, claim: Claim | None) -> bool:
+        """Return whether `claim` is of a run that trainers of this agent have reported."""
+        with self._changed:
+            return claim is not None and claim.key in self._reported
 
     def _await_report(self, claim: Claim | None, directory: tuple[int, int] | None) -> None:
         """Wait once per unknown run until trainers report that run, or `report_s` is over."""
@@ -161,6 +170,12 @@ def _why_not(storage: Storage, claim: Claim | None) -> str:
         return (
             f"{storage.place}: was removed or replaced since this run claimed it, so this run "
             "writes nothing there; put it back (is its file system mounted?), or restart the job"
+        )
+    if claim.state == claims.ENDED or claim.is_of_dead_process:
+        return (
+            f"{storage.place}: {claim.writer} has taken over this save directory and has ended; "
+            "this run writes nothing there, because that run continued in another way: start this "
+            "job again"
         )
     return (
         f"{storage.place}: {claim.writer} has taken over this save directory, so this run no "

@@ -54,6 +54,25 @@ def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[
     return body, fds[0] if fds else None
 
 
+class ReceivedDescriptor:
+    """A descriptor that came with a frame. A context manager, which closes it if nobody took it."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def take(self) -> int | None:
+        """Return the descriptor, which the caller owns from now on; None if there is none."""
+        fd, self._fd = self._fd, None
+        return fd
+
+    def __enter__(self) -> ReceivedDescriptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if (fd := self.take()) is not None:
+            os.close(fd)
+
+
 def _receive_exactly(sock: socket.socket, nbytes: int, start: bytes = b"") -> bytes:
     """Return `nbytes`, of which `start` was received before.
 

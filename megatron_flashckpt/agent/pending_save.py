@@ -84,6 +84,10 @@ class PendingSave:
     """Rank and reason of a failure note that storage had no space for."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
+    is_noted: bool = False
+    """Another node has reported that the save failed."""
+    is_final: bool = False
+    """The save failed for good: a rank has no part in it, or a later run has the directory."""
     called_slow: bool = False
     """True once its trainers were notified that the save is slow."""
     serves_rank_0: bool = False
@@ -143,6 +147,12 @@ class PendingSave:
     def missed_run(self) -> bool:
         """Return whether no agent commits the save, because a later run ran without this agent."""
         return self.fence is not None and self.is_from_before(self.fence.newest)
+
+    @property
+    def awaits_others(self) -> bool:
+        """Return whether only the parts of other nodes, or their commit, are missing."""
+        is_written = self.persisted >= self.metas.keys() and not self.unpublished
+        return is_written and len(self.metas) < self.world_size
 
     @property
     def needs_no_records(self) -> bool:

@@ -28,7 +28,12 @@ from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.errors import (
+    AgentError,
+    CorruptCheckpointError,
+    FlashCkptError,
+    OvertakenError,
+)
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
@@ -52,8 +57,8 @@ class Saves:
         self._committer = committer
         self.digester = Digester(node)
         self._make_pools()
-        #: Ids of the saves whose writing began after the last trainer had left.
-        self._written_last: set[str] = set()
+        #: The last attempt, after the last trainer had left, by the id in the slots.
+        self._attempts: dict[str, PendingSave] = {}
 
     def _make_pools(self) -> None:
         options = self._node.options
@@ -201,6 +206,7 @@ class Saves:
         save = self._committer.pending.get(request.save_id)
         if save is not None:
             save.error = save.error or reason
+            save.is_final = True
             save.failed.add(number)
             self._node.changed.notify_all()
         else:
@@ -224,9 +230,14 @@ class Saves:
         except Exception as failure:  # any failure must be reported to the trainers
             error = shown_error(failure)
             save.lasts = save.lasts or will_last(failure)
+            save.is_final = save.is_final or isinstance(failure, OvertakenError)
             # If the save is over, this agent may have removed the file under the writer.
-            log = logger.info if self._is_over(save) else logger.exception
-            log("rank %d: iteration %d was not persisted: %s", number, save.iteration, error)
+            logger.log(
+                logging.INFO if self._is_over(save) else logging.ERROR,
+                "rank %d: iteration %d was not persisted: %s",
+                *(number, save.iteration, error),
+                exc_info=not isinstance(failure, (FlashCkptError, OSError)),
+            )
         seconds = time.monotonic() - started
         with self._node.changed:
             info.persisting = False
@@ -289,7 +300,10 @@ class Saves:
                     logger.warning("rank %d: its durable shard is damaged: %s", number, error)
                     digests = ()
                 return DurableShard(None, digests)
-            save.past = with_retries(lambda: past_save(save.storage, save.save_id))
+            try:
+                save.past = with_retries(lambda: past_save(save.storage, save.save_id))
+            except OSError as error:  # the history is for people, and no save fails by it
+                logger.warning("rank %d: written again, if it was before: %s", number, error)
             if save.past is not None:
                 return DurableShard(None, ())
         meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
@@ -301,37 +315,41 @@ class Saves:
         with traced, phase("persist"):
             return with_retries(written)
 
-    def persist_rest(self) -> bool:
-        """Begin to write memory-only slots that would be lost; return whether there are any.
+    def write_rest(self, since: float) -> int | None:
+        """Begin to write what only memory holds; return its newest iteration, None if nothing.
 
-        Each save is written once: memory-only saves, and saves whose write failed when they were
-        staged, because storage may have recovered.
+        These are memory-only saves, and saves whose write failed. The caller holds the lock.
+
+        Args:
+            since: do not write what was written since then, and failed here; `time.monotonic`.
         """
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
-        if (
-            not self._node.options.persist_on_leave
-            or len(slots) < len(self._node.ranks)
-            or self._node.is_stuck()
-        ):
-            return False
-        saves = only_in_memory(list(slots.values()), self._node.committed)
-        saves = [save_id for save_id in saves if save_id not in self._written_last]
-        self._written_last.update(saves)
-        for save_id in saves:
-            logger.info("save %s is in memory only: writing it before leaving", save_id)
-            for number, rank_slots in slots.items():
-                slot = rank_slots.unwritten()[save_id]
-                if slot.header.state == SlotState.FAILED:
-                    self._try_again(number, rank_slots, slot)
-                    continue
-                slot.set_state(SlotState.STAGED)
-                rank_slots.infos[slot.index].accepted_at = None
-                self.accept_slot(number, slot.index)
-        return bool(saves)
+        if not self._node.options.persist_on_leave or len(slots) < len(self._node.ranks):
+            return None
+        headers = only_in_memory(list(slots.values()), self._node.committed)
+        for header in headers if not self._node.is_stuck() else ():
+            last = self._attempts.get(header.save_id)
+            # Nodes try under the same ids, one after the other. An id that another node has used
+            # up is left at once, so that all nodes meet.
+            if last is None or last.staged_at < since or last.is_noted:
+                self._attempts[header.save_id] = self._attempt(header.save_id, slots, last)
+        return headers[0].iteration if headers else None
 
-    def _try_again(self, number: int, slots: RankSlots, slot: Slot) -> None:
-        """Persist a failed save under a new id, because failure notes of the first id exist."""
-        info = slots.infos[slot.index]
-        save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
-        info.persisting, info.accepted_at = True, time.monotonic()
-        self._pool.submit(self._persist, number, slots, slot, save)
+    def _attempt(
+        self, save_id: str, ranks: dict[int, RankSlots], last: PendingSave | None
+    ) -> PendingSave:
+        """Write a save that only memory holds, under a new id if failure notes of one may exist."""
+        logger.info("save %s is in memory only: writing it before leaving", save_id)
+        for number, slots in ranks.items():
+            slot = slots.unwritten()[save_id]
+            info = slots.infos[slot.index]
+            if slot.header.state == SlotState.FAILED:
+                former_id = save_id if last is None else last.save_id
+                save = self._join(number, slot, info, next_attempt(former_id), slot.meta)
+                info.persisting, info.accepted_at = True, time.monotonic()
+                self._pool.submit(self._persist, number, slots, slot, save)
+            else:
+                slot.set_state(SlotState.STAGED)
+                info.accepted_at = None
+                save = self._committer.pending[self.accept_slot(number, slot.index)]
+        return save

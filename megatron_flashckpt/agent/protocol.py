@@ -5,6 +5,8 @@ The trainer sends requests; the agent sends one reply per request, in order.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from megatron_flashckpt.agent.life import AgentFacts
@@ -55,6 +57,10 @@ class Outcome(msgspec.Struct, frozen=True):
     """Ranks of this node whose own part has failed; ranks of other nodes may have failed too."""
     lasts: bool = False
     """True if only a person can remove the cause of the failure, as far as this node knows."""
+    held: bool = False
+    """True: the save failed, and host memory still holds all of it, as far as this node knows."""
+    committed: int = -1
+    """Iteration of the newest checkpoint in storage of which the agent knows; -1: none."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -233,7 +239,7 @@ class OpenPeers(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     """Address of this node for the others."""
-    threads: int
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     """Threads that encrypt and decrypt."""
     identity: Identity | None = None
     """Identity of a dead agent that this agent replaces, on the same port."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import threading
 import time
 
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit_thread import Committer
@@ -42,10 +42,14 @@ class RequestHandler:
         self.departed = DepartedRanks(node, committer)
 
     def answer(
-        self, number: int, request: p.Request, fd: int | None, process: RankProcess | None
+        self,
+        number: int,
+        request: p.Request,
+        received: frames.ReceivedDescriptor,
+        process: RankProcess | None,
     ) -> tuple[p.Reply] | tuple[p.Reply, int]:
         """Return the reply, with a descriptor to send if there is one."""
-        if isinstance(request, p.AttachSlab) and fd is not None:
+        if isinstance(request, p.AttachSlab) and (fd := received.take()) is not None:
             taken = self._attach(number, Slab.attach(fd), process, request)
             hit("agent.attached")
             return (p.Attached(taken),)
@@ -55,8 +59,6 @@ class RequestHandler:
                 f"the slab's descriptor did not arrive: the agent may open {limit} files; raise "
                 "its limit ('ulimit -n')"
             )
-        if fd is not None:
-            os.close(fd)
         if isinstance(request, p.DetachSlab):
             self._detach(number)
             return (p.Done(),)

@@ -7,16 +7,21 @@ and made again, or replaced by a copy. An agent holds memory for exactly one of 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 
-from megatron_flashckpt.error_classes import may_pass
+import xxhash
 
-#: Seconds between two checks of the path, and the number of failed checks after which it is gone.
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import FlashCkptError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two checks of the path.
 _LOOK_S = 2.0
-_LOOKS = 3
 #: Pauses before a directory is examined again, after transient errors.
 _RETRIES_S = (0.1, 0.5, 2.0)
 
@@ -48,6 +53,16 @@ def resolved(root: str) -> str:
     return _with_retries(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
 
 
+def key_of(root: str, identity: str | None = None) -> str:
+    """Return the name of the directory of the agents for save directory `root`.
+
+    Args:
+        identity: of the save directory; None: what `identity_of` returns.
+    """
+    identity = identity_of(root) if identity is None else identity
+    return xxhash.xxh3_64_hexdigest(os.fsencode(f"{resolved(root)}\0{identity}"))
+
+
 def _with_retries(call: Callable[[], str]) -> str:
     """Return `call()`, repeated after errors that may pass; empty if it still fails."""
     for pause_s in (*_RETRIES_S, None):
@@ -71,24 +86,37 @@ class HeldDirectory:
     While the directory is open, no other directory of this node gets its inode number, even if it
     was removed. A thread opens it, because storage that hangs must not keep trainers from the agent
     that holds their memory.
+
+    A file system that is mounted again, by hand or by an automounter, may have another device
+    number. So a directory with the claim of one of the agent's runs is the same directory.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, has_own_claim: Callable[[], bool]) -> None:
+        """Open `root`, in a thread.
+
+        Args:
+            has_own_claim: returns whether the directory at `root` has a claim of this agent's runs.
+        """
         self._root = root
-        self._identity = ""
+        self._has_own_claim = has_own_claim
+        self.identity = ""
+        """Identity of the directory; empty until it is open."""
+        self.key = ""
+        """Key of the directory (`key_of`), if it has come back with another identity."""
         self._asked = threading.Event()
         self._closing = False
-        self._gone = 0
+        self._gone_since: float | None = None
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
-    def is_gone(self) -> bool:
-        """Return whether the path has been missing, or another directory, for some seconds.
+    def gone_s(self) -> float:
+        """Return for how many seconds the path has been missing or another directory; 0: not.
 
-        Starts another check without waiting for storage. If it is gone, no trainer can return for
-        the memory of this directory, and no save may be written to the other one.
+        Starts another check without waiting for storage. While it is gone, no trainer can return
+        for the memory of this directory, and no save may be written to the other one.
         """
         self._asked.set()
-        return self._gone >= _LOOKS
+        since = self._gone_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         """Let the thread close the directory, without waiting for storage."""
@@ -97,31 +125,54 @@ class HeldDirectory:
 
     def _hold(self) -> None:
         with contextlib.suppress(OSError):  # no directory, so no identity
-            fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = self._opened()
+            self.identity = _shown(os.fstat(fd))
             try:
-                self._identity = _shown(os.fstat(fd))
                 while not self._closing:
                     self._asked.wait()
-                    self._gone = self._gone + 1 if self._is_elsewhere() else 0
+                    if not self._is_elsewhere():
+                        self._gone_since = None
+                    elif self._is_back():
+                        os.close(fd)
+                        fd = self._opened()
+                        self.identity, self._gone_since = _shown(os.fstat(fd)), None
+                        self.key = key_of(self._root, self.identity)
+                        logger.info("%s is back (%s)", self._root, self.identity)
+                    elif self._gone_since is None:
+                        self._gone_since = time.monotonic()
+                        logger.warning(
+                            "%s is away, or another directory is in its place; it may come back",
+                            self._root,
+                        )
                     time.sleep(_LOOK_S)
                     self._asked.clear()
             finally:
                 os.close(fd)
 
+    def _opened(self) -> int:
+        return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
     def _is_elsewhere(self) -> bool:
         try:
-            return _shown(os.stat(self._root)) != self._identity
+            return _shown(os.stat(self._root)) != self.identity
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:  # a storage error, which may pass
             return False
 
+    def _is_back(self) -> bool:
+        """Return whether the directory has come back with another identity."""
+        try:
+            return os.path.isdir(self._root) and self._has_own_claim()
+        except (OSError, FlashCkptError):
+            return False
+
     def why_not(self, identity: str) -> str | None:
         """Return the reason to refuse a trainer with save directory `identity`; None: serve it."""
-        if not identity or not self._identity or identity == self._identity:
+        if not identity or not self.identity or identity == self.identity:
             return None
         return (
-            f"this agent (pid {os.getpid()}) serves {self._root} ({self._identity}), but at that "
+            f"this agent (pid {os.getpid()}) serves {self._root} ({self.identity}), but at that "
             f"path the trainer has another directory ({identity}); it was replaced just now, or is "
             "mounted differently: start the job again, or end this agent"
         )

@@ -11,6 +11,7 @@ import time
 
 from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
+from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.pending_save import wait_reason
@@ -24,6 +25,8 @@ from megatron_flashckpt.agent.upkeep import Upkeep
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+#: Seconds between two attempts to write what only memory holds, after all trainers have ended.
+_AGAIN_S = 60.0
 #: Seconds that an agent waits for its first trainer.
 _UNCLAIMED_S = 60.0
 
@@ -59,8 +62,10 @@ class Agent:
         )
         self._reception = Acceptor(upkeep.listen(), silent)
         self._unclaimed_s = unclaimed_s
-        #: Latest time to end; set by a signal.
+        #: Latest time to end, and the time of the signal that has set it.
         self._deadline: float | None = None
+        self._signalled_at = 0.0
+        self._has_reported_rest = False
         self.unfinished = False
         """True: a signal ended the agent, and a save was not durable in time."""
         self.all_left = False
@@ -75,7 +80,7 @@ class Agent:
             self._committer.watch()
             self._saves.digester.digest_settled()
             self._handler.departed.release()
-            listener = self._upkeep.restore_missing()
+            listener = self._upkeep.restore_missing(self._node.held.key)
             if listener is not None:
                 self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)
@@ -105,6 +110,7 @@ class Agent:
         wait_s = self._node.options.sigterm_timeout_s if is_first else 0.0
         self._deadline = time.monotonic() + wait_s
         if is_first:
+            self._signalled_at = time.monotonic()
             self._node.flow.rate_limit.lift()
 
     def _may_leave(self) -> bool:
@@ -122,11 +128,13 @@ class Agent:
                     )
                     self.unfinished = True
                 return True
-            if not self._conversations.connections and self._node.held.is_gone():
+            gone_s = 0.0 if self._conversations.connections else self._node.held.gone_s()
+            if gone_s > self._node.options.grace_s:
                 logger.error(
-                    "%s: was removed, or another directory is in its place: the checkpoints in "
-                    "memory are given up",
+                    "%s: was removed, or another directory has been in its place for %.0f s "
+                    "('agent.grace_s'): the checkpoints in memory are given up",
                     self._node.options.root,
+                    gone_s,
                 )
                 return True
             if self._conversations.connections or (
@@ -142,6 +150,39 @@ class Agent:
                 or (self._node.ranks and all(rank.left for rank in self._node.ranks.values()))
                 or time.monotonic() - self._conversations.last_seen > patience
             ):
-                self._conversations.parting = self._saves.persist_rest()
-                return not self._conversations.parting
+                self._has_reported_rest &= self._conversations.parting
+                self._conversations.parting = True
+                return not self._keeps_unwritten()
             return False
+
+    def _keeps_unwritten(self) -> bool:
+        """Write what only memory holds, again and again; return whether the agent stays for it.
+
+        The caller holds the lock, and no trainer is connected.
+        """
+        now, options = time.monotonic(), self._node.options
+        is_ending = self._deadline is not None
+        iteration = self._saves.write_rest(self._signalled_at if is_ending else now - _AGAIN_S)
+        if iteration is None:
+            return False
+        if self._committer.pending:
+            return True
+        left_s = self._conversations.last_seen + options.keep_unwritten_s - now
+        if is_ending or left_s < 0:
+            logger.error(
+                "iteration %d is lost: only this agent's memory holds it, and the agent ends %s",
+                iteration,
+                "by a signal" if is_ending else "after 'agent.keep_unwritten_s'",
+            )
+            self.unfinished = is_ending
+            return False
+        if not self._has_reported_rest:
+            self._has_reported_rest = True
+            logger.warning(
+                "this node's host memory holds iteration %d until %s, because storage lacks it; "
+                "the agent tries again every %g s: free space in %s or remove the cause, or start "
+                "the job again, which resumes from memory; SIGTERM ends this agent after one more "
+                "attempt",
+                *(iteration, clock(left_s), _AGAIN_S, options.root),
+            )
+        return True

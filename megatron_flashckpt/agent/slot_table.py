@@ -34,6 +34,8 @@ class SlotInfo:
     """The digests are being computed, or read from storage: then the memory may have changed."""
     recovered: bool = False
     """The slot came from other nodes."""
+    is_final: bool = False
+    """The save failed for good: no further attempt can make a checkpoint of it."""
     elsewhere: bool = False
     """The slot came from the slot of the rank on its former node, whose agent persists it. Two
     agents must never write one shard: one of them could overwrite the shard after the commit."""
@@ -188,10 +190,13 @@ class RankSlots:
         }
 
     def unwritten(self) -> dict[str, Slot]:
-        """Return, by save, the slots that are memory-only or whose write failed."""
+        """Return, by save, the slots that are memory-only or whose write may yet succeed."""
         states = (SlotState.KEPT, SlotState.FAILED)
-        slots = [slot for slot in self.slab.slots if slot.header.state in states]
-        return {slot.header.save_id: slot for slot in slots}
+        return {
+            slot.header.save_id: slot
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if slot.header.state in states and not info.is_final
+        }
 
     @property
     def committed(self) -> int:
@@ -226,16 +231,17 @@ class RankSlots:
             if dead and not info.persisting:
                 slot.set_header(EMPTY_HEADER)
 
-    def mark(self, save_id: str, state: SlotState) -> None:
+    def mark(self, save_id: str, state: SlotState, *, is_final: bool = False) -> None:
         """Set the state of the complete slot with `save_id`, if there still is one."""
-        for slot in self.slab.slots:
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header
             if header.save_id == save_id and header.state in COMPLETE:
                 slot.set_state(state)
+                info.is_final = is_final
 
 
-def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[str]:
-    """Return the saves to write before memory is given up for ever, newest first.
+def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[SlotHeader]:
+    """Return a header of each save to write before memory is given up for ever, newest first.
 
     These are memory-only and failed saves that all ranks of this node have and that are newer than
     the checkpoint in storage. Ranks of other nodes may lack the newest one, so all are returned; if
@@ -250,4 +256,4 @@ def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[str]:
     newer.sort(key=lambda slot: -slot.header.iteration)
     if newer and newer[0].meta.world_size == len(ranks):
         del newer[1:]
-    return [slot.header.save_id for slot in newer]
+    return [slot.header for slot in newer]

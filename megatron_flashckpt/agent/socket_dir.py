@@ -33,9 +33,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
-
-from megatron_flashckpt.agent.save_directory import identity_of, resolved
+from megatron_flashckpt.agent.save_directory import key_of
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
 
@@ -132,11 +130,6 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
     raise AgentError(
         f"{entry}: other processes create and remove it all the time; set 'runtime_dir'"
     )
-
-
-def key_of(root: str) -> str:
-    """Return the name of the directory of the agents for save directory `root`."""
-    return xxhash.xxh3_64_hexdigest(os.fsencode(f"{resolved(root)}\0{identity_of(root)}"))
 
 
 def log_on_this_node(root: str, runtime_dir: str | None) -> Path | None:

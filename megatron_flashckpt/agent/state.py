@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
@@ -97,7 +98,9 @@ class Node:
         self.direct_io = DirectIo(options.direct_io)
         self.fence = Fence()
         self.storage = self.storage_at(options.root)
-        self.held = HeldDirectory(options.root)
+        self.held = HeldDirectory(
+            options.root, lambda: self.fence.holds(claims.read(open_storage(options.root)))
+        )
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         log_in_save_directory(options.root, options.log_in_save_directory)

@@ -82,35 +82,42 @@ class Upkeep:
             raise
         return listener
 
-    def restore_missing(self) -> socket.socket | None:
+    def restore_missing(self, key: str = "") -> socket.socket | None:
         """Restore missing files; return a new socket to listen on if there is one.
 
         Called often, checks every `_LOOK_S`. Never raises.
+
+        Args:
+            key: key of the save directory if it has changed; see `save_directory.key_of`.
         """
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return None
         self._looked_at = now
         try:
-            return self._restore(now)
+            return self._restore(now, key or self.directory.name)
         except (OSError, AgentError) as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 logger.error("new trainers cannot find this agent: %s", error)
             return None
 
-    def _restore(self, now: float) -> socket.socket | None:
-        is_complete = self._has(LOCK, os.fstat(self._lock)) and self._has(SOCKET, self._socket)
+    def _restore(self, now: float, key: str) -> socket.socket | None:
+        is_complete = (
+            key == self.directory.name
+            and self._has(LOCK, os.fstat(self._lock))
+            and self._has(SOCKET, self._socket)
+        )
         if not is_complete or now - self._found_at > _FIND_S:
             self._found_at = now
-            directory = socket_dir.directory_of(
-                self.directory.name, self._runtime_dir, parents=False
-            )
+            directory = socket_dir.directory_of(key, self._runtime_dir, parents=False)
             is_complete = is_complete and directory == self.directory
             if not self._runtime_dir:
                 _touch(*socket_dir.shared_paths(directory.name))
             if directory != self.directory or not self._has(LOCK, os.fstat(self._lock)):
                 lock = _locked(directory)
+                if key != self.directory.name:
+                    self._move_to(directory)
                 os.close(self._lock)
                 self.directory, self._lock = directory, lock
         self._restore_log()
@@ -122,6 +129,16 @@ class Upkeep:
         logger.info("restored %s, which had been removed", self.directory / SOCKET)
         self._trouble = ""
         return listener
+
+    def _move_to(self, directory: Path) -> None:
+        """Take the log along, and remove the other files, which trainers no longer look for."""
+        for name in (SOCKET, LOCK):
+            (self.directory / name).unlink(missing_ok=True)
+        for name in (LOG, SECOND_STARTS):
+            with contextlib.suppress(FileNotFoundError):
+                (self.directory / name).rename(directory / name)
+        socket_dir.leave(self.directory, self._runtime_dir)
+        logger.info("moved from %s to %s", self.directory, directory)
 
     def _has(self, name: str, status: os.stat_result | None) -> bool:
         """Return whether the file with this status is still there under its name."""

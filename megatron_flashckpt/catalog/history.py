@@ -12,6 +12,7 @@ import logging
 
 import msgspec
 
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import SaveCost
@@ -57,9 +58,22 @@ _PAST_SAVE = msgspec.json.Decoder(PastSave)
 
 
 def read(storage: Storage) -> list[PastSave]:
-    """Return the saves in the history, oldest first; lines that cannot be decoded are skipped."""
-    saves = []
-    for line in _lines(storage):
+    """Return the saves in the history, oldest first; lines that cannot be decoded are skipped.
+
+    A link, a directory or an unreadable file in its place counts as no history, with a warning.
+
+    Raises:
+        OSError: storage reports an error that may pass.
+    """
+    saves: list[PastSave] = []
+    try:
+        lines = _lines(storage)
+    except (FlashCkptError, OSError) as error:
+        if may_pass(error):
+            raise
+        logger.warning("the history of saves cannot be read: %s", error)
+        return saves
+    for line in lines:
         try:
             saves.append(_PAST_SAVE.decode(line))
         except UNDECODABLE:
@@ -73,6 +87,9 @@ def past_save(storage: Storage, save_id: str) -> PastSave | None:
     A rank whose agent was killed may connect late to the next agent. The save that the rank staged
     may have been committed meanwhile with its durable shard, and removed by retention. To write
     the shard again would wait forever for the shards of other ranks.
+
+    Raises:
+        OSError: storage reports an error that may pass.
     """
     return next((past for past in read(storage) if past.save_id == save_id), None)
 

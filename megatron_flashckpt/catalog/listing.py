@@ -149,6 +149,23 @@ def committed_iterations(storage: Storage) -> list[int]:
     return iterations
 
 
+def newest_durable(storage: Storage) -> int | None:
+    """Return the newest iteration that is committed, or tracked and there; None: there is none."""
+    tracked = tracked_iteration(storage)
+    for iteration, directory in sorted(_iterations(storage), reverse=True):
+        if iteration == tracked or storage.present(directory, [file_names.MANIFEST]):
+            return iteration
+    return None
+
+
+def _iterations(storage: Storage) -> list[tuple[int, str]]:
+    return [
+        (iteration, directory)
+        for iteration, directory in _directories(storage)
+        if iteration is not None
+    ]
+
+
 def loadable_iterations(storage: Storage) -> list[int]:
     """Return in order the iterations that a job may load: committed ones, and the tracked one.
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PROC = Path("/proc")
 #: Prefix of the names that `mapping.create_memory` gives to memfds, in /proc.
@@ -23,6 +25,29 @@ def announced(own: int, proc: Path = _PROC) -> dict[str, int]:
     """
     counted = {_identity(os.fstat(own))}
     missing: dict[str, int] = {}
+    for slab in slab_descriptors(proc):
+        if slab.identity not in counted:
+            counted.add(slab.identity)
+            if slab.missing_nbytes > 0:
+                missing[slab.rank] = missing.get(slab.rank, 0) + slab.missing_nbytes
+    return missing
+
+
+class SlabDescriptor(NamedTuple):
+    """A descriptor by which a process of this user holds a slab."""
+
+    pid: int
+    path: str
+    """In /proc; opening it opens the memfd once more."""
+    rank: str
+    identity: tuple[int, int]
+    """Equal for all descriptors of one slab."""
+    missing_nbytes: int
+    """Bytes that are not allocated yet."""
+
+
+def slab_descriptors(proc: Path = _PROC) -> Iterator[SlabDescriptor]:
+    """Return the slab descriptors of all visible processes of this user. Never raises."""
     for process in proc.iterdir():
         if not process.name.isdigit():
             continue
@@ -33,13 +58,13 @@ def announced(own: int, proc: Path = _PROC) -> dict[str, int]:
                     if not name.startswith(_NAME):
                         continue
                     status = os.stat(fd.path)
-                    if _identity(status) not in counted:
-                        counted.add(_identity(status))
-                        left = status.st_size - _BLOCK_NBYTES * status.st_blocks
-                        rank = name[len(_NAME) :].removesuffix(" (deleted)")
-                        if left > 0:
-                            missing[rank] = missing.get(rank, 0) + left
-    return missing
+                    yield SlabDescriptor(
+                        int(process.name),
+                        fd.path,
+                        name[len(_NAME) :].removesuffix(" (deleted)"),
+                        _identity(status),
+                        status.st_size - _BLOCK_NBYTES * status.st_blocks,
+                    )
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import mmap
 import os
 
 from megatron_flashckpt import forks
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
+from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.memory.host_memory import available_nbytes, process_limits, shown
 from megatron_flashckpt.memory.mapping import (
     allocate,
@@ -132,11 +132,10 @@ class Slab:
         try:
             with forks.forks_blocked():
                 return cls._mapped(fd)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
-            raise StorageError(error.errno, f"not a slab ({error.strerror})") from error
-        except FlashCkptError:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise StorageError(error.errno, f"not a slab ({error.strerror})") from error
             raise
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import queue
 import time
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
-from megatron_flashckpt.catalog.history import PastSave, past_save
+from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
@@ -133,8 +134,11 @@ class PendingSaves:
     def replace_lost_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Connect to a new agent in the background; it gets the slab with all staged saves."""
         if lost is not None and self._link.replace_agent(lost):
-            logger.warning(
-                "rank %d: %s; a new agent adopts the saves in host memory", self._rank, error
+            # One line per node is enough: its ranks lose the same agent.
+            logger.log(
+                logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG,
+                "rank %d: %s; a new agent adopts the saves in host memory",
+                *(self._rank, error),
             )
             self._orphaned = dict(self._open)
             self._loss = str(error)
@@ -286,7 +290,7 @@ class PendingSaves:
         manifest = past = None
         try:
             manifest = self._committed(iteration, save_id)
-            past = None if manifest is not None else self._history_entry(save_id)
+            past = None if manifest is not None else past_save(open_storage(self._root), save_id)
         except OSError as error:
             since = former.since if former is not None else now
             if now - since < _ANSWER_S:
@@ -306,19 +310,6 @@ class PendingSaves:
             differing, compared = manifest.differing, manifest.compared
             outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
         self._unreported.append(outcome)
-
-    def _history_entry(self, save_id: str) -> PastSave | None:
-        """Return the history's entry of a save, which retention may have removed since.
-
-        Raises:
-            OSError: storage reports an error that may pass.
-        """
-        try:
-            return past_save(open_storage(self._root), save_id)
-        except (FlashCkptError, OSError) as error:
-            if may_pass(error):
-                raise
-            return None
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
         """Have the agent tell the other nodes which saves lack this rank's part."""

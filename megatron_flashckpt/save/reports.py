@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
+from collections.abc import Hashable, Sequence
 
+from megatron_flashckpt.agent.endings import clock
+from megatron_flashckpt.agent.life import EnclosingUnit
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
+from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
 #: Ranks that a message lists.
 _MOST_SHOWN = 8
+#: Failed saves in a row from which on each report also says what is at risk.
+_ESCALATE = 2
 
 
 def log_level(rank: int, level: int) -> int:
@@ -44,6 +51,12 @@ class SaveReports:
         self.rank = rank
         self.has_agent = True
         """True if there was an agent when the checkpointer was closed."""
+        self.unit = EnclosingUnit()
+        """The unit whose end also ends that agent."""
+        self.failures_in_a_row = 0
+        """Saves to storage that have failed since the last durable one."""
+        self.is_held = False
+        """True if the last save to storage has failed, and host memory still holds it."""
         #: Newest durable iteration in `root` that this rank knows of.
         self._durable: int | None = None
         self.has_committed = False
@@ -73,11 +86,11 @@ class SaveReports:
     def requested(self, iteration: int) -> None:
         """Note that training requested a save to storage."""
         self.last_requested = self._open = iteration
-        self._reason = None
+        self._reason, self.is_held = None, False
 
     def committed(self, outcome: Outcome) -> None:
         """Report a durable checkpoint."""
-        self.has_committed = True
+        self.has_committed, self.failures_in_a_row = True, 0
         self._durable = max(outcome.iteration, self._durable or 0)
         if self._open == outcome.iteration:
             self._open = None
@@ -94,8 +107,11 @@ class SaveReports:
     def failed(self, outcome: Outcome) -> None:
         """Report a failed save, on rank 0 and on the first rank whose part failed."""
         assert outcome.error is not None
+        self.failures_in_a_row += 1
+        if outcome.committed >= 0:  # an agent may have committed saves of the job's former run
+            self._durable = max(outcome.committed, self._durable or 0)
         if self._open == outcome.iteration:
-            self._reason = outcome.error
+            self._reason, self.is_held = outcome.error, outcome.held
         is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
         logger.log(
             logging.ERROR if is_reporter else logging.DEBUG,
@@ -104,9 +120,19 @@ class SaveReports:
             outcome.iteration,
             outcome.error,
             _and_others(outcome.failed_ranks, self.rank),
-            f"; {self._newest_durable()}" if self.rank == 0 else "",
+            f"; {self._newest_durable()}{self._at_risk(outcome)}" if self.rank == 0 else "",
             f"; the agent's log: {self._agent_log}" if self._agent_log else "",
         )
+
+    def _at_risk(self, outcome: Outcome) -> str:
+        """Return what repeated failures put at risk, and where the last save still is."""
+        held = ""
+        if outcome.held:
+            held = f"; host memory holds iteration {outcome.iteration} as long as the agents run"
+        if self.failures_in_a_row < _ESCALATE:
+            return held
+        since = outcome.iteration - (self._durable or 0)
+        return f"{held}; {self.failures_in_a_row} saves in a row, {since} iterations at risk"
 
     def skipped(self, iteration: int, refusal: str) -> None:
         """Report a save that all ranks skipped (`busy: skip`)."""
@@ -123,10 +149,40 @@ class SaveReports:
             self._newest_durable()
         )
 
+    def where_held(self, agent: AgentConfig, nodes: int | None) -> str:
+        """Return where a last save that failed still is, for how long, and what helps.
+
+        Args:
+            nodes: of the job, if their number is known.
+        """
+        if not (self.has_agent and agent.persist_on_leave):
+            return ""
+        if not (self.is_held and agent.keep_unwritten_s):
+            return "; if all ranks have staged it, the agents try to write it after this exit"
+        until = clock(agent.keep_unwritten_s)
+        places = "" if nodes is None else f" of {nodes} node{'s' if nodes > 1 else ''}"
+        sooner = f", or until the {self.unit} ends" if self.unit.kind else ""
+        return (
+            f"; host memory{places} holds iteration {self.last_requested} until {until}{sooner}: "
+            "the agents try every minute to write it; remove the cause, and start the job again if "
+            "it is to continue from there"
+        )
+
     def _newest_durable(self) -> str:
         if self._durable is None:
             return f"there is no durable checkpoint in {self._root}"
         return f"the newest durable checkpoint in {self._root} is iteration {self._durable}"
+
+
+def node_count(nodes: Sequence[Hashable] | None) -> int | None:
+    """Return the number of the job's nodes, if it is known without a collective."""
+    if nodes is not None:
+        return len(set(nodes))
+    try:
+        ranks, per_node = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError):  # not started by torchrun
+        return None
+    return -(-ranks // max(1, per_node))
 
 
 def _and_others(failed_ranks: tuple[int, ...], rank: int) -> str:

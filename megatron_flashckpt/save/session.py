@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.tracker import tracked_iteration
+from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
 from megatron_flashckpt.megatron_lm import announcements
@@ -24,7 +24,7 @@ from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.loop_timer import LoopTimer
-from megatron_flashckpt.save.reports import SaveReports, say
+from megatron_flashckpt.save.reports import SaveReports, node_count, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
@@ -48,7 +48,6 @@ class _OpenCheckpointer:
     """Saves whose figures are not reported yet, in order."""
     unwritten: announcements.AnnouncedSave | None = None
     """The last save if it was skipped or is for memory only; else None."""
-    failures_in_a_row: int = 0
 
     def expects_save_of(self, iteration: int) -> bool:
         """Return whether Megatron still saves `iteration` after its loop, if the job does not exit.
@@ -81,11 +80,11 @@ class _OpenCheckpointer:
                 f"('stop_on_failed_first_save: false' lets training continue): {failed.error}"
             )
         allowed = config.failures_in_a_row
-        if allowed is None or self.failures_in_a_row < allowed:
+        failures = self.reports.failures_in_a_row
+        if allowed is None or failures < allowed:
             return None
-        is_plural = self.failures_in_a_row > 1
         return (
-            f"{self.failures_in_a_row} save{'s in a row have' if is_plural else ' has'} failed, "
+            f"{failures} save{'s in a row have' if failures > 1 else ' has'} failed, "
             f"and 'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
             f"{failed.error}"
         )
@@ -168,7 +167,7 @@ class Session:
             if rank == 0:
                 # Read now, while storage answers: storage may hang when a save fails.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].note_durable(tracked_iteration(open_storage(root)))
+                    self._reports[root].note_durable(newest_durable(open_storage(root)))
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:
@@ -248,14 +247,12 @@ class Session:
                 continue
             # In order of iterations, so that the newest is the last in the log and the artifacts.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
-                if not self._report(opened, outcome):
-                    opened.failures_in_a_row += 1
-                    reason = opened.why_stop(outcome, self.config, last=last)
-                    if reason is not None:
-                        # A slow rank may learn of more failures; all ranks stop with one message.
-                        reasons.setdefault(root, reason)
-                elif not outcome.kept:  # a memory-only save does not show that storage works
-                    opened.failures_in_a_row = 0
+                if self._report(opened, outcome):
+                    continue
+                reason = opened.why_stop(outcome, self.config, last=last)
+                if reason is not None:
+                    # A slow rank may learn of more failures; all ranks stop with one message.
+                    reasons.setdefault(root, reason)
         if reasons:
             raise SaveFailedError("; ".join(reasons.values()))
 
@@ -282,7 +279,7 @@ class Session:
     def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
         """Log one outcome; return True for a success."""
         own = opened.checkpointer.saves.traces.end(outcome.save_id)
-        failures = opened.failures_in_a_row + 1 if outcome.error is not None else 0
+        failures = opened.reports.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:
             opened.reports.kept(outcome)
@@ -314,6 +311,9 @@ class Session:
             state = opened.checkpointer.model_state
             decisive = (state.quantized_keys, state.frozen_keys)
             self._agreed[root] = (*decisive, state.copied_keys, state.differing_keys)
+            agent = opened.checkpointer.link.current
+            if agent is not None and agent.facts is not None:
+                opened.reports.unit = agent.facts.life
             opened.reports.has_agent = opened.checkpointer.close(leave=leave)
         self._forget_open()
 
@@ -350,7 +350,7 @@ class Session:
         reports = [report for report in self._reports.values() if report.rank == 0]
         self._reports.clear()
         verdicts = [
-            (verdict, report.has_agent)
+            (verdict, report)
             for report in reports
             if (verdict := report.last_failure()) is not None
         ]
@@ -361,11 +361,11 @@ class Session:
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
             status = "the exit status is the one that the script has chosen"
-        for verdict, has_agent in verdicts:
-            retry = ""
-            if self.config.agent.persist_on_leave and has_agent:
-                retry = "; if all ranks have staged it, the agents try to write it after this exit"
-            logger.error("%s%s; %s", verdict, retry, status)
+        agent = self.config.agent
+        for verdict, report in verdicts:
+            logger.error(
+                "%s%s; %s", verdict, report.where_held(agent, node_count(self._nodes)), status
+            )
         return not (verdicts and fails)
 
     def at_exit(self) -> None:

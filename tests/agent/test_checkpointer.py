@@ -306,6 +306,38 @@ def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     assert "the last save, iteration 2, is not durable" in caplog.text
 
 
+@pytest.mark.parametrize(("nodes", "place"), [(None, ""), ("ab", " of 2 nodes")])
+def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
+    make: Any,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: str | None,
+    place: str,
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    job = make(config)
+    root = Path(job.checkpointer.root)
+    obstacle = root / "iter_0000002"
+    assert job.save(1) is None
+    obstacle.write_text("in the way")
+    session = Session(config)
+    if nodes is not None:
+        session.note_nodes(nodes)
+    reports = SaveReports(str(root), 0)
+    reports.requested(2)
+    job.checkpointer.save(job.request(2))
+    (outcome,) = job.checkpointer.wait()
+    reports.failed(outcome)
+    startup = Startup(job.checkpointer, session.note_nodes)
+    session._open[str(root)] = _OpenCheckpointer(job.checkpointer, reports, startup)
+    session._reports[str(root)] = reports
+    assert not session.end()
+    last = caplog.records[-1].getMessage()
+    assert f"; host memory{place} holds iteration 2 until " in last
+    assert "remove the cause, and start the job again" in last
+
+
 class _Unsupported:
     """Side state that no load could restore."""
 

@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.claim import ENDED, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError
+from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError, StorageError
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -98,7 +98,7 @@ def test_invalid_bytes_are_not_read_as_a_claim(storage: PosixStorage, encoded: b
 def is_refused(fence: Fence, storage: PosixStorage) -> bool:
     try:
         fence.check(storage)
-    except OvertakenError:
+    except StorageError:
         return True
     return False
 
@@ -180,8 +180,9 @@ def test_an_agent_does_not_write_to_a_replaced_directory(storage: PosixStorage) 
     assert not is_refused(fence, storage), "the directory at this path is still the same"
     root.rename(root.with_name("moved"))
     eventually("a check that reads the claim", lambda: is_refused(fence, storage))
-    with pytest.raises(OvertakenError, match="removed or replaced"):
+    with pytest.raises(StorageError, match="removed or replaced") as away:
         fenced.put("a", b"")
+    assert not isinstance(away.value, OvertakenError), "no other run has it"
     assert not root.exists(), "the agent does not make the directory again"
     root.mkdir()
     assert is_refused(fence, storage)
@@ -297,3 +298,19 @@ def wake(pid: int) -> bool:
     if state == "T":
         os.kill(pid, signal.SIGCONT)
     return state == "T"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_error_of_an_overtaken_run_says_whether_the_later_run_has_ended(
+    storage: PosixStorage, ended: bool
+) -> None:
+    fence = Fence()
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(OLD))
+    fence.check(storage)
+    state = claims.ENDED if ended else claims.TRAINING
+    claims.put(storage, msgspec.structs.replace(claim_of(NEW), state=state))
+    with pytest.raises(OvertakenError) as caught:
+        fence.check(storage)
+    assert ("and has ended" in str(caught.value)) == ended
+    assert ("end one of the two jobs" in str(caught.value)) != ended

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent import client
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
@@ -34,7 +34,7 @@ class SlowFreeing:
 
         monkeypatch.setattr(Slab, "close", slow_close)
         # The agent runs in this process, which a client must not kill.
-        monkeypatch.setattr(AgentClient, "_end_agent", lambda client: None)
+        monkeypatch.setattr(client, "end_agent", lambda *_: None)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -12,11 +14,14 @@ from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.history import PastSave
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.support.trainer import new_save_id
+from tests.agent.test_client import kill_agent
+from tests.support.trainer import blocked_open, new_save_id
 
 
 def saves_in(root: Path) -> list[PastSave]:
@@ -150,3 +155,60 @@ def test_the_agent_gets_the_settings_history_and_trace() -> None:
 
     assert {"history", "trace"} <= set(AgentOptions.__struct_fields__)
     assert Config().history > 0
+
+
+def _replace_history(root: Path, what: str) -> None:
+    """Put something else in the history's place."""
+    path = root / HISTORY
+    path.unlink(missing_ok=True)
+    match what:
+        case "link":
+            (root / "elsewhere").write_bytes(b"")
+            path.symlink_to(root / "elsewhere")
+        case "link to nothing":
+            path.symlink_to(root / "nothing")
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "text":
+            path.write_bytes(b"\xff no JSON\n{}\n")
+
+
+@pytest.mark.parametrize("what", ["link", "link to nothing", "directory", "pipe", "text"])
+def test_no_save_fails_because_of_the_history(node: Node, root: Path, what: str) -> None:
+    """Also of a save that was staged with an agent that was killed, which looks into it."""
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    save_id = new_save_id()
+    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)):
+        trainer.stage(2, save_id)
+        kill_agent(trainer.client.agent_pid)
+        _replace_history(root, what)
+    trainer.reconnect()
+    assert trainer.outcome().error is None
+    assert trainer.save(3).error is None
+    assert (root / file_names.TRACKER).read_text() == "3"
+    if what != "text":
+        assert history.read(PosixStorage(root)) == []
+        assert (root / HISTORY).is_file() == (what == "link"), "what stands there stays"
+
+
+def test_only_errors_of_the_history_that_may_pass_are_raised(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user may have no permission to read it, and storage may be away for a moment."""
+    history.append(PosixStorage(root), past(1), 10)
+
+    def refuse(number: int) -> None:
+        def read(*_: object) -> bytes:
+            raise StorageError(number, os.strerror(number))
+
+        monkeypatch.setattr(PosixStorage, "read", read)
+
+    refuse(errno.EACCES)
+    assert history.past_save(PosixStorage(root), "x") is None
+    assert "the history of saves cannot be read" in caplog.text
+    refuse(errno.ETIMEDOUT)
+    with pytest.raises(StorageError):
+        history.past_save(PosixStorage(root), "x")

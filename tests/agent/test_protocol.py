@@ -22,7 +22,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
@@ -352,6 +352,76 @@ def test_an_unrequested_descriptor_is_closed(
         _hang_up_and_read(sock)
     eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert is_alive(busy.client.agent_pid)
+
+
+def _slab_with(meta: bytes) -> int:
+    """Return the descriptor of a slab whose staged slot has this description."""
+    slab = Slab.create(1, len(meta), 4096, "77")
+    slab.slots[0].set_header(SlotHeader(SlotState.STAGED, 1, new_save_id(), len(meta), 4096))
+    slab.slots[0].set_meta(meta)
+    fd = os.dup(slab.fd)
+    slab.close()
+    return fd
+
+
+ODD = {
+    "deeper than any message": (b"\x91" * 10_000, None),
+    "text that is not UTF-8": (b"\x81\xa4type\xa4\xff\xff\xff\xff", None),
+    "a key that is not UTF-8": (b"\x81\xa4\xff\xff\xff\xff\xa4Poll", None),
+    "a slab that is staged without a description": (p.AttachSlab(), lambda: _slab_with(b"")),
+    "a slab with a deep description": (p.AttachSlab(), lambda: _slab_with(b"\x91" * 10_000)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_fifty_odd_messages_leave_no_descriptor(
+    node: Node, root: Path, busy: FakeTrainer, kind: str
+) -> None:
+    """The agent closes what it receives, whichever error a message makes."""
+    message, make = ODD[kind]
+    agent = busy.client.agent_pid
+    before = open_fds(agent, root)
+    fd = os.open(os.devnull, os.O_RDONLY) if make is None else make()
+    for _ in range(50):
+        with open_raw_connection(node, root) as sock:
+            sock.sendall(_HELLO)
+            assert b"Welcome" in frames.receive(sock)[0]
+            _send_with(sock, _frame(message), [fd])
+            _hang_up_and_read(sock)
+    os.close(fd)
+    kept = len(before) + (make is not None)  # rank 77 keeps its last slab
+    eventually("the end of all connections", lambda: len(open_fds(agent, root)) == kept)
+    assert busy.save(2).error is None
+
+
+BAD_PEERS = {
+    "a key of another length": p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 30, "y" * 30)),
+    "a key that is no Z85": p.OpenPeers("127.0.0.1", 1, p.Identity("\x7f" * 40, "y" * 40)),
+    "a key that is no ASCII": p.OpenPeers("127.0.0.1", 1, p.Identity("\u00e4" * 20, "y" * 40)),
+    "a secret of no key": p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 40, "")),
+    "no address of this node": p.OpenPeers("192.0.2.1", 1),
+    "no text of an address": p.OpenPeers("a\0b", 1),
+    "no thread": p.OpenPeers("127.0.0.1", 0),
+    "more threads than there are": p.OpenPeers("127.0.0.1", 10**9),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PEERS)
+def test_twenty_refused_openings_leave_no_descriptor_and_no_thread(
+    node: Node, root: Path, busy: FakeTrainer, kind: str
+) -> None:
+    pytest.importorskip("zmq")
+    agent = busy.client.agent_pid
+    tasks = Path(f"/proc/{agent}/task")
+    before, threads = len(open_fds(agent, root)), len(list(tasks.iterdir()))
+    for _ in range(20):
+        with pytest.raises(AgentError):
+            busy.client.open_peers(BAD_PEERS[kind])
+        if busy.client.has_hung_up():  # no agent opens so many threads
+            busy.find_agent()
+    eventually("the end of all sockets", lambda: len(open_fds(agent, root)) <= before)
+    eventually("the end of all threads", lambda: len(list(tasks.iterdir())) <= threads)
+    assert busy.save(2).error is None
 
 
 def test_an_agent_ends_with_its_ranks_despite_garbage_on_a_connection(

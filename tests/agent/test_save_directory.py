@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,9 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import client as client_module
-from megatron_flashckpt.agent import save_directory
+from megatron_flashckpt.agent import launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
-from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
@@ -37,6 +39,10 @@ def mounted(directory: Path, path: Path) -> tuple[str, ...]:
 def holds_open(agent: int, directory: Path) -> bool:
     opened = [os.readlink(fd) for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.exists()]
     return str(directory) in opened
+
+
+def logs(node: Node) -> list[str]:
+    return [log.read_text() for log in node.runtime_dir.glob(f"*/{LOG}")]
 
 
 @pytest.mark.parametrize("call", ["mkdir", "stat", "lstat"])
@@ -122,11 +128,10 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     """The agent of a removed directory frees its memory after its trainers have gone."""
-    first = node.trainer(root)
+    first = node.trainer(root, config=node.config(grace_s=3.0))
     assert first.save(1).error is None
     agent = first.client.agent_pid
     eventually("the directory is held", lambda: holds_open(agent, root))
-    log = node.directory(root) / LOG
     root.rename(tmp_path / "away")
     second = node.trainer(root)
     assert second.client.agent_pid != agent
@@ -137,9 +142,76 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     assert is_alive(agent)
     first.hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent), 60)
-    assert f"{root}: was removed, or another directory is in its place" in log.read_text()
     assert second.save(4).error is None
     assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]
+
+
+def test_memory_outlives_a_directory_that_is_away_for_a_moment(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    """As of an automounter, or a file system that is mounted again."""
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    assert trainer.save(4).error is None
+    assert trainer.keep(12).kept
+    trainer.hang_up()
+    root.rename(tmp_path / "away")
+    eventually("the agent sees it", lambda: any("is away" in text for text in logs(node)), 30)
+    time.sleep(5.0)  # three looks: the agent gave the memory up before
+    assert is_alive(agent)
+    (tmp_path / "away").rename(root)
+    again = node.trainer(root)
+    assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
+    assert again.save(13).error is None
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["restarted at once", "later"])
+def test_memory_outlives_a_new_device_number_of_its_directory(
+    node: Node, root: Path, tmp_path: Path, at_once: bool
+) -> None:
+    """A copy of the directory stands for a file system that is mounted again: it has the claim."""
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    trainer.client.hold(trainer.claim())
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    assert trainer.save(4).error is None
+    assert trainer.keep(12).kept
+    trainer.hang_up()
+    shutil.copytree(root, tmp_path / "copy")
+    root.rename(tmp_path / "away")
+    (tmp_path / "copy").rename(root)
+    if not at_once:
+        eventually("the agent moves", lambda: (node.directory(root) / SOCKET).exists(), 30)
+    again = node.trainer(root)
+    assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
+    assert again.save(13).error is None
+    assert (root / "iter_0000013").exists()
+    assert len(list(node.runtime_dir.iterdir())) == 1, "nothing stays in the former directory"
+    again.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_job_prints_which_memory_of_another_directory_it_does_not_use(
+    node: Node,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(launcher, "_MOVE_S", 0.1)
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    assert trainer.keep(12).kept
+    trainer.hang_up()
+    root.rename(tmp_path / "away")
+    again = node.trainer(root)
+    assert again.client.agent_pid != agent
+    assert again.take() == ()
+    assert f"agent {agent} of this node holds " in caplog.text
+    assert "of rank 0 (iteration 12, not in storage) of another directory" in caplog.text
 
 
 def test_a_new_directory_is_not_mistaken_for_a_removed_one(node: Node, root: Path) -> None:

@@ -1,26 +1,41 @@
-"""A failed save, which the agent writes once more when it leaves: storage may work again."""
+"""A failed save, which the agent keeps and writes again when all trainers are gone."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import server
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
+from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_memory_only import assert_the_agent_leaves
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
+from tests.support.trainer import (
+    FakeTrainer,
+    blocked_open,
+    content,
+    eventually,
+    is_alive,
+    new_save_id,
+)
 
 
-def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrainer]:
+def start(
+    node: Node, other_node: Node, root: Path, nodes: int, **agent: float
+) -> list[FakeTrainer]:
     """Return two ranks on the given number of nodes."""
     where = (node, node) if nodes == 1 else (node, other_node)
     return [
-        place.trainer(root, rank, 2, config=place.config(grace_s=0.3))
+        place.trainer(root, rank, 2, config=place.config(**{"grace_s": 0.3, **agent}))
         for rank, place in enumerate(where)
     ]
 
@@ -52,8 +67,10 @@ def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
     assert not list(root.rglob("*.failed"))
 
 
-def test_an_agent_also_leaves_if_storage_still_fails(node: Node, root: Path) -> None:
-    trainers = start(node, node, root, 1)
+def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
+    node: Node, root: Path
+) -> None:
+    trainers = start(node, node, root, 1, keep_unwritten_s=0.5)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
     eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
@@ -71,6 +88,8 @@ def test_an_agent_also_leaves_if_storage_still_fails(node: Node, root: Path) -> 
     # This happens once, or for each rank if the save failed before the second rank staged.
     assert before_the_end.count("iteration 2 was not saved") in (1, 2)
     assert at_the_end.count("iteration 2 was not saved") == 1
+    assert "this node's host memory holds iteration 2 until " in at_the_end
+    assert "iteration 2 is lost" in at_the_end
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -135,3 +154,77 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         eventually("the slot is marked durable", lambda: slot.header.state == SlotState.DURABLE)
     assert again.save(3).error is None
     assert read_rank(stored(root, 2), again) == content(0, 2, again.layout.nbytes)
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])
+def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
+    node: Node, root: Path, leave: bool
+) -> None:
+    """The grace time is over, and the first attempt to write the save again has failed, too."""
+    config = node.config(grace_s=0.1)
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    obstacle = fail([trainer], root, 2)
+    trainer.hang_up(leave=leave)
+    log = node.directory(root) / LOG
+    eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
+    assert is_alive(agent)
+    obstacle.unlink()  # a minute before the next attempt
+    again = node.trainer(root, config=config)
+    newest = again.take()[0]
+    assert (again.client.agent_pid, newest.iteration, newest.durable) == (agent, 2, False)
+    assert again.bytes_in(newest.slot) == content(0, 2, again.layout.nbytes)
+    again.client.resume_from(newest.save_id, 2)
+    assert again.save(3).error is None
+    again.hang_up(leave=True)
+    assert_the_agent_leaves(agent)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_agents_try_again_until_storage_takes_the_only_copy(
+    node: Node, other_node: Node, root: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_AGAIN_S", 0.3)
+    with agent_here(node, root), contextlib.ExitStack() as stack:
+        if nodes == 2:
+            stack.enter_context(agent_here(other_node, root))
+        trainers = start(node, other_node, root, nodes)
+        assert save_all(trainers, 1) == [None, None]
+        obstacle = fail(trainers, root, 2)
+        for trainer in trainers:
+            trainer.hang_up(leave=True)
+            time.sleep(1.0)  # the nodes begin at different times, several attempts apart
+        obstacle.unlink()
+        tracker = root / file_names.TRACKER
+        eventually("the commit of the only copy", lambda: tracker.read_text() == "2")
+        assert_intact(root, 2, trainers)
+
+
+def test_a_later_run_ends_the_attempts(node: Node, other_node: Node, root: Path) -> None:
+    """What the overtaken agent holds is of a past that the later run does not continue."""
+    trainer = node.trainer(root, config=node.config(grace_s=0.1))
+    agent = trainer.client.agent_pid
+    trainer.client.hold(trainer.claim())
+    fail([trainer], root, 2).unlink()
+    other = other_node.trainer(root)
+    other.client.hold(other.claim(policy="take_over"))
+    trainer.hang_up(leave=True)
+    assert_the_agent_leaves(agent)
+    assert not list(root.glob("*/manifest.json"))
+
+
+def test_sigterm_ends_an_agent_with_the_only_copy_after_one_more_attempt(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    fail([trainer], root, 2)
+    trainer.hang_up(leave=True)
+    log = node.directory(root) / LOG
+    eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
+    os.kill(agent, signal.SIGTERM)
+    assert_the_agent_leaves(agent)
+    text = log.read_text()
+    assert text.count("writing it before leaving") == 2
+    assert "iteration 2 is lost: only this agent's memory holds it" in text

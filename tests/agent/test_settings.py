@@ -94,6 +94,16 @@ def leaves_at_once(node: Node, root: Path, second: Second) -> None:
     eventually("the end of the agent", lambda: not node.agents())
 
 
+def leaves_without_a_failed_save(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    directory = root / file_names.iteration_dir(1)
+    directory.parent.mkdir(exist_ok=True)
+    directory.write_text("in the way")
+    assert trainer.save(1).error is not None
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not node.agents())
+
+
 def gives_up_at_once(node: Node, root: Path, second: Second) -> None:
     trainer = second(0, 2)
     trainer.stage(1, new_save_id())
@@ -158,6 +168,11 @@ TRACED = {"trace_directory": "traces"}
 #: The values of the first and second run, and a check that the second ones apply, by setting.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, Second], None]]] = {
     "grace_s": ({"grace_s": 600.0}, {"grace_s": 0.2}, leaves_at_once),
+    "keep_unwritten_s": (
+        {},
+        {"keep_unwritten_s": 0.2, "grace_s": 0.2},
+        leaves_without_a_failed_save,
+    ),
     "persist_threads": (
         {"persist_threads": 1},
         {"persist_threads": 2},

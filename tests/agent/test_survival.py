@@ -216,7 +216,7 @@ def test_an_agent_finishes_pending_saves_before_it_ends(node: Node, root: Path) 
 
 def test_an_agent_with_an_error_leaves_its_log_behind(node: Node, root: Path) -> None:
     root.write_text("a file")
-    trainer = node.trainer(root)
+    trainer = node.trainer(root, config=node.config(keep_unwritten_s=0.0, grace_s=0.1))
     directory, agent = node.directory(root), trainer.client.agent_pid
     error = trainer.save(1).error
     assert error is not None

@@ -144,7 +144,7 @@ def test_a_process_that_holds_the_lock_is_named_and_not_killed(
 ) -> None:
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
     monkeypatch.setattr("megatron_flashckpt.agent.launcher._PROBE_S", 0.0)
-    silent = SilentHolder(0.0)
+    silent = SilentHolder(0.0, 0.0)
     assert silent.may_start(tmp_path), "no process holds the lock"
     (tmp_path / LOCK).write_bytes(text)
     assert silent.may_start(tmp_path), "the lock is old, but no process holds it"

@@ -113,3 +113,19 @@ def test_releases_without_a_finalize_call_report_a_save_before_the_next(tmp_path
     reported = {event["iteration"]: event["told"] for event in result.named("forward")}
     assert reported[10] == []
     assert reported[18] == [10]
+
+
+def test_a_job_resumes_from_the_last_save_that_storage_refused(tmp_path: Path) -> None:
+    """Finishing is not worse than crashing: the agents keep the only copy for hours."""
+    env = {"FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "300"}
+    result = job(tmp_path, in_the_way=(2,), ranks=2, **env)
+    assert result.returncode == 1
+    assert "; host memory of 1 node holds iteration 2 until " in verdict(result)
+    (tmp_path / "save/iter_0000002").unlink()
+    save = str(tmp_path / "save")
+    arguments = ["--train-iters", "3", "--save-interval", "1", "--save", save, "--load", save]
+    arguments = [*MODEL, *arguments, "--override-opt_param-scheduler"]
+    again = run_job(tmp_path, "again", arguments, ranks=2, script=SCRIPT, entry_point="launch")
+    assert again.returncode == 0
+    assert "iteration 2 was restored from memory" in again.log
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "3"

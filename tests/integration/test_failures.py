@@ -156,7 +156,7 @@ def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]
     return tmp_path, succeeded(run_job(tmp_path, "agent", arguments, ranks=RANKS, env=env))
 
 
-def test_every_rank_reports_an_agent_that_has_ended_or_hangs(
+def test_one_rank_of_a_node_reports_an_agent_that_has_ended_or_hangs(
     lost_agents: tuple[Path, Result],
 ) -> None:
     _, result = lost_agents
@@ -164,7 +164,7 @@ def test_every_rank_reports_an_agent_that_has_ended_or_hangs(
         messages = re.findall(
             rf"rank {rank}: (the agent of this node is gone.*); a new agent adopts", result.log
         )
-        assert len(messages) == 2
+        assert len(messages) == (2 if rank == 0 else 0)
         assert all("agent.log" in message for message in messages)
     assert re.search(r"agent \d+ did not answer within 1 s: killed", result.log)
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
@@ -21,8 +22,10 @@ RANKS, PER_NODE = 1024, 8
 ERROR = f"/ckpt/iter_0000008/rank_00017-0.safetensors: {'cannot write; ' * 18}free some space"
 
 
-def outcome(iteration: int, error: str | None = None, failed: tuple[int, ...] = ()) -> Outcome:
-    return Outcome(iteration, f"id{iteration}", error, 1.5, failed_ranks=failed)
+def outcome(
+    iteration: int, error: str | None = None, failed: tuple[int, ...] = (), *, held: bool = False
+) -> Outcome:
+    return Outcome(iteration, f"id{iteration}", error, 1.5, failed_ranks=failed, held=held)
 
 
 def on_all_ranks(report: Callable[[SaveReports], None]) -> list[SaveReports]:
@@ -135,3 +138,38 @@ def test_an_error_names_host_and_path_of_the_agents_log(
     assert re.search(
         rf"; the agent's log: {platform.node()}:{tmp_path}/run/\w{{16}}/agent\.log$", message
     )
+
+
+def test_failures_in_a_row_say_what_is_at_risk_and_where_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = SaveReports("/ckpt", 0)
+    job.note_durable(20)
+    for iteration in range(30, 71, 10):
+        job.requested(iteration)
+        job.failed(outcome(iteration, "no space", held=True))
+    first, *_, fifth = lines(caplog)
+    assert "in a row" not in first
+    assert first.endswith("; host memory holds iteration 30 as long as the agents run")
+    assert fifth.endswith(
+        "; the newest durable checkpoint in /ckpt is iteration 20; host memory holds iteration 70 "
+        "as long as the agents run; 5 saves in a row, 50 iterations at risk"
+    )
+    assert job.is_held
+    job.committed(outcome(80))
+    job.requested(90)
+    job.failed(outcome(90, "a rank has no memory"))
+    assert not job.is_held
+    assert lines(caplog)[-1].endswith("is iteration 80")
+
+
+def test_the_newest_durable_checkpoint_is_the_one_that_agents_know_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The agent of a crashed run has committed iteration 9 after this run had started."""
+    job = SaveReports("/ckpt", 0)
+    job.note_durable(5)
+    job.requested(12)
+    job.failed(msgspec.structs.replace(outcome(12, "no space"), committed=9))
+    assert lines(caplog)[-1].endswith("the newest durable checkpoint in /ckpt is iteration 9")
+    assert (job.last_failure() or "").endswith("is iteration 9")

@@ -126,6 +126,7 @@ def run_job(
         "TMPDIR": str(trace),  # torchrun leaves a directory there
         "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
         "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to restart ranks
+        "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
         **(env or {}),
     }
     command = [*runner, str(script), *TINY, *arguments]

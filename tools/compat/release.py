@@ -307,6 +307,7 @@ class Release:
         environment = {
             "FLASHCKPT_RUNTIME_DIR": str(self.where / "run"),
             "FLASHCKPT_AGENT__GRACE_S": "120",
+            "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
             **(env or {}),
         }
         return (tree or self.tree).run(arguments, log, entry_point, environment, restarts, ranks)

@@ -106,6 +106,7 @@ class Job:
                 "WORLD_SIZE": str(RANKS),
                 "FLASHCKPT_RUNTIME_DIR": str(self.runtime_dir),
                 "FLASHCKPT_AGENT__GRACE_S": "60",
+                "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
                 "FLASHCKPT_OTHER_WRITER_WAIT_S": "0",
                 **trouble.environment(self.save),
             }

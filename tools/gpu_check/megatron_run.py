@@ -118,6 +118,7 @@ class Run:
             "LOSS_LOG": str(self._losses),
             "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
             "FLASHCKPT_AGENT__GRACE_S": "120",
+            "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
             **self._environment,
         }
 

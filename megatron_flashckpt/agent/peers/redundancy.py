@@ -23,7 +23,6 @@ from megatron_flashckpt.agent.peers.transport import (
 )
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader
 
@@ -65,7 +64,7 @@ class Redundancy:
             self._server = PeerServer(
                 self._context, request.host, request.port, self._identity, self._answer
             )
-        except AgentError:
+        except BaseException:
             self._context.term()
             raise
         self._lock = threading.Lock()

@@ -30,6 +30,7 @@ _WINDOW = 4
 _TICK_MS = 200
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"flashckpt"
+_KEY_NBYTES = 32
 
 Handler = Callable[[m.Request, memoryview], tuple[m.Reply, bytes]]
 
@@ -54,6 +55,18 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def _key(text: str) -> bytes:
+    """Return a key as ZeroMQ takes it.
+
+    Raises:
+        AgentError: `text` is not a key.
+    """
+    with contextlib.suppress(ValueError, KeyError):  # of another length; another character
+        if len(z85.decode(text.encode())) == _KEY_NBYTES:
+            return text.encode()
+    raise AgentError(f"{len(text)} characters that are not a CURVE key (40 characters of Z85)")
+
+
 class PeerServer:
     """Answers the agents of other nodes, in a thread. `allowed` may be replaced at any time."""
 
@@ -68,34 +81,37 @@ class PeerServer:
         """Listen on `host` (an address of this node), on a free port or on `port`.
 
         Raises:
-            AgentError: the address is not one of this node, or the port is taken.
+            AgentError: the address is not one of this node, the port is taken, or `identity` has no
+                valid keys. Then nothing stays open.
         """
         self.allowed: frozenset[str] = frozenset()
         self._handler = handler
         self._closing = False
-        # The key checker must be bound before any agent can connect.
-        self._zap = context.socket(zmq.REP)
-        self._zap.linger = 0
-        self._zap.bind(_ZAP)
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.curve_server = True
-        self._socket.curve_publickey = identity.public.encode()
-        self._socket.curve_secretkey = identity.secret.encode()
-        self._socket.zap_domain = _DOMAIN
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._socket.maxmsgsize = m.MAX_FRAME_NBYTES
-        self._socket.heartbeat_ivl = 5000
-        self._socket.ipv6 = ":" in host
-        try:
-            self._socket.bind(endpoint(host, port or "*"))
-        except zmq.ZMQError as error:
-            self._socket.close()
-            self._zap.close()
-            raise AgentError(
-                f"cannot listen on {host} ({error}); set 'agent.address' to an address of this "
-                "node that the other nodes reach"
-            ) from error
+        with contextlib.ExitStack() as opened:
+            # The key checker must be bound before any agent can connect.
+            self._zap = context.socket(zmq.REP)
+            opened.callback(self._zap.close)
+            self._zap.linger = 0
+            self._zap.bind(_ZAP)
+            self._socket = context.socket(zmq.ROUTER)
+            opened.callback(self._socket.close)
+            self._socket.linger = 0
+            self._socket.curve_server = True
+            self._socket.curve_publickey = _key(identity.public)
+            self._socket.curve_secretkey = _key(identity.secret)
+            self._socket.zap_domain = _DOMAIN
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self._socket.maxmsgsize = m.MAX_FRAME_NBYTES
+            self._socket.heartbeat_ivl = 5000
+            self._socket.ipv6 = ":" in host
+            try:
+                self._socket.bind(endpoint(host, port or "*"))
+            except zmq.ZMQError as error:
+                raise AgentError(
+                    f"cannot listen on {host} ({error}); set 'agent.address' to an address of this "
+                    "node that the other nodes reach"
+                ) from error
+            opened.pop_all()
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.port = int(bound.decode().rpartition(":")[2].rstrip("\0"))
@@ -160,19 +176,30 @@ class Connection:
         node: PeerNode,
         timeout_s: float,
     ) -> None:
+        """Begin to connect.
+
+        Raises:
+            AgentError: a key is not valid, or `node` has no valid address.
+        """
         self._place = f"{node.host}:{node.port}"
         self._timeout_s = timeout_s
         self._next = 0
         self._given_up = False
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.curve_serverkey = node.public.encode()
-        self._socket.curve_publickey = identity.public.encode()
-        self._socket.curve_secretkey = identity.secret.encode()
-        self._socket.maxmsgsize = m.MAX_FRAME_NBYTES
-        self._socket.sndtimeo = int(timeout_s * 1000)
-        self._socket.ipv6 = ":" in node.host
-        self._socket.connect(endpoint(node.host, node.port))
+        server_key, public, secret = map(_key, (node.public, identity.public, identity.secret))
+        with contextlib.ExitStack() as opened:
+            self._socket = context.socket(zmq.DEALER)
+            opened.callback(self._socket.close)
+            self._socket.linger = 0
+            self._socket.curve_serverkey = server_key
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+            self._socket.maxmsgsize = m.MAX_FRAME_NBYTES
+            self._socket.sndtimeo = int(timeout_s * 1000)
+            self._socket.ipv6 = ":" in node.host
+            try:
+                self._socket.connect(endpoint(node.host, node.port))
+            except zmq.ZMQError as error:
+                raise PeerError(f"{self._place}: {error}") from error
+            opened.pop_all()
 
     def __enter__(self) -> Connection:
         return self
