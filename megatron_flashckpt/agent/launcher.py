@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _PROBE_S = 0.5
 #: Longest wait for an agent that moves: its looks at the directory and at its own files.
 _MOVE_S = 8.0
+_MOVE_PAUSE_S = 0.1
 _PROC = Path("/proc")
 
 
@@ -100,7 +101,7 @@ class MovingAgent:
                     *(pid, describe_slabs(last_copies(pid)), self._root),
                 )
             return False
-        time.sleep(_PROBE_S)
+        time.sleep(_MOVE_PAUSE_S)
         return True
 
 

@@ -51,11 +51,11 @@ def test_a_frozen_agent_is_replaced_at_last_and_the_loss_is_named(
 ) -> None:
     agent, _ = dead_ranks(node, root)
     suspend(agent)
-    config = node.config(answer_timeout_s=0.1, start_timeout_s=0.2)
+    config = node.config(answer_timeout_s=0.1, start_timeout_s=0.7)
     again = node.trainer(root, config=config)
     assert again.client.agent_pid != agent
     (line,) = [text for text in caplog.messages if "did not answer" in text]
-    assert f"agent {agent} did not answer within 0.2 s: killed; lost with it: " in line
+    assert f"agent {agent} did not answer within 0.7 s: killed; lost with it: " in line
     assert "of rank 0 (iteration 2, not in storage)" in line
     assert again.take() == ()
 
