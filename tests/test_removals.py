@@ -20,6 +20,7 @@ MAY_REMOVE = {
     "agent.fence": "as `storage.posix`, while this agent is the writer",
     "agent.cleanup": "files of saves that were not committed",
     "agent.failed_save": "files of a save that failed",
+    "agent.log": "its own log, which is full",
     "agent.markers": "markers of older saves",
     "catalog.retention": "checkpoints that no rule keeps",
     "save.probe": "its own file, under a random name",
