@@ -66,7 +66,7 @@ class Digester:
     def digest(self, rank: Trainer, before: float = math.inf) -> None:
         """Begin to digest the slots of a rank that nothing has read. The caller holds the lock.
 
-        Slots that change from then on are neither loaded nor persisted.
+        A save whose bytes change from then on is neither loaded nor persisted.
 
         Args:
             before: leaves out slots that were accepted later, and those that are being written to
@@ -79,7 +79,8 @@ class Digester:
                 continue
             info.awaits_digests = True
             # Beside training, one thread per rank: with eight for one rank, steps of a launch-bound
-            # model took a fifth longer (H100, 16 cores). A restart waits, so it gets all threads.
+            # model took a fifth longer (H100, 16 cores). A restart waits for slots that were not
+            # begun before, so these get all threads.
             threads = self._threads if before == math.inf else 1
             reading = _Reading(rank, rank.slots, slot, info, threads)
             for numbers in reading.parts():

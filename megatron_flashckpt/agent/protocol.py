@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float
     """Time from staged on this node to committed (or failed); until staged, if it was kept."""
     kept: bool = False
-    """True: the save was for host memory only, and all of it is there."""
+    """True: the save was for host memory only, and all of this rank's part is there."""
     cost: SaveCost | None = None
     """Timings of a committed save, if they are known."""
     differing: tuple[str, ...] = ()

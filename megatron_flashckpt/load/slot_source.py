@@ -2,8 +2,8 @@
 
 The slot is read through its file descriptor (a memfd), because a new process must first map every
 page of its mapping. Page-locking maps the pages, so a GPU and the digests of its copies use the
-mapping. Copies to addresses that are shifted against the slot by other than multiples of 32 bytes
-use it, too. The kernel makes these slowly: with digests, in 0.19 instead of 0.13 CPU s per GiB.
+mapping. If source and target differ modulo 32 bytes, a copy uses the mapping, too, because the
+kernel copies such bytes slowly: with digests, in 0.19 instead of 0.13 CPU s per GiB.
 """
 
 from __future__ import annotations

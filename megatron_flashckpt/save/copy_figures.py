@@ -35,7 +35,11 @@ class CopyFigures:
         """Return whether the copies have ended, and a step that waits for them has begun."""
         if not self.ended.is_set():
             return False
-        return self.failed or self.step_wait is None or bool(self.step_wait[1].query())  # type: ignore[no-untyped-call]
+        try:
+            return self.failed or self.step_wait is None or bool(self.step_wait[1].query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the GPU has failed: training gets its error by itself
+            self.failed = True
+            return True
 
     def step_wait_s(self) -> float:
         """Return how long the optimizer's step waited on the GPU, once the figures are known."""

@@ -205,8 +205,10 @@ class PendingSaves:
         if reply.finished:
             hit("save.told")
         for outcome in reply.finished:
-            self._open.pop(outcome.save_id, None)
-        self._unreported += reply.finished
+            # After a reconnect, an agent reports all slots that it keeps once more.
+            is_open = self._open.pop(outcome.save_id, None) is not None
+            if is_open or not outcome.kept:
+                self._unreported.append(outcome)
         if reply.pending == 0:
             self._look_up(handed_over)
 

@@ -207,7 +207,7 @@ class Session:
     def _measured_wait(self, report: SaveReport, *, until_durable: bool) -> str:
         """Have the training loop's wait measured, if it can be; return a phrase that names it."""
         if until_durable:
-            return "in save_checkpoint, which also waits until it is durable"
+            return "in save_checkpoint before its wait for a durable checkpoint"
         if not self.loop_timer.is_running:
             return "in save_checkpoint"
         self.loop_timer.saved(report.recorder)

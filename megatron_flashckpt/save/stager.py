@@ -189,6 +189,7 @@ class Stager:
             hit("stage.half")
         except Exception as failure:
             job.error = failure
+            figures.failed = True
         self._current = job
         if not late and not late_unsaved and self._stream is None:
             self._end_copies(job)
@@ -233,7 +234,8 @@ class Stager:
             if job.all_copied is not None:
                 before = timed_event()
                 torch.cuda.current_stream().wait_event(job.all_copied)
-                job.figures.step_wait = before, timed_event()
+                # Both hooks of one step wait; the stream has waited when the second one comes.
+                job.figures.step_wait = job.figures.step_wait or (before, timed_event())
         except RuntimeError as error:
             logger.warning(
                 "the GPU cannot wait for a save's copies (%s), so the training thread waits for "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
@@ -160,6 +163,25 @@ def test_a_memory_only_save_writes_no_file(make: Any, config: Config, root: Path
     job = make(config)
     assert job.save(1, memory_only=True) is None
     assert not (root / file_names.iteration_dir(1)).exists()
+
+
+def test_another_agent_reports_no_kept_save_again(make: Any, config: Config) -> None:
+    job = make(config)
+    assert job.save(1, memory_only=True) is None
+    assert job.save(2, memory_only=True) is None
+    former = job.checkpointer.link.client()
+    os.kill(former.agent_pid, signal.SIGKILL)
+    saves = job.checkpointer.saves
+    told: list[Outcome] = []
+
+    def is_replaced() -> bool:
+        told.extend(saves.poll())
+        return job.checkpointer.link.current not in (None, former)
+
+    eventually("another agent serves the rank", is_replaced)
+    assert job.save(3, memory_only=True) is None
+    told.extend(saves.poll())
+    assert [outcome.iteration for outcome in told if outcome.iteration < 3] == []
 
 
 def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(

@@ -101,7 +101,7 @@ def test_a_save_waits_until_staged_or_durable_on_request(tmp_path: Path) -> None
     assert [save["iteration"] for save in saves] == [1, 2, 3]
     assert [save["copied"] for save in saves] == [False, True, True]
     assert saves[2]["committed"]
-    assert "in save_checkpoint, which also waits until it is durable, then" in result.log
+    assert "in save_checkpoint before its wait for a durable checkpoint, then" in result.log
     assert result.returncode == 1
     assert re.search(r"in save_checkpoint\n(.*\n)*.*SaveFailedError: \[Errno", result.log)
 

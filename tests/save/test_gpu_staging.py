@@ -344,6 +344,31 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
     assert figures.locked_nbytes == figures.slab_nbytes == slab.geometry.nbytes
 
 
+def test_the_wait_of_a_step_with_two_hooks_is_that_of_the_first(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """Megatron's optimizer and the torch optimizer inside of it both wait before they change."""
+    tensors = in_parts(10)
+    node.d2h_bytes_per_s = PART / 0.03
+    save_once(slab, stager, tensors)
+    figures = stager.stage(copies(slab, tensors), Finish())
+    stager.before_change()
+    stager.before_change()
+    torch.cuda.current_stream().synchronize()
+    stager.wait()
+    assert figures.step_wait_s() > 0.2
+
+
+def test_a_gpu_that_fails_leaves_no_figures(node: Node, slab: Slab, stager: Stager) -> None:
+    """Training gets the error by its own calls; the exit after it must not get another one."""
+    figures = stager.stage(copies(slab, in_parts(3)), Finish())
+    stager.before_change()
+    stager.wait()
+    node.devices[RANK].fail("an illegal memory access was encountered")
+    assert figures.are_known()
+    assert figures.failed
+
+
 def test_our_waits_do_not_spin(node: Node, slab: Slab, stager: Stager) -> None:
     stager.stage(copies(slab, in_parts(6)), Finish())
     stager.wait()

@@ -400,3 +400,22 @@ def test_a_closed_slab_stays_mapped_until_the_stager_releases_it() -> None:
     assert times_mapped("held") == 1
     stager.close()
     assert times_mapped("held") == 0
+
+
+def test_a_failed_early_copy_is_known_before_the_copy_thread_runs(slab: Slab) -> None:
+    """Otherwise a save without late copies counts as staged until the thread runs."""
+    runs = threading.Event()
+
+    class LateStager(Stager):
+        def _perform(self, job: Any) -> None:
+            assert runs.wait(PATIENCE_S)
+            super()._perform(job)
+
+    made = LateStager()
+    made.use(slab, device=None)
+    outside = Copy(torch.zeros(8), 1 << 30, True)
+    figures = made.stage([outside], Finish())
+    assert figures.are_known()
+    assert figures.failed
+    runs.set()
+    made.close()
