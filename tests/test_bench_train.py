@@ -335,7 +335,8 @@ def test_the_document_of_slow_storage_shows_the_published_figures(name: str) -> 
         system = published["systems"][key]
         values = [system["figures"].get(figure) for figure in shown]
         cells = [f"{value['median']:.2f}" if value else "-" for value in values]
-        assert f"| {' | '.join([system['label'], *cells])} |" in lines
+        row = f"| {' | '.join([system['label'], *cells])} |"
+        assert any(line.startswith(row) for line in lines)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/understanding/benchmarks.md"])

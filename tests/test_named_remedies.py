@@ -33,8 +33,8 @@ OTHER_RELEASES = {
     "--standalone-embedding-stage",
     "--use-custom-fsdp",
 }
-#: An option of srun, and the prefix that `agent.settings` adds to names.
-OTHERS = {"--overlap", "--no-"}
+#: Options of srun and torchrun, and the prefix that `agent.settings` adds to names.
+OTHERS = {"--overlap", "--no-", "--max-restarts"}
 #: Quoted words that are not settings: values, commands and Megatron's names.
 WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_reshardable"}
 

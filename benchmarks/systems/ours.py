@@ -156,7 +156,7 @@ class Ours(System):
 
     def load_from_memory(self, state: State) -> int:
         self._loads(state)
-        newest = held_in_memory(self._checkpointer)[0]
+        newest = held_in_memory(self._checkpointer).checkpoints[0]
         request = self._load_request(self._checkpointer.model_state)
         with gc_paused():
             return loader.load(request, open_memory(newest, self._config)).origin.iteration

@@ -328,7 +328,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     Raises:
         AgentError: the agent did not answer in time, or the socket directory is not private.
     """
-    deadline = time.monotonic() + config.agent.start_timeout_s
+    start_s = config.agent.start_timeout_s
+    deadline = time.monotonic() + start_s
     silent = SilentHolder(
         min(_SILENT_S, config.agent.start_timeout_s / 2), last_copies_wait_s(config.agent)
     )
@@ -336,7 +337,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     ensure(root)
     while True:
         directory = agent_directory(root, config.runtime_dir)
-        sock = _new_socket()
+        sock, began = _new_socket(), time.monotonic()
         try:
             sock.connect(str(directory / SOCKET))
             if frames.peer(sock).uid != os.getuid():
@@ -356,15 +357,20 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             # Start over, also if an agent has just left and removed the directory. A refusal (an
             # agent of another release or user) is final.
             _close(sock)
-            if isinstance(error, _ClosedError) and error.was_killed:
-                deadline = time.monotonic() + config.agent.start_timeout_s
+            if isinstance(error, _ClosedError):
+                # The wait for a silent agent, which this rank or another one has killed, does not
+                # count: another agent has to be started.
+                now = time.monotonic()
+                deadline = now + start_s if error.was_killed else deadline + now - began
         except BaseException:
             _close(sock)
             raise
-        if time.monotonic() > deadline and not silent.holds_last_copies:
+        if silent.holds_last_copies:
+            deadline = time.monotonic() + start_s  # leaves time to start another agent
+        if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent answered at {directory / SOCKET} within "
-                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if the "
+                f"{start_s:.0f} s; its log: {directory / LOG}; if the "
                 "log has no reason, the node is slow: raise 'agent.start_timeout_s'"
             )
         if local_rank == 0:

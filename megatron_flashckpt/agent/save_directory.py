@@ -132,9 +132,9 @@ class HeldDirectory:
                     self._asked.wait()
                     if not self._is_elsewhere():
                         self._gone_since = None
-                    elif self._is_back():
+                    elif (opened := self._returned()) is not None:
                         os.close(fd)
-                        fd = self._opened()
+                        fd = opened
                         self.identity, self._gone_since = _shown(os.fstat(fd)), None
                         self.key = key_of(self._root, self.identity)
                         logger.info("%s is back (%s)", self._root, self.identity)
@@ -160,12 +160,12 @@ class HeldDirectory:
         except OSError:  # a storage error, which may pass
             return False
 
-    def _is_back(self) -> bool:
-        """Return whether the directory has come back with another identity."""
+    def _returned(self) -> int | None:
+        """Return a descriptor of the directory if it has come back with another identity."""
         try:
-            return os.path.isdir(self._root) and self._has_own_claim()
+            return self._opened() if self._has_own_claim() else None
         except (OSError, FlashCkptError):
-            return False
+            return None
 
     def why_not(self, identity: str) -> str | None:
         """Return the reason to refuse a trainer with save directory `identity`; None: serve it."""

@@ -60,13 +60,14 @@ def _with_checkpoint(slabs: Iterable[tuple[str, str]]) -> Iterator[HeldSlab]:
             continue
         headers = [slot.header for slot in slab.slots if slot.header.state in COMPLETE]
         slab.close()
-        if headers and rank.isdigit():
-            newest = max(headers, key=lambda header: header.iteration)
+        newest = max(headers, key=lambda header: header.iteration, default=None)
+        # Storage has a durable checkpoint, so it is not lost with the agent.
+        if newest is not None and newest.state != SlotState.DURABLE and rank.isdigit():
             yield HeldSlab(
                 int(rank),
                 slab.geometry.nbytes,
                 newest.iteration,
-                durable=newest.state == SlotState.DURABLE,
+                durable=False,
                 departed=False,
                 in_use=False,
             )

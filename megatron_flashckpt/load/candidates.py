@@ -21,6 +21,7 @@ from megatron_flashckpt.errors import (
     is_damage,
 )
 from megatron_flashckpt.file_format.file_names import (
+    RELEASE,
     iteration_dir,
     next_attempt,
     run_of,
@@ -128,11 +129,13 @@ class Candidates:
             self._memory = [other for other in self._memory if damage and other is not current]
             if not self._fall_back and self.iteration != iteration:
                 raise error
-            if not damage and self.current is None:
+            if (not damage and self.current is None) or self.current == RELEASE:
+                # A release has weights only; this load wants all state.
                 raise error
         elif current is not None:
-            # A person has named a renamed directory; an older checkpoint is not what is wanted.
-            is_wanted = (
+            # A person has named a release or a renamed directory; an older checkpoint is not what
+            # is wanted. Nor would it be whole: of a release, a load takes the weights only.
+            is_wanted = current == RELEASE or (
                 isinstance(error, RenamedCheckpointError) and current == self.named.iteration
             )
             if is_wanted or not (damage and self._fall_back):

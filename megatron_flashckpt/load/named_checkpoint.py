@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -54,9 +55,10 @@ def refuse_path_inside(load_dir: str) -> None:
     if path.is_file():
         raise ConfigError(f"{load_dir}: is a file; name the directory that holds it with --load")
     iteration = parse_iteration_dir(path.name)
-    if iteration is None or not path.is_dir() or (path / TRACKER).exists():
-        return
-    if any(path.iterdir()):
+    is_one = False
+    with contextlib.suppress(OSError):  # the load retries what may pass, and reports what does not
+        is_one = not (path / TRACKER).exists() and any(path.iterdir())
+    if iteration is not None and is_one:
         raise ConfigError(
             f"{load_dir}: is one checkpoint, not a save directory; start with --load {path.parent} "
             f"--ckpt-step {iteration}"

@@ -132,6 +132,6 @@ def test_an_invalid_save_directory_is_refused_before_any_file_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"s3://bucket/job: .*mount the store"):
+    with pytest.raises(ConfigError, match=r"s3://bucket/job: .*object stores are not supported"):
         Checkpointer("s3://bucket/job", Config())
     assert list(tmp_path.iterdir()) == []

@@ -721,7 +721,9 @@ def test_a_directory_to_write_must_be_a_path(
         main([*arguments, path])
     assert caught.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert ("names no directory" if not path.strip() else "mount the store") in error
+    assert (
+        "names no directory" if not path.strip() else "object stores are not supported"
+    ) in error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -317,6 +317,22 @@ def test_our_checkpoint_under_the_name_release_is_loaded_if_the_tracker_says_so(
     assert "iteration 4" in entry.remark
 
 
+def test_a_damaged_release_is_not_replaced_by_a_checkpoint_without_its_optimizer(
+    tmp_path: Path,
+) -> None:
+    """Of a release, a load takes the weights only; masters and moments would stay random."""
+    make(tmp_path, 2)
+    make(tmp_path, 4, "b" * 12)
+    (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    storage = PosixStorage(tmp_path)
+    candidates = Candidates(
+        storage, named_in(storage, None), HeldInMemory(), rank=0, fall_back=True
+    )
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        candidates.refuse(CorruptCheckpointError("damaged"))
+
+
 def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     tmp_path: Path,
 ) -> None:

@@ -354,12 +354,14 @@ def trace_early_reads() -> None:
 
 
 def show_stale_tracker() -> None:
-    from megatron_flashckpt.load import candidates
+    from megatron_flashckpt.load import named_checkpoint
 
     rank, _, stale = os.environ["STALE"].partition(":")
-    read = candidates.tracker_text
+    read = named_checkpoint.tracker_text
     if int(rank) == RANK:
-        candidates.tracker_text = lambda storage: read(storage) if dist.is_initialized() else stale
+        named_checkpoint.tracker_text = lambda storage: (
+            read(storage) if dist.is_initialized() else stale
+        )
 
 
 def trace_slabs() -> None:

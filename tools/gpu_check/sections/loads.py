@@ -71,7 +71,7 @@ def _restarted(where: Node, rank: Rank) -> tuple[Rank, MemorySource]:
     rank.checkpointer.link.stager.drop_slab()
     rank.close()
     again = where.rank(rank.tensors)
-    (checkpoint,) = held_in_memory(again.checkpointer)
+    (checkpoint,) = held_in_memory(again.checkpointer).checkpoints
     with mock.patch.object(parallel, "model_sizes", return_value=(1, 1, 1)):
         return again, open_memory(checkpoint, again.checkpointer.config)
 
