@@ -142,7 +142,9 @@ def main() -> None:
         vars(args).clear()
         vars(args).update({**original, **case["args"]})
         runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
-        settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
+        # No agent outlives its test.
+        settings = {"runtime_dir": runtime_dir, "agent": {"keep_unwritten_s": 0}}
+        settings |= case.get("config", {})
         settings |= case.get("config_on", {}).get(str(RANK), {})
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -254,6 +255,8 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # A suite in the background of a shell ignores the signal, and so would the driver.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     eventually("its children", lambda: pids.exists() and len(pids.read_text().split()) == 3)
     driver.send_signal(signal.SIGINT)
