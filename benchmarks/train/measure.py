@@ -68,7 +68,7 @@ class Measured:
     restarts: dict[str, Restart] = dataclasses.field(default_factory=dict)
     """Restarts by source: `storage`, `memory`."""
     restart_error: str = ""
-    """How a restart has failed; the run's other figures count all the same."""
+    """Error of a failed restart; the other figures of the run count all the same."""
 
 
 @dataclasses.dataclass

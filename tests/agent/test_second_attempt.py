@@ -202,7 +202,7 @@ def test_agents_try_again_until_storage_takes_the_only_copy(
 
 
 def test_a_later_run_ends_the_attempts(node: Node, other_node: Node, root: Path) -> None:
-    """What the overtaken agent holds is of a past that the later run does not continue."""
+    """The overtaken agent holds saves of a past that the later run does not continue."""
     trainer = node.trainer(root, config=node.config(grace_s=0.1))
     agent = trainer.client.agent_pid
     trainer.client.hold(trainer.claim())

@@ -286,7 +286,7 @@ def test_a_replaced_process_is_refused_even_after_its_successor_ended(
 def test_a_slab_is_free_after_its_last_former_process_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What that process left without handing it over is dropped; accepted slots stay."""
+    """Slots that the process left without handing them over are dropped; accepted ones stay."""
     alive = {OLDER, NEWER}
     monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
     kept = [SlotState.STAGED, SlotState.DURABLE]

@@ -320,7 +320,7 @@ def test_our_checkpoint_under_the_name_release_is_loaded_if_the_tracker_says_so(
 def test_a_damaged_release_is_not_replaced_by_a_checkpoint_without_its_optimizer(
     tmp_path: Path,
 ) -> None:
-    """Of a release, a load takes the weights only; masters and moments would stay random."""
+    """A load takes only the weights of a release; masters and moments would stay random."""
     make(tmp_path, 2)
     make(tmp_path, 4, "b" * 12)
     (tmp_path / iteration_dir(4)).rename(tmp_path / "release")

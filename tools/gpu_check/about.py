@@ -1,4 +1,4 @@
-"""What was checked, and where: the card, the versions, the commit and the machine."""
+"""Facts about a check: the card, the versions, the commit and the machine."""
 
 from __future__ import annotations
 
