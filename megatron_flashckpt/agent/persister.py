@@ -120,8 +120,6 @@ class Saves:
         index: int,
         message: p.Staged | None = None,
         described: tuple[Slot, SlotHeader, SlotMeta] | None = None,
-        *,
-        is_awaited: bool = True,
     ) -> str:
         """Persist a complete slot, or keep it if it is for memory only; return its save.
 
@@ -130,7 +128,6 @@ class Saves:
         Args:
             message: the "staged" message of the slot's trainer; None if the trainer is gone.
             described: the result of `described`, decoded; ignored if the slot has changed since.
-            is_awaited: report the result of the save to the rank.
         """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
@@ -148,7 +145,7 @@ class Saves:
             self._node.traces.add(header.iteration, header.save_id, number, message.spans)
             if save is not None and message.cost is not None:
                 save.costs[number] = message.cost
-        if is_awaited:
+        if not info.recovered:  # no process of this rank has staged a save that came from others
             self._node.ranks[number].awaited.add(header.save_id)
         if info.accepted_at is None:
             info.accepted_at, info.persisting = time.monotonic(), save is not None

@@ -307,7 +307,7 @@ class RequestHandler:
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
             # The rank's own node may have been lost before this save was durable, and others wait
             # for it.
-            self._saves.accept_slot(number, index, is_awaited=False)
+            self._saves.accept_slot(number, index)
         self._node.changed.notify_all()
 
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
