@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from megatron_flashckpt.catalog import foreign
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
@@ -22,11 +20,8 @@ from megatron_flashckpt.errors import (
     is_damage,
 )
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
-from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import RetryingStorage
@@ -341,81 +336,3 @@ def _first_few(items: Sequence[object]) -> str:
     """Return the first few of `items` and the number of further ones, for a message."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(map(str, items[:_SHOWN])) + more
-
-
-class TensorSummary(msgspec.Struct, frozen=True):
-    """Global tensor, as recorded in the manifest."""
-
-    key: str
-    kind: str
-    dtype: str
-    global_shape: Shape
-    nbytes: int
-    """Stored bytes of all ranks."""
-    pieces: int
-
-
-class FileSummary(msgspec.Struct, frozen=True):
-    """Shard file, as recorded in the manifest."""
-
-    rank: int
-    coordinates: Coordinates
-    file: str
-    nbytes: int
-    pieces: int
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """Contents of one checkpoint, as `flashckpt inspect` shows them."""
-
-    place: str
-    iteration: int
-    save_id: str
-    version: int
-    world_size: int
-    tracked: bool
-    metrics: dict[str, float]
-    """Metrics that training code has reported."""
-    differing: tuple[str, ...]
-    """Keys of tensors whose copies differ between ranks."""
-    nbytes: int
-    description: dict[str, Any]
-    tensors: tuple[TensorSummary, ...]
-    files: tuple[FileSummary, ...]
-
-
-def summary(stored: StoredCheckpoint) -> Summary:
-    """Return the contents of a checkpoint, as recorded in its manifest; reads no shard file."""
-    manifest = stored.manifest
-    nbytes: Counter[tuple[str, str, str, Shape]] = Counter()
-    pieces: Counter[tuple[str, str, str, Shape]] = Counter()
-    shards_of = Counter(shard.template for shard in manifest.shards)
-    # Count by template, because 16,384 ranks share a few templates.
-    for fingerprint, items in manifest.templates.items():
-        for item in items:
-            name = (manifest.keys[item.key], item.kind, item.dtype, item.global_shape)
-            nbytes[name] += shards_of[fingerprint] * item.numel * itemsize(item.dtype)
-            pieces[name] += shards_of[fingerprint]
-    return Summary(
-        place=stored.place,
-        iteration=manifest.iteration,
-        save_id=manifest.save_id,
-        version=manifest.version,
-        world_size=manifest.world_size,
-        tracked=tracked_iteration(stored.storage) == manifest.iteration,
-        metrics=manifest.metrics,
-        differing=manifest.differing,
-        nbytes=sum(shard.nbytes for shard in manifest.shards),
-        description=manifest.description,
-        tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),
-        files=tuple(
-            FileSummary(
-                shard.rank,
-                shard.coordinates,
-                shard.file,
-                shard.nbytes,
-                len(manifest.templates[shard.template]),
-            )
-            for shard in manifest.shards
-        ),
-    )

@@ -20,6 +20,7 @@ from rich.console import Console
 from megatron_flashckpt import __version__
 from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.summary import FileSummary, Summary, TensorSummary, summary_of
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report
 from megatron_flashckpt.cli.console import (
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "inspect", parents=[directory], help="show the tensors and files of one checkpoint"
     )
     inspect.add_argument("--iteration", type=_iteration, metavar="N", help=iteration_help)
-    inspect.add_argument("--json", action="store_true", help=json_help(listing.Summary))
+    inspect.add_argument("--json", action="store_true", help=json_help(Summary))
     inspect.set_defaults(run=_inspect)
 
     check = subparsers.add_parser(
@@ -164,7 +165,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         iteration = args.iteration
         if iteration is None:
             iteration = listing.chosen_iteration(storage)
-        summary = listing.summary(listing.open_checkpoint(storage, iteration))
+        summary = summary_of(listing.open_checkpoint(storage, iteration))
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
@@ -185,7 +186,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def _print_tensors(tensors: Sequence[listing.TensorSummary], out: Console) -> None:
+def _print_tensors(tensors: Sequence[TensorSummary], out: Console) -> None:
     """Print a row per tensor; on a terminal each key has a line of its own, above its tensors."""
     columns = {
         "kind": [tensor.kind for tensor in tensors],
@@ -205,7 +206,7 @@ def _print_tensors(tensors: Sequence[listing.TensorSummary], out: Console) -> No
         say(out, "\n  ".join([printable(key, out.encoding), *(row for _, row in group)]))
 
 
-def _tables_of_files(files: Sequence[listing.FileSummary]) -> Iterator[Columns]:
+def _tables_of_files(files: Sequence[FileSummary]) -> Iterator[Columns]:
     """Yield tables of shard files: one with all columns, then those for narrow terminals."""
     places = [msgspec.structs.asdict(file.coordinates) for file in files]
     columns = {
