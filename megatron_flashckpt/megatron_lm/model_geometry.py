@@ -1,9 +1,7 @@
 """Position of each local parameter in its global tensor, as Megatron itself describes it.
 
 `model.sharded_state_dict()` communicates nothing, and the data of its entries *is* the parameter,
-so geometry is joined to parameters by identity. Most parameters are one box. A factory (SwiGLU's
-fused fc1, Mamba's projections) splits one local tensor into several boxes. To find the elements of
-each box, the factory is run on a probe tensor without storage.
+so geometry is joined to parameters by identity. `sharded_runs` finds the elements of each box.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import operator
 import weakref
 from collections import defaultdict
@@ -27,15 +24,14 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.piece import UNUSED, Shape
+from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.megatron_lm import legacy_geometry, parallel
 from megatron_flashckpt.megatron_lm.compat import takes
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
-from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
+from megatron_flashckpt.megatron_lm.sharded_runs import leaves, runs_of
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
-#: A tensor with more runs than the first, which are shorter than the second, is transposed.
-_MANY_RUNS, _SHORT_RUN = 1024, 16
 #: Characters of an error text of Megatron that are quoted; an assertion may list all names.
 _LONG = 300
 _form_of = operator.attrgetter("shape", "dtype")
@@ -231,7 +227,7 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any, list[Any]]]:
         ) from error
     weights = {id(module.output_layer.weight) for module in unused}
     tensors: dict[int, list[tuple[str, Any]]] = defaultdict(list)
-    for name, entry in _leaves(listed):
+    for name, entry in leaves(listed):
         if id(getattr(entry, "data", None)) in weights:
             entry.key += UNUSED
         if isinstance(entry, ShardedObject):
@@ -281,32 +277,17 @@ def _untied(models: list[Any]) -> Iterator[None]:
             model.share_embeddings_and_output_weights = True
 
 
-def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield `(key, value)` of all values other than dicts and lists, depth first."""
-    for key, value in nest.items() if isinstance(nest, dict) else enumerate(nest):
-        if isinstance(value, dict | list):
-            yield from _leaves(value)
-        else:
-            yield key, value
-
-
 def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometry:
-    if isinstance(entry, ShardedTensor):
-        runs: tuple[Run, ...] = (_single_run(entry),)
-        resizable = entry.allow_shape_mismatch
-    else:
-        runs = tuple(_factory_runs(entry))
-        resizable = False
     replica_id = entry.replica_id
     if isinstance(replica_id, int):
         replica_id = (0, 0, replica_id)
     main = not any(replica_id[:-1])
     return Geometry(
         name=name,
-        runs=runs,
+        runs=runs_of(entry),
         main=main,
         replica=replica_id[-1],
-        resizable=resizable,
+        resizable=isinstance(entry, ShardedTensor) and entry.allow_shape_mismatch,
         copy="" if main else _copy(name == entry.key, *replica_id[:-1]),
     )
 
@@ -350,62 +331,3 @@ def _copy(is_under_own_name: bool, stage: int, *others: int) -> str:
     """
     number = stage + 1 if stage and is_under_own_name else stage
     return ".".join(map(str, (number, *others)))
-
-
-def _box(entry: ShardedTensor) -> tuple[Shape, Shape, Shape]:
-    """Return global shape, offset and shape; prepended axes have extent 1."""
-    shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
-    return tuple(entry.global_shape), tuple(entry.global_offset), shape
-
-
-def _single_run(entry: ShardedTensor) -> Run:
-    return Run(entry.key, *_box(entry), 0, 0, math.prod(entry.local_shape))
-
-
-def _factory_runs(factory: ShardedTensorFactory) -> Iterator[Run]:
-    """Yield the runs of a fused tensor, in the order of the factory's parts."""
-    local = factory.data
-    probe = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    parts = _build(factory, probe)
-    storage = probe.untyped_storage()._cdata
-    if not all(part.data.untyped_storage()._cdata == storage for part in parts):
-        # The factory copies, so number the elements and look for the numbers in the parts.
-        probe = torch.arange(local.numel(), dtype=torch.int64).view(local.shape)
-        parts = _build(factory, probe)
-        for part in parts:
-            yield from _runs_of_indices(part, part.data.reshape(-1))
-        return
-    for part in parts:
-        view = part.data
-        if view.is_contiguous():
-            yield Run(part.key, *_box(part), 0, view.storage_offset(), view.numel())
-            continue
-        indices = torch.arange(local.numel(), dtype=torch.int64)
-        yield from _runs_of_indices(
-            part, indices.as_strided(view.shape, view.stride(), view.storage_offset()).reshape(-1)
-        )
-
-
-def _build(factory: ShardedTensorFactory, probe: torch.Tensor) -> list[ShardedTensor]:
-    built = dataclasses.replace(factory, data=probe).build()
-    return [entry for _, entry in _leaves({"built": built}) if isinstance(entry, ShardedTensor)]
-
-
-def _runs_of_indices(part: ShardedTensor, indices: torch.Tensor) -> Iterator[Run]:
-    """Yield maximal runs.
-
-    Args:
-        indices: index in the local tensor of each element of the box.
-    """
-    if not indices.numel():
-        return
-    jumps = torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1
-    if len(jumps) > _MANY_RUNS and indices.numel() < _SHORT_RUN * len(jumps):
-        raise UnsupportedError(
-            f"{part.key}: Megatron stores this tensor transposed (the old grouped GEMM of experts "
-            "does), so no two of its elements stay together; start without --moe-grouped-gemm or "
-            "with TransformerEngine's grouped experts, or keep Megatron's own checkpointing"
-        )
-    bounds = jumps.tolist()
-    for low, high in zip([0, *bounds], [*bounds, indices.numel()], strict=True):
-        yield Run(part.key, *_box(part), low, int(indices[low]), high - low)
