@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.study import Result, Study, Table
-from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece

@@ -18,7 +18,6 @@ from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED
-from megatron_flashckpt.agent.launcher import MovingAgent, SilentHolder, start_agent
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -27,12 +26,10 @@ from megatron_flashckpt.agent.run_messages import (
     Held,
     HeldSlab,
 )
-from megatron_flashckpt.agent.save_directory import ensure, identity_of
-from megatron_flashckpt.agent.settings import AgentSettings, settings_of
+from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s, runs
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent_config import AgentConfig
-from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
@@ -46,12 +43,10 @@ _DIGESTED_S = 120.0
 _RETRY_S = 0.02
 #: A long wait is requested in slices of this length, so that a hung agent is noticed.
 _SLICE_S = 5.0
-#: Seconds that an agent has to restore its socket.
-_SILENT_S = 10.0
 _TEMPLATE_SLICE_S = 1.0
 
 
-class _ClosedError(AgentError):
+class ClosedError(AgentError):
     """The agent closed the connection, had ended before, or was killed now."""
 
     was_killed = False
@@ -132,15 +127,15 @@ class AgentClient:
             raise AgentRefusedError(f"the agent refused {type(request).__name__}: {reply.reason}")
         raise AgentError(f"the agent answered {type(request).__name__} with {reply!r}")
 
-    def _closed(self) -> _ClosedError:
+    def _closed(self) -> ClosedError:
         """Return the error of a request that found the connection closed."""
         pid = frames.peer(self._sock).pid if self._sock.fileno() >= 0 else 0
         if runs(pid) and not self._was_killed:
-            return _ClosedError(
+            return ClosedError(
                 f"agent {pid} of this node has closed the connection of this rank; its log: "
                 f"{self._log}"
             )
-        closed = _ClosedError(
+        closed = ClosedError(
             f"the agent of this node is gone ({self._ended}); its log: {self._log}"
             + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
         )
@@ -316,89 +311,10 @@ class AgentClient:
 
     def close(self) -> None:
         """Close the connection. Without `leave` before, the agent keeps this rank's slots."""
-        _close(self._sock)
+        close_socket(self._sock)
 
 
-def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
-    """Return a connection to the node's agent for save directory `root`.
-
-    The first rank of the node starts the agent if there is none; the other ranks wait for the
-    agent.
-
-    Raises:
-        AgentError: the agent did not answer in time, or the socket directory is not private.
-    """
-    start_s = config.agent.start_timeout_s
-    deadline = time.monotonic() + start_s
-    silent = SilentHolder(
-        min(_SILENT_S, config.agent.start_timeout_s / 2), last_copies_wait_s(config.agent)
-    )
-    moving = MovingAgent(root)
-    ensure(root)
-    while True:
-        directory = agent_directory(root, config.runtime_dir)
-        sock, began = _new_socket(), time.monotonic()
-        try:
-            sock.connect(str(directory / SOCKET))
-            if frames.peer(sock).uid != os.getuid():
-                raise AgentError(
-                    f"{directory / SOCKET}: belongs to user {frames.peer(sock).uid}; "
-                    "remove it or set 'runtime_dir'"
-                )
-            client = AgentClient(sock, rank, directory, config.agent, identity_of(root))
-            client.configure(settings_of(config))
-            return client
-        except (
-            FileNotFoundError,
-            ConnectionRefusedError,
-            ConnectionResetError,
-            _ClosedError,
-        ) as error:
-            # Start over, also if an agent has just left and removed the directory. A refusal (an
-            # agent of another release or user) is final.
-            _close(sock)
-            if isinstance(error, _ClosedError):
-                # The wait for a silent agent, which this rank or another one has killed, does not
-                # count: another agent has to be started.
-                now = time.monotonic()
-                deadline = now + start_s if error.was_killed else deadline + now - began
-        except BaseException:
-            _close(sock)
-            raise
-        if silent.holds_last_copies:
-            deadline = time.monotonic() + start_s  # leaves time to start another agent
-        if time.monotonic() > deadline:
-            raise AgentError(
-                f"no agent answered at {directory / SOCKET} within "
-                f"{start_s:.0f} s; its log: {directory / LOG}; if the "
-                "log has no reason, the node is slow: raise 'agent.start_timeout_s'"
-            )
-        if local_rank == 0:
-            directory = agent_directory(root, config.runtime_dir)
-            if silent.may_start(directory) and not moving.is_expected(directory):
-                start_agent(directory, root, config)
-        time.sleep(_RETRY_S)
-
-
-def _new_socket() -> socket.socket:
-    """Return a socket that forked children close, because they must not act for this rank.
-
-    Raises:
-        AgentError: this process has no descriptor left for it.
-    """
-    try:
-        with forks.forks_blocked():
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            forks.close_in_children(sock)
-    except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise AgentError(
-            f"no socket for the agent of this node ({error.strerror}): this process may open "
-            f"{limit} files; raise its limit ('ulimit -n')"
-        ) from error
-    return sock
-
-
-def _close(sock: socket.socket) -> None:
+def close_socket(sock: socket.socket) -> None:
+    """Close `sock`; no child is forked meanwhile, which might close a reused number."""
     with forks.forks_blocked():
         sock.close()

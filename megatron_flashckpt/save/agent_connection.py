@@ -7,7 +7,8 @@ import logging
 import os
 
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
 from megatron_flashckpt.agent.socket_dir import agent_directory, holder

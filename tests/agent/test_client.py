@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import frames, protocol
-from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.client import connect
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError

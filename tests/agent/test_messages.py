@@ -16,8 +16,8 @@ import pytest
 
 from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.agent import process as process_module
-from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.errors import AgentError

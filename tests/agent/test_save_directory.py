@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import client as client_module
-from megatron_flashckpt.agent import launcher, save_directory
+from megatron_flashckpt.agent import connecting, launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
@@ -239,7 +238,7 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     trainer = node.trainer(root)
     agent, own = trainer.client.agent_pid, identity_of(str(root))
     eventually("the directory is held", lambda: holds_open(agent, root))
-    monkeypatch.setattr(client_module, "identity_of", lambda root: "device 7:7, inode 7")
+    monkeypatch.setattr(connecting, "identity_of", lambda root: "device 7:7, inode 7")
     with pytest.raises(AgentError) as refused:
         node.trainer(root)
     assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.client import connect
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, private_directory
 from megatron_flashckpt.config import Config

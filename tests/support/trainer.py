@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.agent.takeover import Policy, take
 from megatron_flashckpt.config import AgentConfig, Config, Retention

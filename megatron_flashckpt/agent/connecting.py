@@ -1,0 +1,101 @@
+"""The way of a rank to its node's agent: find the agent, wait for it, or start one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+
+from megatron_flashckpt import forks
+from megatron_flashckpt.agent import frames
+from megatron_flashckpt.agent.client import AgentClient, ClosedError, close_socket
+from megatron_flashckpt.agent.launcher import MovingAgent, SilentHolder, start_agent
+from megatron_flashckpt.agent.save_directory import ensure, identity_of
+from megatron_flashckpt.agent.settings import settings_of
+from megatron_flashckpt.agent.silent_agent import last_copies_wait_s
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+
+#: Seconds that an agent has to restore its socket.
+_SILENT_S = 10.0
+_RETRY_S = 0.02
+
+
+def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
+    """Return a connection to the node's agent for save directory `root`.
+
+    The first rank of the node starts the agent if there is none; the other ranks wait for the
+    agent.
+
+    Raises:
+        AgentError: the agent did not answer in time, or the socket directory is not private.
+    """
+    start_s = config.agent.start_timeout_s
+    deadline = time.monotonic() + start_s
+    silent = SilentHolder(min(_SILENT_S, start_s / 2), last_copies_wait_s(config.agent))
+    moving = MovingAgent(root)
+    ensure(root)
+    while True:
+        directory = agent_directory(root, config.runtime_dir)
+        sock, began = _new_socket(), time.monotonic()
+        try:
+            sock.connect(str(directory / SOCKET))
+            if frames.peer(sock).uid != os.getuid():
+                raise AgentError(
+                    f"{directory / SOCKET}: belongs to user {frames.peer(sock).uid}; "
+                    "remove it or set 'runtime_dir'"
+                )
+            client = AgentClient(sock, rank, directory, config.agent, identity_of(root))
+            client.configure(settings_of(config))
+            return client
+        except (
+            FileNotFoundError,
+            ConnectionRefusedError,
+            ConnectionResetError,
+            ClosedError,
+        ) as error:
+            # Start over, also if an agent has just left and removed the directory. A refusal (an
+            # agent of another release or user) is final.
+            close_socket(sock)
+            if isinstance(error, ClosedError):
+                # The wait for a silent agent, which this rank or another one has killed, does not
+                # count: another agent has to be started.
+                now = time.monotonic()
+                deadline = now + start_s if error.was_killed else deadline + now - began
+        except BaseException:
+            close_socket(sock)
+            raise
+        if silent.holds_last_copies:
+            deadline = time.monotonic() + start_s  # leaves time to start another agent
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"no agent answered at {directory / SOCKET} within "
+                f"{start_s:.0f} s; its log: {directory / LOG}; if the "
+                "log has no reason, the node is slow: raise 'agent.start_timeout_s'"
+            )
+        if local_rank == 0:
+            directory = agent_directory(root, config.runtime_dir)
+            if silent.may_start(directory) and not moving.is_expected(directory):
+                start_agent(directory, root, config)
+        time.sleep(_RETRY_S)
+
+
+def _new_socket() -> socket.socket:
+    """Return a socket that forked children close, because they must not act for this rank.
+
+    Raises:
+        AgentError: this process has no descriptor left for it.
+    """
+    try:
+        with forks.forks_blocked():
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            forks.close_in_children(sock)
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise AgentError(
+            f"no socket for the agent of this node ({error.strerror}): this process may open "
+            f"{limit} files; raise its limit ('ulimit -n')"
+        ) from error
+    return sock
