@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
+from megatron_flashckpt.save.background import BackgroundWork
 from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
 
@@ -46,7 +46,7 @@ class NodeLink:
         self._offered_by: AgentClient | None = None
         #: True if the slab was kept over a restart, and its pages must be mapped after the load.
         self._unmapped = False
-        self._preparing: threading.Thread | None = None
+        self._background = BackgroundWork()
         #: The reason why no agent replaced the last lost one; empty if an agent did.
         self.refusal = ""
         #: Saves that were staged in the slab when an agent got it; that agent reports the outcomes.
@@ -69,9 +69,9 @@ class NodeLink:
             return
         if self._unmapped and self._slab is not None:
             self._unmapped = False
-            self._begin(self._populate, self._slab, self._preparing)
-        elif self._slab is None and (nbytes is not None or self._preparing is None):
-            self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
+            self._begin(self._populate, self._slab)
+        elif self._slab is None:
+            self._begin(self._prepare, nbytes, plan_nbytes)
 
     def make_room(self, nbytes: int, plan_nbytes: int) -> None:
         """Replace, in the background, a slab that is too small for a save of these sizes.
@@ -84,14 +84,14 @@ class NodeLink:
         if slab is None or _holds_checkpoint(slab):
             return
         if not slab.fits(plan_nbytes, nbytes, self._config.slots):
-            self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
+            self._begin(self._prepare, nbytes, plan_nbytes)
 
     def wait_for_device_work(self) -> None:
         """Wait until only the copy thread calls CUDA; this holds until a new slab is made.
 
         Jobs with CUDA graphs call this before the first step, which captures graphs.
         """
-        self._prepared()
+        self._background.wait()
         if not self.stager.wait_pinned(_PINNING_S):
             logger.warning(
                 "rank %d: checkpoint slots are still being page-locked after %.0f s, perhaps "
@@ -126,12 +126,9 @@ class NodeLink:
             else:
                 work(*args)
 
-        self._preparing = threading.Thread(target=run, name="flashckpt-prepare", daemon=True)
-        self._preparing.start()
+        self._background.begin("flashckpt-prepare", run)
 
-    def _populate(self, slab: Slab, earlier: threading.Thread | None) -> None:
-        if earlier is not None:
-            earlier.join()
+    def _populate(self, slab: Slab) -> None:
         map_pages(slab, self._config, self._rank, time.monotonic())
         self._pin()
 
@@ -141,11 +138,7 @@ class NodeLink:
         if self._config.pinned and self._device is not None and client is not None:
             self.stager.pin(client.directory, hurry=hurry)
 
-    def _prepare(
-        self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None
-    ) -> None:
-        if earlier is not None:
-            earlier.join()
+    def _prepare(self, nbytes: int | None, plan_nbytes: int) -> None:
         try:
             if nbytes is None:
                 self._connection.client()
@@ -158,12 +151,7 @@ class NodeLink:
     @property
     def is_preparing(self) -> bool:
         """True while background work runs; the next request would wait for it."""
-        return self._preparing is not None and self._preparing.is_alive()
-
-    def _prepared(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
+        return self._background.is_running
 
     @property
     def has_slab(self) -> bool:
@@ -173,7 +161,7 @@ class NodeLink:
     @property
     def agent(self) -> AgentConnection:
         """The connection to the node's agent. Waits for background work."""
-        self._prepared()
+        self._background.wait()
         return self._connection
 
     def client(self) -> AgentClient:
@@ -191,7 +179,7 @@ class NodeLink:
             SaveFailedError: CUDA fails, or cannot create a stream for the copies.
             StorageError: the node lacks the memory for the slab.
         """
-        self._prepared()
+        self._background.wait()
         self._note_device()
         return self._ensure(data_nbytes, meta_nbytes)
 
@@ -327,9 +315,7 @@ class NodeLink:
 
     def wait_prepared(self, wait_s: float) -> bool:
         """Wait up to `wait_s` for background work; return True if none is running."""
-        if self._preparing is not None:
-            self._preparing.join(wait_s)
-        return not self.is_preparing
+        return self._background.wait(wait_s)
 
     @property
     def current(self) -> AgentClient | None:
@@ -344,18 +330,14 @@ class NodeLink:
         """
         if lost is not self._connection.current:
             return False
-        self._prepared()
+        self._background.wait()
         self._connection.note_lost()
         self.seek_agent()
         return True
 
     def seek_agent(self) -> None:
         """Find an agent in the background; it gets the slab, with all that is staged in it."""
-        self._prepared()
-        self._preparing = threading.Thread(
-            target=self._replace, name="flashckpt-replace", daemon=True
-        )
-        self._preparing.start()
+        self._background.begin("flashckpt-replace", self._replace)
 
     def withdraw(self, save_id: str) -> None:
         """Keep later agents from writing a staged save that other ranks report as failed."""
@@ -384,7 +366,7 @@ class NodeLink:
         """
         if self.is_preparing:
             return None
-        self._prepared()
+        self._background.wait()
         adopted, self._adopted = self._adopted, ()
         return adopted
 
@@ -399,7 +381,7 @@ class NodeLink:
         Returns:
             True if there is an agent.
         """
-        self._prepared()
+        self._background.wait()
         self.stager.close()
         has_agent = self._connection.leave() if leave else self.current is not None
         self._connection.close()

@@ -287,7 +287,7 @@ def test_the_next_agent_adopts_a_save_that_is_still_copied(
             "the loss of the agent is noticed",
             lambda: job.checkpointer.saves.poll() or link.current is None,
         )
-        link._preparing.join(1.0)
+        assert not link.wait_prepared(1.0)
         assert link.is_preparing, "the next agent waits for the copies"
     (outcome,) = job.checkpointer.wait()
     assert (outcome.iteration, outcome.error) == (2, None)
