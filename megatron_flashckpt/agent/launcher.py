@@ -97,7 +97,8 @@ class MovingAgent:
             for pid in agents:
                 logger.warning(
                     "agent %d of this node holds %s of another directory that was at %s; this job "
-                    "does not use that memory",
+                    "does not use that memory, which the agent frees after 'agent.grace_s': end "
+                    "the agent to free it now",
                     *(pid, describe_slabs(last_copies(pid)), self._root),
                 )
             return False

@@ -133,8 +133,8 @@ class Candidates:
                 # A release has weights only; this load wants all state.
                 raise error
         elif current is not None:
-            # A person has named a release or a renamed directory; an older checkpoint is not what
-            # is wanted. Nor would it be whole: of a release, a load takes the weights only.
+            # A person has named a release or a renamed directory, and does not want an older
+            # checkpoint. Nor would that be whole: this load takes only the weights of a release.
             is_wanted = current == RELEASE or (
                 isinstance(error, RenamedCheckpointError) and current == self.named.iteration
             )

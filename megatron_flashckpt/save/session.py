@@ -35,7 +35,7 @@ from megatron_flashckpt.storage.opening import open_storage
 logger = logging.getLogger(__name__)
 
 _Agreed = tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]
-"""Keys of quantized tensors, of tensors with copies, and of those that differ (`ModelState`)."""
+"""Keys of tensors that are quantized, frozen, copied, and that differ (`ModelState`)."""
 
 
 @dataclasses.dataclass
