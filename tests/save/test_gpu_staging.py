@@ -333,6 +333,7 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
     figures = stager.stage(copies(slab, tensors), Finish())
     assert not figures.are_known()
     stager.before_change()
+    stager.before_change()  # as the torch optimizer inside of Megatron's, which also waits
     torch.cuda.current_stream().synchronize()
     stager.wait()
     assert figures.are_known()
@@ -342,21 +343,6 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
     assert figures.part_bytes_per_s is not None
     assert 0 < figures.part_bytes_per_s <= PART / 0.03
     assert figures.locked_nbytes == figures.slab_nbytes == slab.geometry.nbytes
-
-
-def test_the_wait_of_a_step_with_two_hooks_is_that_of_the_first(
-    node: Node, slab: Slab, stager: Stager
-) -> None:
-    """Megatron's optimizer and the torch optimizer inside of it both wait before they change."""
-    tensors = in_parts(10)
-    node.d2h_bytes_per_s = PART / 0.03
-    save_once(slab, stager, tensors)
-    figures = stager.stage(copies(slab, tensors), Finish())
-    stager.before_change()
-    stager.before_change()
-    torch.cuda.current_stream().synchronize()
-    stager.wait()
-    assert figures.step_wait_s() > 0.2
 
 
 def test_a_gpu_that_fails_leaves_no_figures(node: Node, slab: Slab, stager: Stager) -> None:
