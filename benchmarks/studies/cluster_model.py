@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.resources import write_raw
 from benchmarks.study import Result, Study, Table
-from megatron_flashckpt.agent.shard_writer import persist_slot
+from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.template import PlanCache
@@ -76,7 +77,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         seconds_of["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
         (root / "raw").unlink()
         started = time.perf_counter()
-        persist_slot(storage, slot, slot.header, meta)
+        shard = slot_shard(storage, slot, slot.header, meta)
+        assert shard.record is not None
+        put_records(storage, [shard.record])
         seconds_of["persist"].append(time.perf_counter() - started)
     stager.close()
     slab.close()

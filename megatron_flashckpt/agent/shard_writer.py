@@ -43,25 +43,6 @@ class DurableShard(NamedTuple):
     """Empty if a former agent has written the shard and its digests cannot be read."""
 
 
-def persist_slot(
-    storage: Storage,
-    slot: Slot,
-    header: SlotHeader,
-    meta: SlotMeta,
-    cost: RankCost | None = None,
-    flow: Flow = Flow(),  # noqa: B008, a frozen one
-    known: Callable[[], tuple[str, ...] | None] = lambda: None,
-) -> tuple[str, ...]:
-    """Make the slot's shard durable, then its commit record; return the chunk digests.
-
-    See `slot_shard`.
-    """
-    shard = slot_shard(storage, slot, header, meta, cost, flow, known)
-    assert shard.record is not None
-    put_records(storage, [shard.record])
-    return shard.digests
-
-
 def slot_shard(
     storage: Storage,
     slot: Slot,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent.shard_writer import persist_slot
+from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.errors import StorageError
@@ -71,7 +71,7 @@ def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
 
     monkeypatch.setattr(os, "pwrite", slow_at_first)
     storage = PosixStorage(root, DirectIo("always"))
-    digests = persist_slot(storage, slot, header, meta, flow=Flow(threads))
+    digests = slot_shard(storage, slot, header, meta, flow=Flow(threads)).digests
     data = content(0, 1, header.data_nbytes)
     parts = [data[start : start + CHUNK_NBYTES] for start in range(0, len(data), CHUNK_NBYTES)]
     assert digests == tuple(map(chunk_digest, parts))
@@ -97,7 +97,7 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
 
     monkeypatch.setattr(os, "pwrite", fail_third)
     with pytest.raises(StorageError, match="free space there"):
-        persist_slot(PosixStorage(root, DirectIo("always")), slot, header, meta, flow=Flow(2))
+        slot_shard(PosixStorage(root, DirectIo("always")), slot, header, meta, flow=Flow(2))
     assert len(offsets) < 6
     assert list((root / "iter_0000001").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]

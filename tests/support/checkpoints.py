@@ -20,7 +20,8 @@ import xxhash
 
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.shard_writer import persist_slot
+from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format import file_names, manifest
@@ -212,7 +213,9 @@ def persist(
         slot.set_meta(encoded)
         with slot.data() as data:
             data[:] = b"".join(content(piece, seed) for piece in pieces)
-        persist_slot(storage, slot, header, slot.meta)
+        shard = slot_shard(storage, slot, header, slot.meta)
+        assert shard.record is not None
+        put_records(storage, [shard.record])
     finally:
         slab.close()
     return meta
