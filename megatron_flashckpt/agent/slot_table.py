@@ -254,7 +254,7 @@ def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[SlotHeade
     newer = [held[0][save_id] for save_id in common]
     newer = [slot for slot in newer if slot.header.iteration > committed]
     newer.sort(key=lambda slot: -slot.header.iteration)
-    # The description is decoded only if it decides: an agent that keeps a save asks 5 times a second.
+    # An agent that keeps a save asks 5 times a second, so a description is read only if it decides.
     if len(newer) > 1 and newer[0].meta.world_size == len(ranks):
         del newer[1:]
     return [slot.header for slot in newer]
