@@ -1,48 +1,110 @@
-"""Names of all files of a checkpoint and of its directory, and their parsers."""
+"""Names of all files of a save directory, and their parsers.
+
+A save's name is `000008-3fa9.00003.1`: the run (its number and four random hexadecimal digits), the
+number of the save in the run, and the attempt to write it. The numbers are padded, so that names
+sort. A save has one name for its end (`end_name`), which is created once.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Iterable
-
-import xxhash
+from typing import NamedTuple
 
 TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-#: Results of the last saves, for people; no load reads this file.
-HISTORY = "flashckpt-history.jsonl"
-#: The run that writes to the save directory; see `agent.claim`.
-CLAIM = "flashckpt-writer.msgpack"
-
-_SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
-_RECORD = re.compile(r"rank(s?)_(\d{5,})(?:-(\d{5,}))?-[0-9a-f]{8,32}\.commit", re.ASCII)
-#: More ranks than one node can have. A name that claims more is not a commit record's.
-_MAX_RANKS_OF_RECORD = 2**16
-_OF_A_SAVE = re.compile(
-    r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
-    r"|ranks_\d{5,}-\d{5,}-(?P<records>[0-9a-f]{8,32})\.commit"
-    r"|common-(?P<common>[0-9a-f]{8,32})\.msgpack"
-    r"|committed-(?P<marker>[0-9a-f]{8,32})\.msgpack"
-)
-_REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
-
-
-def run_of(save_id: str) -> str:
-    """Return the part of a save id that all saves of one start of a job share."""
-    return save_id[:8]
-
-
-def next_attempt(save_id: str) -> str:
-    """Return the id under which a failed save is written again; equal on all nodes.
-
-    Failure notes and files of the first attempt do not belong to the new id.
-    """
-    return xxhash.xxh3_64_hexdigest(f"{save_id} again".encode())
-
+#: Directory of this package's own files next to the checkpoints.
+OWN = "flashckpt"
+#: What this package last wrote into the tracker; see `catalog.lineage.Tracked`.
+TRACKED = f"{OWN}/tracker.json"
+#: Results of the last saves and the starts of the job, for people; no load reads this file.
+HISTORY = f"{OWN}/history.jsonl"
+RUNS = f"{OWN}/runs"
+ALIVE = f"{OWN}/alive"
+#: The table of contents of format 1.
+MANIFEST_OF_FORMAT_1 = "manifest.json"
 
 #: In place of an iteration: the checkpoint in Megatron's directory `release`.
 RELEASE = -1
+
+_RUN = re.compile(r"(\d{6,18})-([0-9a-f]{4})", re.ASCII)
+_SAVE = r"\d{6,18}-[0-9a-f]{4}\.\d{5,18}\.\d{1,9}"
+_SAVE_ID = re.compile(rf"(\d{{6,18}}-[0-9a-f]{{4}})\.(\d{{5,18}})\.(\d{{1,9}})", re.ASCII)
+_OF_A_SAVE = re.compile(
+    rf"({_SAVE})\.(rank_\d{{5,}}\.safetensors|ranks_\d{{5,}}-\d{{5,}}\.record|common\.msgpack|end)",
+    re.ASCII,
+)
+_SHARD = re.compile(rf"{_SAVE}\.rank_\d{{5,}}\.safetensors", re.ASCII)
+_RECORD = re.compile(rf"({_SAVE})\.ranks_(\d{{5,}})-(\d{{5,}})\.record", re.ASCII)
+_RUN_FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
+#: More ranks than one node can have. A name that claims more is not a commit record's.
+_MAX_RANKS_OF_RECORD = 2**16
+
+
+# ---------------------------------------------------------------------- runs and saves
+
+
+def run_name(number: int, nonce: str) -> str:
+    """Return the name of the run with a number (from 1) and four random hexadecimal digits."""
+    return f"{number:06d}-{nonce}"
+
+
+def run_number(run: str) -> int:
+    """Return the number in a run's name; 0 if `run` is not one."""
+    match = _RUN.fullmatch(run)
+    return int(match[1]) if match else 0
+
+
+class SaveName(NamedTuple):
+    """The parts of a save's name; later saves of a run, and later attempts, are greater."""
+
+    number: int
+    """Number of the run."""
+    run: str
+    sequence: int
+    attempt: int
+
+
+def parse_save(save_id: str) -> SaveName | None:
+    """Return the parts of a save's name; None for other text."""
+    match = _SAVE_ID.fullmatch(save_id)
+    return match and SaveName(run_number(match[1]), match[1], int(match[2]), int(match[3]))
+
+
+def save_name(run: str, sequence: int, attempt: int = 1) -> str:
+    """Return the name of a run's save."""
+    return f"{run}.{sequence:05d}.{attempt}"
+
+
+def run_of(save_id: str) -> str:
+    """Return the run of a save; "" if `save_id` is not the name of a save."""
+    parsed = parse_save(save_id)
+    return parsed.run if parsed else ""
+
+
+def next_attempt(save_id: str) -> str:
+    """Return the name under which a failed save is written again; equal on all nodes."""
+    stem, _, attempt = save_id.rpartition(".")
+    return f"{stem}.{int(attempt) + 1}"
+
+
+def run_file(number: int) -> str:
+    """Return the name of the object that a run creates to take its number."""
+    return f"{RUNS}/{number:06d}.json"
+
+
+def parse_run_file(name: str) -> int | None:
+    """Return the number in the last part of a name that `run_file` made; None for others."""
+    match = _RUN_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def alive_file(run: str) -> str:
+    """Return the name of the object that the agent of a run's rank 0 renews."""
+    return f"{ALIVE}/{run}"
+
+
+# ---------------------------------------------------------------------- iteration directories
 
 
 def iteration_dir(iteration: int) -> str:
@@ -56,13 +118,17 @@ def parse_iteration_dir(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def shard_name(rank: int, save_id: str) -> str:
-    """Return the file name of a shard.
+# ---------------------------------------------------------------------- files of a save
 
-    The name carries the save id, so that saving the same iteration again never touches the bytes of
-    the committed save.
-    """
-    return f"rank_{rank:05d}-{save_id}.safetensors"
+
+def end_name(save_id: str) -> str:
+    """Return the name of the end of a save: a manifest, or the reason why the save failed."""
+    return f"{save_id}.end"
+
+
+def shard_name(rank: int, save_id: str) -> str:
+    """Return the file name of a shard."""
+    return f"{save_id}.rank_{rank:05d}.safetensors"
 
 
 def is_shard_name(name: str) -> bool:
@@ -72,46 +138,29 @@ def is_shard_name(name: str) -> bool:
 
 def common_name(save_id: str) -> str:
     """Return the name of the stand-alone file with args, scheduler and counters."""
-    return f"common-{save_id}.msgpack"
+    return f"{save_id}.common.msgpack"
 
 
-def save_id_of_common(name: str) -> str | None:
-    """Return the save id in a name that `common_name` made; None for other names."""
-    match = _OF_A_SAVE.fullmatch(name)
-    return match and match["common"]
-
-
-def marker_name(save_id: str) -> str:
-    """Return the name of the marker that reports a committed save to other nodes; see `marker`."""
-    return f"committed-{save_id}.msgpack"
-
-
-def save_id_of_marker(name: str) -> str | None:
-    """Return the save id in a name that `marker_name` made; None for other names."""
-    match = _OF_A_SAVE.fullmatch(name)
-    return match and match["marker"]
-
-
-def record_name(rank: int, save_id: str, count: int = 1) -> str:
-    """Return the name of the file with the commit records of `count` ranks, from `rank` on.
+def record_name(ranks: range, save_id: str) -> str:
+    """Return the name of the file with the commit records of contiguous `ranks`.
 
     The file exists only if the shards of these ranks are durable.
     """
-    if count == 1:
-        return f"rank_{rank:05d}-{save_id}.commit"
-    return f"ranks_{rank:05d}-{rank + count - 1:05d}-{save_id}.commit"
+    return f"{save_id}.ranks_{ranks[0]:05d}-{ranks[-1]:05d}.record"
 
 
-def ranks_of_record(name: str) -> range | None:
-    """Return the ranks in a name that `record_name` made; None for other names."""
-    match = _RECORD.fullmatch(name)
-    if match is None:
-        return None
-    first = int(match[2])
-    ranks = range(first, int(match[3] or first) + 1)
-    save_id = name.removesuffix(".commit").rpartition("-")[2]
-    is_sane = 0 < len(ranks) <= _MAX_RANKS_OF_RECORD
-    return ranks if is_sane and record_name(first, save_id, len(ranks)) == name else None
+def save_of(name: str) -> str | None:
+    """Return the save that a file in an iteration directory belongs to; None for other files."""
+    match = _OF_A_SAVE.fullmatch(name)
+    return match and match[1]
+
+
+def ends_in(names: Iterable[str]) -> list[str]:
+    """Return the saves that have an end among the files of a directory, the latest first."""
+    saves = [name.removesuffix(".end") for name in names if name.endswith(".end")]
+    parsed = {save: parse_save(save) for save in saves}
+    known = [(where, save) for save, where in parsed.items() if where is not None]
+    return [save for _, save in sorted(known, reverse=True)]
 
 
 def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str, range]:
@@ -119,13 +168,15 @@ def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str,
 
     A file that claims ranks beyond `world_size` is left out.
     """
-    suffix = f"-{save_id}.commit"
-    parsed = {name: ranks_of_record(name) for name in names if name.endswith(suffix)}
-    return {
-        name: ranks
-        for name, ranks in parsed.items()
-        if ranks is not None and ranks[-1] < world_size
-    }
+    found = {}
+    for name in names:
+        match = _RECORD.fullmatch(name) if name.startswith(save_id) else None
+        if match is None or match[1] != save_id:
+            continue
+        ranks = range(int(match[2]), int(match[3]) + 1)
+        if 0 < len(ranks) <= _MAX_RANKS_OF_RECORD and ranks[-1] < world_size:
+            found[name] = ranks
+    return found
 
 
 def ranks_with_record(names: Iterable[str], save_id: str, world_size: int) -> set[int]:
@@ -142,35 +193,3 @@ def runs_of(ranks: Iterable[int]) -> list[range]:
         else:
             runs.append(range(rank, rank + 1))
     return runs
-
-
-def failure_name(rank: int, save_id: str) -> str:
-    """Return the name of the note in which an agent reports a failed shard to the others."""
-    return f"rank_{rank:05d}-{save_id}.failed"
-
-
-def save_id_of(name: str) -> str | None:
-    """Return the id of the save that a file in an iteration directory belongs to.
-
-    None for the manifest, whose name has no id, and for names of other programs.
-    """
-    match = _OF_A_SAVE.fullmatch(name)
-    return match and (match["shard"] or match["records"] or match["common"] or match["marker"])
-
-
-def save_id_in(path: str) -> str | None:
-    """Return the id of the save that a file belongs to, even if the file is incomplete."""
-    _, _, name = path.rpartition("/")
-    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", name)
-    return save_id_of(match[1] if match else name)
-
-
-def removal_name(iteration: int, save_id: str) -> str:
-    """Return the name, next to the tracker, of the manifest of a checkpoint being removed."""
-    return f".{iteration_dir(iteration)}-{save_id}.removed"
-
-
-def parse_removal_name(name: str) -> tuple[int, str] | None:
-    """Return iteration and save id in a name that `removal_name` made; None for other names."""
-    match = _REMOVAL.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
