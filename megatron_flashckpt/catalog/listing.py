@@ -31,7 +31,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.storage.opening import open_store
-from megatron_flashckpt.storage.patient import RetryingStore
+from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Entry, Store
 
 COMMITTED = "committed"
@@ -87,7 +87,7 @@ def save_directory(directory: str) -> Store:
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
     path = Path(directory)
-    store = RetryingStore(open_store(path))
+    store = RetryingStore(open_store(path), total_s=load_patience_s())
     if not store.with_retries(path.is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"

@@ -52,30 +52,38 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
     """
     directory = checkpoint_directory(root, contents.iteration)
-    with new_directory(directory, overwrite=options.overwrite, mark=False) as fresh:
-        _write(contents, open_storage(fresh.parent), options.shard_nbytes)
-    move_tracker(root, contents.iteration)
+    with (
+        new_directory(directory, overwrite=options.overwrite, mark=False) as fresh,
+        new_run(open_store(root)) as run,
+    ):
+        save_id = save_name(run.name, 1)
+        _write(contents, open_store(fresh.parent), run, save_id, options.shard_nbytes)
+    move_tracker(root, contents.iteration, save_id=save_id)
     return directory
 
 
-def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
-    pending = PendingSave(storage, contents.iteration, uuid.uuid4().hex[:12], 0.0)
+def _write(
+    contents: Contents, store: Store, run: RunObject, save_id: str, shard_nbytes: int
+) -> None:
     shards = _shards(contents, shard_nbytes)
+    records = []
+    metas = []
     for rank, shard in enumerate(shards):
         state = side_state.frame(_rank_state(contents, shard.coordinates), rank, len(shards))
         pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
         positions = order(pieces)
         layout = PlanCache().layout([pieces[position] for position in positions])
-        meta = _meta(contents, storage, layout, rank, len(shards), shard.coordinates)
-        pending.metas[rank] = meta
+        meta = _meta(contents, store, run, layout, rank, len(shards), shard.coordinates)
         boxes = [*shard.boxes, None]
         tensors = (
             state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
             for position in positions
         )
-        write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
-    commit(pending)
-    tidy(CommittedSave.of(pending))
+        durable = durable_shard(store, contents.iteration, save_id, meta, _chunks(tensors))
+        assert durable.record is not None
+        records.append(durable.record)
+        metas.append(meta)
+    commit(store, records, metas[0])
 
 
 def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
@@ -150,14 +158,15 @@ def _piece(tensor: GlobalTensor, box: Box) -> Piece:
 
 def _meta(
     contents: Contents,
-    storage: Storage,
+    store: Store,
+    run: RunObject,
     layout: Layout,
     rank: int,
     world_size: int,
     coordinates: Coordinates,
 ) -> SlotMeta:
     return SlotMeta(
-        root=storage.place,
+        root=store.place,
         rank=rank,
         world_size=world_size,
         coordinates=coordinates,
@@ -166,6 +175,7 @@ def _meta(
         placement=layout.placement,
         common=side_state.encode_common(contents.common) if rank == 0 else b"",
         description={**describe(contents.args), CONVERTED_FROM: contents.place},
+        ancestors=run.ancestors,
     )
 
 
