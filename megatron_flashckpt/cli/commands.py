@@ -18,7 +18,6 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__
-from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.summary import FileSummary, Summary, TensorSummary, summary_of
@@ -318,6 +317,9 @@ def _print_verdict(verdict: Verdict, out: Console) -> None:
 
 
 def _agent(args: argparse.Namespace, out: Console) -> int:
+    # The other commands do without the agent's modules, so that they start quickly.
+    from megatron_flashckpt.agent import foreground
+
     config = load_config()
     if args.foreground:
         foreground.become(args.save, config)
