@@ -52,6 +52,10 @@ class StorageError(FlashCkptError, OSError):
     """Storage refused an operation: full, read-only, permission, I/O error."""
 
 
+class AlreadyExistsError(StorageError, FileExistsError):
+    """The name to create exists already, whoever created it."""
+
+
 class NotCommittedError(FlashCkptError, FileNotFoundError):
     """The wanted checkpoint does not exist or was never committed."""
 

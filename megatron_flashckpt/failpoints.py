@@ -67,12 +67,18 @@ POINTS = {
         "agent.shard_writer",
         "the header is written, but may not be durable",
     ),
-    "file.synced": ("storage.posix", "the shard file's data is durable; its name may not be"),
+    "file.synced": (
+        "storage.posix_writer",
+        "the shard file's data is durable; its name may not be",
+    ),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
     "persist.record": ("agent.publication", "the commit record of a node exists"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
-    "put.written": ("storage.posix", "the temporary file is written, but not renamed"),
-    "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),
+    "put.written": ("storage.posix_files", "the temporary file is written, but not renamed"),
+    "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
+    # The agent, creating a small object that is never replaced.
+    "create.written": ("storage.posix_store", "the data is durable under a temporary name"),
+    "create.named": ("storage.posix_store", "the object has its name, which may not be durable"),
     # The agent, committing.
     "commit.ready": ("agent.commit", "all commit records exist; none is merged"),
     "commit.common": ("agent.commit", "the common state exists; there is no manifest"),

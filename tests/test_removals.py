@@ -16,6 +16,9 @@ REMOVING |= {"delete", "delete_directory", "move"}
 #: Modules that may do so, and to which files.
 MAY_REMOVE = {
     "storage.posix": "names below its root, through no link",
+    "storage.posix_store": "names below its root, through no link",
+    "storage.posix_files": "its own temporary file",
+    "storage.posix_writer": "the file that it writes",
     "storage.patient": "as `storage.posix`, which it repeats",
     "agent.fence": "as `storage.posix`, while this agent is the writer",
     "agent.cleanup": "files of saves that were not committed",

@@ -6,12 +6,12 @@ Every method may be called from several threads. Failures are `StorageError` (wi
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.storage.posix_files import parse_temporary_name as parse_temporary_name
+from megatron_flashckpt.storage.posix_files import temporary_name as temporary_name
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 #: Type of an entry. `other`: a symbolic link (whatever its target), a pipe, or a device.
@@ -23,18 +23,6 @@ Kind = Literal["file", "directory", "other"]
 Durable = Literal["name", "contents", "nothing"]
 
 _PROBE = "flashckpt-probe-"
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
-
-
-def temporary_name(name: str) -> str:
-    """Return a unique name under which file `name` is written until it is complete."""
-    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
-
-
-def parse_temporary_name(name: str) -> str | None:
-    """Return the final name of a temporary file; None if `temporary_name` did not make `name`."""
-    match = _TEMPORARY.fullmatch(name)
-    return match and match[1]
 
 
 def probe_name(rank: int) -> str:

@@ -8,6 +8,8 @@ from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.store import Store
 
 
 def refuse_url(root: str | os.PathLike[str]) -> None:
@@ -36,3 +38,12 @@ def open_storage(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> S
         direct_io: decides whether files written by `Storage.create` bypass the page cache.
     """
     return PosixStorage(root, direct_io)
+
+
+def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Store:
+    """Return the store at `root`. If `root` does not exist, the first write makes it.
+
+    Args:
+        direct_io: decides whether files written by `Store.writer` bypass the page cache.
+    """
+    return PosixStore(root, direct_io)

@@ -123,7 +123,9 @@ def test_a_failed_put_leaves_the_old_contents_and_no_temporary(storage, root, da
 def test_a_put_does_not_remove_a_file_with_its_temporary_name(storage, root, monkeypatch):
     root.mkdir(exist_ok=True)
     (root / "taken").write_text("not ours")
-    monkeypatch.setattr("megatron_flashckpt.storage.posix.temporary_name", lambda name: "taken")
+    monkeypatch.setattr(
+        "megatron_flashckpt.storage.posix_files.temporary_name", lambda name: "taken"
+    )
     with pytest.raises(StorageError, match="cannot write"):
         storage.put("name", b"data")
     assert (root / "taken").read_text() == "not ours"

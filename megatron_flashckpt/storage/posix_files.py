@@ -1,0 +1,151 @@
+"""Operations on one file or directory of a POSIX store, with the remedies of their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_flashckpt.error_classes import class_of, is_unsupported
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.failpoints import hit
+
+logger = logging.getLogger(__name__)
+
+#: Remedy where a file or directory is missing right after it was made.
+_REMOVED = (
+    "another process removed the directory: find that process, and do not clean up a save "
+    "directory while its job runs; the next save makes the directory again"
+)
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+
+
+def temporary_name(name: str) -> str:
+    """Return a unique name under which file `name` is written until it is complete."""
+    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def parse_temporary_name(name: str) -> str | None:
+    """Return the final name of a temporary file; None if `temporary_name` did not make `name`."""
+    match = _TEMPORARY.fullmatch(name)
+    return match and match[1]
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
+    """Turn an OSError into a StorageError with fact, place and remedy.
+
+    Args:
+        makes: the caller makes the path, so a missing file or directory was removed meanwhile.
+            Without it, FileNotFoundError passes.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not makes:
+            raise
+        raise StorageError(
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
+        ) from error
+    except StorageError:  # raised by a guard
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {class_of(error).remedy}"
+        ) from error
+
+
+def replace_file(
+    path: Path, data: bytes, *, synced: bool = True, guard: Callable[[], None] | None = None
+) -> None:
+    """Replace the file at `path` with one that holds `data`, atomically.
+
+    The name is not durable before `sync_directory`.
+
+    Args:
+        synced: the data is durable before the file has its name.
+        guard: called right before the name is replaced; if it raises, nothing has changed.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    write_new(temporary, data, synced=synced)
+    try:
+        hit("put.written")
+        if guard is not None:
+            guard()
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    hit("put.renamed")
+
+
+def write_new(path: Path, data: bytes, *, synced: bool = True) -> None:
+    """Write `data` to a new file; remove the file if that fails.
+
+    Raises:
+        FileExistsError: `path` exists; it is not changed.
+    """
+    file = open(path, "xb")  # noqa: SIM115, only a file made here is removed below
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def open_nofollow(path: str, flags: int) -> int:
+    """Return a descriptor of a file or directory; raise OSError for a link, FIFO or device."""
+    # O_NONBLOCK: opening a FIFO must not wait for a writer. Regular files ignore the flag.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        os.close(fd)
+        raise OSError(errno.ESPIPE, "is not a file")
+    return fd
+
+
+def read_at(fd: int, offset: int, nbytes: int | None) -> bytes:
+    """Return `nbytes` of a file from `offset` (None: to the end); fewer only at its end."""
+    # `os.pread` instead of a file object, whose `read` takes EAGAIN for the end of the file.
+    remaining_nbytes = max(os.fstat(fd).st_size - offset, 0)
+    remaining_nbytes = remaining_nbytes if nbytes is None else min(remaining_nbytes, nbytes)
+    chunks = []
+    # A directory has a size, too; its first read raises EISDIR.
+    while (chunk := os.pread(fd, remaining_nbytes, offset)) and remaining_nbytes:
+        chunks.append(chunk)
+        remaining_nbytes, offset = remaining_nbytes - len(chunk), offset + len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def is_in(directory_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def sync_directory(path: Path) -> None:
+    """Make a new directory entry durable, where the file system can fsync a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems cannot (PostgreSQL ignores EINVAL and EBADF here); there, the file
+        # system decides when a new name becomes durable.
+        if error.errno != errno.EBADF and not is_unsupported(error):
+            raise
+        logger.debug("%s: this file system cannot fsync a directory (%s)", path, error.strerror)
+    finally:
+        os.close(fd)

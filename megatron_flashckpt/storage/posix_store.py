@@ -1,0 +1,445 @@
+"""A store in a directory: local disk, NFS, Lustre."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_flashckpt.error_classes import is_unsupported
+from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
+from megatron_flashckpt.storage.parallel import for_all
+from megatron_flashckpt.storage.posix_files import (
+    is_in,
+    open_nofollow,
+    parse_temporary_name,
+    read_at,
+    replace_file,
+    storage_errors,
+    sync_directory,
+    temporary_name,
+    write_new,
+)
+from megatron_flashckpt.storage.posix_writer import PosixWriter
+from megatron_flashckpt.storage.scatter_read import KeptFiles, OpenFile, Seen, read_parts
+from megatron_flashckpt.storage.store import Entry, Kind, check_name, parent_of
+
+_T = TypeVar("_T")
+
+#: Object that tells a directory from one that gets its inode number after it was removed.
+STORE_ID = "flashckpt/store-id"
+#: Times that a directory is made for one write, while other processes remove it as empty.
+_ATTEMPTS = 5
+#: Suffix of the directory that decides a name where a file system has no hard links.
+_DECIDED = ".decided"
+#: The file in such a directory.
+_OBJECT = "object"
+
+
+class PosixStore:
+    """See `storage.store.Store`. The root is made by the first write, and never again.
+
+    Incomplete objects have temporary names, which `list` leaves out. Those of killed processes are
+    removed with their directory, when it holds nothing else.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> None:
+        """Touch nothing. `direct_io` decides whether writers bypass the page cache."""
+        self._root = Path(root).absolute()
+        self._direct_io = direct_io
+        #: Whether the file system has hard links; None until the first `create` has tried.
+        self._has_links: bool | None = None
+        #: Inode number of the root, from the first time that this store has seen it.
+        self._inode: int | None = None
+        #: Contents of `STORE_ID`, once known.
+        self._id: str | None = None
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    # ------------------------------------------------------------------ reads
+
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        path = self._path(name)
+        with storage_errors(path, "read"):
+            file = OpenFile(_open_to_read(path))
+            return read_at(file.fd, offset, nbytes)
+
+    def get_into(
+        self,
+        name: str,
+        offset: int,
+        parts: Sequence[memoryview],
+        seen: Seen | None = None,
+        kept: KeptFiles | None = None,
+    ) -> int:
+        path = self._path(name)
+        with storage_errors(path, "read"):
+            kept = KeptFiles() if kept is None else kept
+            file = kept.get(name, lambda: _open_to_read(path))
+            return read_parts(file.fd, offset, parts, seen)
+
+    def stat(self, name: str) -> Entry | None:
+        path = self._path(name)
+        with storage_errors(path, "look at"):
+            try:
+                status = _fresh(
+                    path, lambda fd: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+                )
+            except FileNotFoundError:
+                return None
+        return _entry(name, status)
+
+    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
+        path = self._directory(directory)
+        with storage_errors(path, "list"):
+            try:
+                with os.scandir(path) as scanned:
+                    found = [entry for entry in scanned if not _is_hidden(entry.name)]
+            except FileNotFoundError:
+                return []
+            look = _sized if sizes else _unsized
+            return sorted(filter(None, for_all(look, found)))
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        path = self._directory(directory)
+        names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
+        with storage_errors(path, "look at"):
+            try:
+                return _fresh(path / "any", lambda fd: {name for name in names if is_in(fd, name)})
+            except FileNotFoundError:
+                return set()
+
+    def identity(self) -> str | None:
+        """Return the identity of the directory at the root; None if it is missing or a bare mount.
+
+        It consists of the inode number of the root and of the contents of `STORE_ID`, which the
+        first caller creates.
+
+        - Another mount of the same file system may have another device number, so that is left out.
+        - A copy (`cp -a`, `rsync`) has the object, too, but another inode number.
+        - A directory that is made again may get the inode number, but has another object.
+        - A mount point without its mount has another inode number and no object. None is created
+          there, because the store has seen another directory.
+        - If a person removes `flashckpt/`, a store that knows the object creates it again.
+
+        A file system without lasting inode numbers (some of FUSE) shows another directory after it
+        was mounted again. A restored image of a whole disk cannot be told from the original.
+        """
+        inode = self._look_at_root()
+        if inode is None:
+            return None
+        mark = self._stored_id()
+        if self._inode not in (None, inode):
+            return None if mark is None else f"{mark}-{inode}"
+        self._inode = inode
+        if mark is None:
+            with contextlib.suppress(AlreadyExistsError):
+                self.create(STORE_ID, f"{self._id or secrets.token_hex(8)}\n".encode())
+            mark = self.get(STORE_ID).decode(errors="replace").strip()
+        self._id = mark
+        return f"{mark}-{inode}"
+
+    # ------------------------------------------------------------------ writes
+
+    def put(self, name: str, data: bytes) -> None:
+        def write(path: Path) -> None:
+            replace_file(path, data)
+            sync_directory(path.parent)
+
+        self._in_its_directory(name, write)
+
+    def create(self, name: str, data: bytes) -> None:
+        def write(path: Path) -> None:
+            if self._has_links is None:
+                try:
+                    _link(path, data)
+                    self._has_links = True
+                except AlreadyExistsError:
+                    raise
+                except OSError as error:
+                    # EPERM: Linux, for a file system without this operation.
+                    if not is_unsupported(error) and error.errno != errno.EPERM:
+                        raise
+                    self._has_links = False
+                    _decide(path, data)
+            elif self._has_links:
+                _link(path, data)
+            else:
+                _decide(path, data)
+            hit("create.named")
+            sync_directory(path.parent)
+
+        self._in_its_directory(name, write)
+
+    def writer(self, name: str, nbytes: int) -> PosixWriter:
+        return self._in_its_directory(name, lambda path: PosixWriter(path, nbytes, self._direct_io))
+
+    def make_durable(self, name: str) -> None:
+        path = self._path(name)
+        with storage_errors(path, "make durable"):
+            for directory in path.relative_to(self._root).parents:
+                sync_directory(self._root / directory)
+
+    def delete(self, names: Iterable[str]) -> None:
+        names = list(names)
+        directories = {parent_of(name) for name in names}
+        paths = [self._path(name) for name in names]
+        for directory in sorted(directories):
+            self._check_no_link(directory)
+
+        def delete(path: Path) -> None:
+            with storage_errors(path, "delete"):
+                if not self._has_links:
+                    # Before the name: else a create of a moment ago would bring the object back.
+                    _remove_hidden(path.with_name(f".{path.name}{_DECIDED}"))
+                path.unlink(missing_ok=True)
+
+        for_all(delete, paths)
+        for directory in directories:
+            while directory and self._removed_empty(self._root / directory):
+                directory = parent_of(directory)
+
+    # ------------------------------------------------------------------ names and directories
+
+    def _path(self, name: str) -> Path:
+        check_name(name, self.place)
+        return self._root / name
+
+    def _directory(self, name: str) -> Path:
+        return self._path(name) if name else self._root
+
+    def _check_no_link(self, directory: str) -> None:
+        """Raise StorageError if `directory` or one of its parents is a link."""
+        while directory:
+            # `os.path` instead of `Path`, for speed.
+            if os.path.islink(f"{self._root}/{directory}"):
+                raise StorageError(
+                    errno.ELOOP,
+                    f"{self._root / directory}: is a symbolic link; files are not written or "
+                    "deleted through links: remove it",
+                )
+            directory = parent_of(directory)
+
+    def _in_its_directory(self, name: str, write: Callable[[Path], _T]) -> _T:
+        """Return `write(path)` of the object `name`, for which the directory is made if needed.
+
+        Another process may have deleted the last other object and its directory meanwhile.
+        """
+        path = self._path(name)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with storage_errors(path, "write", makes=True):
+                    self._make_directory(parent_of(name))
+                    return write(path)
+            except StorageError as error:
+                if error.errno != errno.ENOENT or attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _make_directory(self, directory: str) -> None:
+        """Make `directory`, and the root if this store has never seen it; the name is durable.
+
+        Raises:
+            StorageError: the root is away, or something else stands where a directory should be.
+        """
+        inode = self._look_at_root()
+        if inode is None and self._inode is None:
+            os.makedirs(self._root, exist_ok=True)
+            inode = self._look_at_root()
+        if self._inode is None:
+            self._inode = inode
+        if inode is None or inode != self._inode:
+            raise StorageError(
+                errno.ENOTCONN,
+                f"{self._root}: is away, or another directory is in its place: check this node's "
+                "mount; it is not made again",
+            )
+        self._check_no_link(directory)
+        parts = directory.split("/") if directory else []
+        path = self._root
+        for part in parts:
+            parent, path = path, path / part
+            if not path.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                sync_directory(parent)
+
+    def _look_at_root(self) -> int | None:
+        """Return the inode number of the root; None if it is missing."""
+        with storage_errors(self._root, "look at"):
+            try:
+                return os.stat(f"{self._root}/.").st_ino  # "/.": mounts it, if that is automatic
+            except FileNotFoundError:
+                return None
+
+    def _stored_id(self) -> str | None:
+        try:
+            return self.get(STORE_ID, 0, 64).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def _removed_empty(self, path: Path) -> bool:
+        """Remove a directory that has at most temporary names; return whether it is gone."""
+        with storage_errors(path, "delete"):
+            if _rmdir(path):
+                return True
+            hidden = []
+            with contextlib.suppress(FileNotFoundError), os.scandir(path) as scanned:
+                for entry in scanned:
+                    # Ends at the first other name: thousands of nodes delete their own shards.
+                    if not _is_hidden(entry.name):
+                        return False
+                    hidden.append(path / entry.name)
+            for temporary in hidden:
+                _remove_hidden(temporary)
+            return _rmdir(path)
+
+
+def _rmdir(path: Path) -> bool:
+    """Remove an empty directory; return False if it holds something or is a mount point."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            raise
+        return False
+    return True
+
+
+def _link(path: Path, data: bytes) -> None:
+    """Write `data` under a temporary name, and link it to `path`.
+
+    Raises:
+        AlreadyExistsError: `path` exists.
+        OSError: for example because the file system has no hard links.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    write_new(temporary, data)
+    try:
+        hit("create.written")
+        os.link(temporary, path)
+    except FileExistsError as error:
+        raise _already_exists(path) from error
+    finally:
+        with contextlib.suppress(OSError):  # a name that `list` leaves out
+            temporary.unlink()
+
+
+def _decide(path: Path, data: bytes) -> None:
+    """Give `path` the contents `data`, unless it has others: without hard links.
+
+    A directory with the data is renamed to a name beside `path`. That fails if a directory with
+    contents has the name, so one process decides. Then each process that meets the decision copies
+    it to `path`, so a killed process leaves nothing undecided. `O_EXCL` would leave an empty file,
+    and nobody could tell whether its maker is dead or slow.
+
+    Raises:
+        AlreadyExistsError: another call has decided.
+    """
+    if os.path.lexists(path):
+        raise _already_exists(path)
+    decided = path.with_name(f".{path.name}{_DECIDED}")
+    draft = path.with_name(temporary_name(path.name))
+    draft.mkdir()
+    try:
+        write_new(draft / _OBJECT, data)
+        sync_directory(draft)
+        hit("create.written")
+        draft.rename(decided)
+    except OSError as error:
+        _remove_hidden(draft)
+        # Which error means that the name is taken depends on the file system.
+        if not decided.is_dir():
+            raise
+        replace_file(path, (decided / _OBJECT).read_bytes())
+        raise _already_exists(path) from error
+    replace_file(path, data)
+
+
+def _already_exists(path: Path) -> AlreadyExistsError:
+    return AlreadyExistsError(errno.EEXIST, f"{path}: exists already")
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether `name` is one that only this store knows."""
+    return parse_temporary_name(name) is not None or (
+        name.startswith(".") and name.endswith(_DECIDED)
+    )
+
+
+def _remove_hidden(path: Path) -> None:
+    """Remove a file with a temporary name, or a directory of `_decide`; it may be missing."""
+    try:
+        path.unlink(missing_ok=True)
+    except (IsADirectoryError, PermissionError):
+        with contextlib.suppress(FileNotFoundError):
+            (path / _OBJECT).unlink(missing_ok=True)
+            path.rmdir()
+
+
+def _open_to_read(path: Path) -> int:
+    """Return a descriptor of the file, as other nodes see it."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return open_nofollow(str(path), flags)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            return _fresh(path, lambda _: open_nofollow(str(path), flags))
+        raise
+
+
+def _fresh(path: Path, look: Callable[[int], _T]) -> _T:
+    """Return `look(fd)`, with a descriptor of the directory of `path`.
+
+    Opening the directory makes NFS ask its server for changes. Otherwise a file that was missing a
+    moment ago would count as missing for up to a minute.
+    """
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return look(fd)
+    finally:
+        os.close(fd)
+
+
+def _look(directory_fd: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+
+
+def _entry(name: str, status: os.stat_result) -> Entry:
+    mode = status.st_mode
+    if stat.S_ISREG(mode):
+        return Entry(name, status.st_size, "file")
+    if stat.S_ISDIR(mode):
+        return Entry(name, 0, "directory")
+    return Entry(name, 0, "link" if stat.S_ISLNK(mode) else "other")
+
+
+def _sized(entry: os.DirEntry[str]) -> Entry | None:
+    """Return the entry with its size; None if it was removed meanwhile."""
+    try:
+        return _entry(entry.name, entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return None
+
+
+def _unsized(entry: os.DirEntry[str]) -> Entry | None:
+    """Return the entry as the directory has it, without a request for it alone."""
+    if entry.is_symlink():
+        kind: Kind = "link"
+    elif entry.is_dir(follow_symlinks=False):
+        kind = "directory"
+    else:
+        kind = "file" if entry.is_file(follow_symlinks=False) else "other"
+    return Entry(entry.name, -1, kind)

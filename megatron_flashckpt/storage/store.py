@@ -1,0 +1,144 @@
+"""The contract of a store: named byte strings below one root, on a file system or in a bucket.
+
+Names are relative, `/`-separated, and never leave the root. A name that others rely on is created
+once and never replaced, so writers that are late or doubled cannot change what was decided.
+
+Every method may be called from several threads. Failures are `StorageError` (with errno) or
+`FileNotFoundError`; the message names the object and what to do.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
+
+#: Type of an entry. `link`: a symbolic link, whatever its target. `other`: a pipe or a device.
+Kind = Literal["file", "directory", "link", "other"]
+
+
+class Entry(NamedTuple):
+    """One name in a store."""
+
+    name: str
+    """The name that was asked for; in a listing, relative to the listed directory."""
+    nbytes: int
+    """Size in bytes; 0 unless `kind` is `file`; -1 in a listing without sizes."""
+    kind: Kind
+
+
+class Writer(Protocol):
+    """One large object being written; its contents do not count before `finish` has returned."""
+
+    def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
+        """Write `chunk` at `offset`. Threads may write disjoint parts at the same time."""
+
+    def finish(self) -> None:
+        """Return when every byte written and the name are durable."""
+
+    def abandon(self) -> None:
+        """Remove the object and free its space; never raises."""
+
+
+class Store(Protocol):
+    """A tree of named byte strings."""
+
+    @property
+    def place(self) -> str:
+        """The root, for messages."""
+
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Return `nbytes` from `offset` (default: all); fewer only at the end of the object."""
+
+    def get_into(
+        self,
+        name: str,
+        offset: int,
+        parts: Sequence[memoryview],
+        seen: Seen | None = None,
+        kept: KeptFiles | None = None,
+    ) -> int:
+        """Fill `parts`, end to end, from `offset`; see `storage.scatter_read.read_parts`.
+
+        Args:
+            kept: keeps the file open for the next read; the object must not be replaced meanwhile.
+        """
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace the contents of `name` with `data` atomically; both are durable afterwards.
+
+        Only for the few small names that are meant to change: tracker, `tracker.json`, `alive`,
+        and the history.
+        """
+
+    def create(self, name: str, data: bytes) -> None:
+        """Create a small object once; it is whole and durable afterwards.
+
+        Readers never get a part of it. If this call fails in another way than by
+        `AlreadyExistsError`, the object may exist nevertheless. So whoever needs to know what the
+        name says reads it back.
+
+        Raises:
+            AlreadyExistsError: the name exists, whoever made it. Perhaps this call did, in an
+                attempt whose answer was lost. The object is whole, but only `make_durable` makes
+                its name durable for this caller.
+        """
+
+    def writer(self, name: str, nbytes: int) -> Writer:
+        """Start writing an object of `nbytes`; an existing one of that name is replaced."""
+
+    def stat(self, name: str) -> Entry | None:
+        """Return the entry of `name` without following a link; None if it is missing."""
+
+    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
+        """Return the entries directly in `directory` ("": the root), sorted by name.
+
+        A missing directory is empty. Names under which a store writes incomplete objects are left
+        out. A directory that is a link is listed through the link, because a person may have
+        branched a checkpoint by one; nothing is written or deleted through a link.
+
+        Args:
+            sizes: False spares a file system one request per entry; `nbytes` is then -1.
+        """
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        """Return those of `names` that are in `directory` ("": the root), as other nodes see it.
+
+        Does not list the directory: thousands of nodes ask for thousands of names each.
+        """
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, then their directories if these are empty; never the root.
+
+        A missing object is no error. After an error some objects may be left.
+        """
+
+    def make_durable(self, name: str) -> None:
+        """Make the name of an existing object durable, whoever created it.
+
+        A caller that acts on an object of another process calls this first: the other one may have
+        died between creating the name and making it durable.
+        """
+
+    def identity(self) -> str | None:
+        """Return a string that differs for every other directory or bucket; None while it is away.
+
+        On one node a directory keeps its identity, also if it was mounted again. A copy has another
+        one. See `PosixStore.identity` for what it consists of.
+        """
+
+
+def check_name(name: str, place: str) -> None:
+    """Raise StorageError unless `name` is the name of an object inside the store at `place`."""
+    parts = name.split("/")
+    if not all(parts) or any(part in (".", "..") for part in parts) or "\0" in name:
+        raise StorageError(errno.EINVAL, f"{name!r} is not a name inside {place}")
+
+
+def parent_of(name: str) -> str:
+    """Return the directory of `name`; empty for a name directly in the root."""
+    return name.rpartition("/")[0]
