@@ -14,5 +14,5 @@ __all__ = ["FORMAT_VERSION", "__version__", "report_metric", "waiting"]
 
 __version__ = "0.1.0"
 
-#: Version of the on-disk format (manifest and shard headers). Readers refuse newer versions.
-FORMAT_VERSION = 1
+#: Version of the on-disk format (manifest and shard headers). Readers refuse all others.
+FORMAT_VERSION = 2

@@ -69,7 +69,7 @@ class RenamedCheckpointError(CorruptCheckpointError):
 
 
 class FormatVersionError(FlashCkptError, ValueError):
-    """The checkpoint was written by a newer release than this one can read."""
+    """The checkpoint is of a format that another release of this package reads."""
 
 
 class AgentError(FlashCkptError, ConnectionError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Collection
 
 import msgspec
 
@@ -23,6 +24,15 @@ _MODEL_DIR = "mp_rank_"
 #: Bytes to read of a tracker, and of Megatron's metadata.json, at most.
 _SMALL_NBYTES = 4096
 _METADATA_NBYTES = 2**16
+
+
+def is_foreign(names: Collection[str]) -> bool:
+    """Return whether the files of an iteration directory are those of another program."""
+    return (
+        "metadata.json" in names
+        or ".metadata" in names
+        or any(name.startswith(_MODEL_DIR) or _RANK_DIR.fullmatch(name) for name in names)
+    )
 
 
 def megatron_format(storage: Storage, directory: str) -> str | None:

@@ -54,7 +54,7 @@ class Tracked(msgspec.Struct, frozen=True):
 
 
 class History:
-    """The history of a run: its own saves, and those of its ancestors up to where they were left."""
+    """The history of a run: its saves, and those of its ancestors up to where they were left."""
 
     def __init__(self, run: str, ancestors: Ancestors = ()) -> None:
         self.run = run
@@ -120,6 +120,8 @@ class Facts:
     """Iterations whose checkpoints are in other formats."""
     held: Collection[Save] = ()
     """Saves that all their ranks hold in memory, of any run."""
+    numbers: Collection[int] = ()
+    """Numbers of all runs whose objects are visible."""
     tracker_is_damaged: bool = False
     """A tracker that exists and names nothing is nobody's wish."""
 

@@ -78,7 +78,9 @@ def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
 
 
 def encode_records(records: Iterable[CommitRecord]) -> bytes:
-    """Return the bytes of a record file: the digest (8 bytes), then the digested body.
+    """Return the bytes of a record file: the body, then its digest (8 bytes).
+
+    The digest comes last, because an object that `Store.create` makes must not begin with 0xFF.
 
     The first record of each template has its items, the others have `KNOWN_ITEMS` instead.
     """
@@ -89,7 +91,7 @@ def encode_records(records: Iterable[CommitRecord]) -> bytes:
         known.add(record.template_fingerprint)
         body.append(msgspec.structs.replace(record, template=KNOWN_ITEMS) if is_known else record)
     encoded = msgspec.msgpack.encode(body)
-    return xxhash.xxh3_64_digest(encoded) + encoded
+    return encoded + xxhash.xxh3_64_digest(encoded)
 
 
 _RECORDS = msgspec.msgpack.Decoder(list[CommitRecord])
@@ -101,7 +103,7 @@ def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
     Raises:
         CorruptCheckpointError: `encoded` is not such a file, or was changed.
     """
-    digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
+    body, digest = encoded[:-_DIGEST_NBYTES], encoded[-_DIGEST_NBYTES:]
     try:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest does not match")

@@ -23,13 +23,15 @@ RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
 #: The table of contents of format 1.
 MANIFEST_OF_FORMAT_1 = "manifest.json"
+#: The last commit that reads format 1, and converts it into Megatron's own formats.
+LAST_OF_FORMAT_1 = "1f944679"
 
 #: In place of an iteration: the checkpoint in Megatron's directory `release`.
 RELEASE = -1
 
 _RUN = re.compile(r"(\d{6,18})-([0-9a-f]{4})", re.ASCII)
 _SAVE = r"\d{6,18}-[0-9a-f]{4}\.\d{5,18}\.\d{1,9}"
-_SAVE_ID = re.compile(rf"(\d{{6,18}}-[0-9a-f]{{4}})\.(\d{{5,18}})\.(\d{{1,9}})", re.ASCII)
+_SAVE_ID = re.compile(r"(\d{6,18}-[0-9a-f]{4})\.(\d{5,18})\.(\d{1,9})", re.ASCII)
 _OF_A_SAVE = re.compile(
     rf"({_SAVE})\.(rank_\d{{5,}}\.safetensors|ranks_\d{{5,}}-\d{{5,}}\.record|common\.msgpack|end)",
     re.ASCII,

@@ -1,8 +1,9 @@
 """The table of contents of a committed checkpoint, and its merge from per-rank records.
 
-A checkpoint exists from the moment its `manifest.json` does. The manifest holds everything that a
-rank needs to plan its reads, so a load opens no file only to inspect it. Keys are stored once, each
-template once, and per shard file the placement and the digest of the header.
+The manifest is the end of a save that succeeded (`end.py`): a checkpoint exists from the moment its
+end does. The manifest holds everything that a rank needs to plan its reads, so a load opens no file
+only to inspect it. Keys are stored once, each template once, and per shard file the placement and
+the digest of the header.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from megatron_flashckpt.file_format.commit_record import (
     Coordinates,
     decode_items,
 )
-from megatron_flashckpt.file_format.file_names import is_shard_name
-from megatron_flashckpt.file_format.shard_file import refuse_newer
+from megatron_flashckpt.file_format.file_names import parse_save, shard_name
+from megatron_flashckpt.file_format.run_object import Ancestors
+from megatron_flashckpt.file_format.shard_file import refuse_other_version
 from megatron_flashckpt.layout.copies import compared
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.save_cost import SaveCost, combine
@@ -58,11 +60,13 @@ class ManifestItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `manifest.json`."""
+    """Contents of the end of a committed save."""
 
     version: int
     iteration: int
     save_id: str
+    ancestors: Ancestors = ()
+    """Those of the run that made the save, so that no other object is needed to judge it."""
     world_size: int
     description: dict[str, Any]
     """For people and tools: parallel sizes, versions. No load reads it."""
@@ -106,6 +110,7 @@ def merge(
     world_size: int,
     description: dict[str, Any],
     common_digest: str,
+    ancestors: Ancestors = (),
     committed_at: float | None = None,
 ) -> Manifest:
     """Return the manifest of the save that `records` belong to, one record per rank.
@@ -163,6 +168,7 @@ def merge(
         version=FORMAT_VERSION,
         iteration=iteration,
         save_id=save_id,
+        ancestors=ancestors,
         world_size=world_size,
         description=description,
         committed_at=committed_at,
@@ -181,12 +187,8 @@ def merge(
     )
 
 
-#: Length of the head: the bytes before the first comma, which identify a manifest.
-HEAD_NBYTES = len('{"digest":"0123456789abcdef"')
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`."""
+    """Return the bytes of the end of a committed save."""
     return seal(msgspec.json.encode(manifest))
 
 
@@ -212,15 +214,14 @@ def _check_seal(encoded: bytes, place: str) -> None:
 
 
 class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a manifest about its whole checkpoint, decoded without the table of contents."""
+    """Facts of a manifest that retention and the history need: no table of contents."""
 
     iteration: int
     save_id: str
+    ancestors: Ancestors = ()
     committed_at: float | None = None
     metrics: dict[str, float] = {}
     cost: SaveCost | None = None
-    differing: tuple[str, ...] = ()
-    compared: bool = False
 
 
 _FACTS = msgspec.json.Decoder(CommitFacts)
@@ -232,7 +233,7 @@ def decode_facts(encoded: bytes, place: str) -> CommitFacts:
 
     Raises:
         CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written.
-        FormatVersionError: written by a newer release.
+        FormatVersionError: written by a newer release, or in format 1.
     """
     return _unsealed(encoded, place, _FACTS)
 
@@ -242,11 +243,11 @@ def _unsealed(encoded: bytes, place: str, decoder: msgspec.json.Decoder[_T]) -> 
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         version = msgspec.json.decode(head["version"], type=int)
-        if version > FORMAT_VERSION:
-            # Check the digest first: a flipped bit must not make a damaged file pass for a newer
+        if version != FORMAT_VERSION:
+            # Check the digest first: a flipped bit must not make a damaged file pass for another
             # format.
             _check_seal(encoded, place)
-            refuse_newer(version, place)
+            refuse_other_version(version, place)
         manifest = decoder.decode(encoded)
     except (KeyError, *UNDECODABLE) as error:
         raise CorruptCheckpointError(f"{place}: is not a manifest ({error}); {OLDER}") from error
@@ -260,7 +261,7 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
     Raises:
         CorruptCheckpointError: not JSON, not a manifest, changed after it was written, or naming
             files outside its directory.
-        FormatVersionError: written by a newer release.
+        FormatVersionError: written by a newer release, or in format 1.
     """
     manifest = _unsealed(encoded, place, _MANIFEST)
     check(manifest, place)
@@ -275,9 +276,11 @@ def check(manifest: Manifest, place: str) -> None:
     if not ranks or len(ranks) != manifest.world_size or ranks != list(range(len(ranks))):
         problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
     lengths = {name: placement_length(items) for name, items in manifest.templates.items()}
+    if parse_save(manifest.save_id) is None:
+        problems.append(f"{manifest.save_id!r} is not the name of a save")
     for shard in manifest.shards:
-        if not is_shard_name(shard.file):
-            problems.append(f"{shard.file!r} is not a shard's name")
+        if shard.file != shard_name(shard.rank, manifest.save_id):
+            problems.append(f"{shard.file!r} is not the shard of rank {shard.rank} of this save")
         items = manifest.templates.get(shard.template)
         if items is None:
             problems.append(f"{shard.file}: unknown template {shard.template!r}")

@@ -24,6 +24,7 @@ from megatron_flashckpt.errors import (
     FormatVersionError,
     LayoutError,
 )
+from megatron_flashckpt.file_format.file_names import LAST_OF_FORMAT_1
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import Placement, Template, TemplateItem, pieces_of, placed
@@ -179,7 +180,7 @@ def decode_header(
         entries = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(entries.pop("__metadata__"), type=dict[str, str])
         version = msgspec.json.decode(outer["flashckpt"], type=dict[str, msgspec.Raw])["version"]
-        refuse_newer(msgspec.json.decode(version, type=int), place)
+        refuse_other_version(msgspec.json.decode(version, type=int), place)
         metadata = _METADATA.decode(outer["flashckpt"])
         tensors = _ENTRIES.decode(body)
         del tensors["__metadata__"]
@@ -255,10 +256,21 @@ def _checked_shard(
     return Shard(metadata, template, placement, digests, data_offset)
 
 
-def refuse_newer(version: int, place: str) -> None:
-    """Raise FormatVersionError if `version` is newer than this release reads."""
+def refuse_other_version(version: int, place: str) -> None:
+    """Raise FormatVersionError if `version` is not the format that this release reads."""
     if version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"{place}: format version {version}; this release reads up to {FORMAT_VERSION}: "
+            f"{place}: format version {version}; this release reads version {FORMAT_VERSION}: "
             f"upgrade megatron_flashckpt, or {OLDER}"
         )
+    if version < FORMAT_VERSION:
+        raise older_version(place)
+
+
+def older_version(place: str) -> FormatVersionError:
+    """Return the error for a checkpoint of format 1, which this release does not read."""
+    return FormatVersionError(
+        f"{place}: format version 1; this release reads version {FORMAT_VERSION}: convert the "
+        f"checkpoint with the last commit that reads format 1 ({LAST_OF_FORMAT_1}), by 'flashckpt "
+        f"convert --to torch_dist', or {OLDER}"
+    )

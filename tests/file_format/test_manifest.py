@@ -12,26 +12,28 @@ from hypothesis import strategies as st
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError
 from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
+from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.file_names import (
-    failure_name,
-    iteration_dir,
-    parse_iteration_dir,
+    LAST_OF_FORMAT_1,
     record_name,
     shard_name,
 )
 from megatron_flashckpt.file_format.manifest import (
     Manifest,
+    decode_facts,
     decode_manifest,
     encode_manifest,
     merge,
     seal,
 )
+from megatron_flashckpt.file_format.run_object import FOREIGN, Ancestor
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import pieces_of, placement_length
 from tests.support.strategies import layout_of, moved, piece_lists
 
-PLACE = "iter_0000007/manifest.json"
-SAVE_ID = "0123456789abcdef"
+SAVE_ID = "000008-3fa9.00003.1"
+PLACE = f"iter_0000007/{SAVE_ID}.end"
+ANCESTORS = (Ancestor("000005-00ab", 4), Ancestor(FOREIGN, 2))
 PIECES = [
     Piece("layer.w", "master", "F32", (9, 4), (0, 0), (4, 4), 2, 14),
     Piece("layer.w", "weight", "BF16", (9, 4), (0, 0), (4, 4), 0, 15),
@@ -62,6 +64,7 @@ def merged(records: list[CommitRecord], world_size: int | None = None) -> Manife
         world_size=len(records) if world_size is None else world_size,
         description={"tp": 2, "note": "für Menschen"},
         common_digest="00ff",
+        ancestors=ANCESTORS,
     )
 
 
@@ -121,6 +124,13 @@ def test_a_manifest_names_its_save():
     assert manifest.description["note"] == "für Menschen"
 
 
+def test_a_manifest_is_an_end_and_repeats_the_ancestors_of_its_run():
+    encoded = encode_manifest(two_stages())
+    assert kind_of(encoded[:HEAD_NBYTES]) is End.COMMITTED
+    facts = decode_facts(encoded, PLACE)
+    assert (facts.save_id, facts.iteration, facts.ancestors) == (SAVE_ID, 7, ANCESTORS)
+
+
 @pytest.mark.parametrize(
     ("ranks", "world_size", "missing"),
     [([0, 2], 3, "[1]"), ([], 2, "[0, 1]"), ([0, 0], 2, "[1]"), ([0, 1], 1, "[]")],
@@ -131,7 +141,7 @@ def test_merge_refuses_a_missing_or_doubled_rank(ranks, world_size, missing):
     assert f"ranks {ranks} for a world of {world_size}; missing: {missing}" in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"save_id": "f" * 16}, {"iteration": 8}])
+@pytest.mark.parametrize("changes", [{"save_id": "000008-3fa9.00003.2"}, {"iteration": 8}])
 def test_merge_refuses_records_of_two_saves(changes):
     with pytest.raises(CorruptCheckpointError, match="commit records of different saves") as caught:
         merged([record(0, PIECES), record(1, PIECES, **changes)])
@@ -151,9 +161,9 @@ def test_merge_refuses_records_of_two_saves(changes):
         b'{"version":null}',
         b'{"version":"1"}',
         b'{"version":1.5}',
-        b'{"version":1}',
-        b'{"version":1,"\xff":2}',
-        b'{"version":1,"save_id":"\\ud800"}',
+        b'{"version":2}',
+        b'{"version":2,"\xff":2}',
+        b'{"version":2,"save_id":"\\ud800"}',
         encode_manifest(two_stages())[:-1],
         encode_manifest(two_stages()) + b"}",
     ],
@@ -167,7 +177,7 @@ def test_a_file_that_is_no_manifest_is_corrupt(encoded):
 @pytest.mark.parametrize("field", ["description", "unknown", "templates"])
 def test_deep_nesting_is_corrupt_not_a_crash(field, depth):
     nested = b'{"a":' * depth + b"1" + b"}" * depth
-    encoded = b'{"version":1,"' + field.encode() + b'":' + nested + b"}"
+    encoded = b'{"version":2,"' + field.encode() + b'":' + nested + b"}"
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         decode_manifest(encoded, PLACE)
 
@@ -182,6 +192,14 @@ def test_a_newer_manifest_is_not_reported_as_damaged(version):
         decode_manifest(seal(body).replace(b"another", b"Another"), PLACE)
 
 
+def test_a_manifest_of_format_1_is_refused_with_the_commit_that_converts_it():
+    body = json.dumps({"version": 1, "save_id": "0123456789abcdef"}).encode()
+    with pytest.raises(
+        FormatVersionError, match=f"{PLACE}: format version 1; .*{LAST_OF_FORMAT_1}"
+    ):
+        decode_manifest(seal(body), PLACE)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -192,22 +210,30 @@ def test_a_newer_manifest_is_not_reported_as_damaged(version):
         f"../{shard_name(1, SAVE_ID)}",
         f"/{shard_name(1, SAVE_ID)}",
         f"../iter_0000006/{shard_name(1, SAVE_ID)}",
-        f"rank_00001-{SAVE_ID}/../../x.safetensors",
         f"{shard_name(1, SAVE_ID)}/../../x",
         f"{shard_name(1, SAVE_ID)}\n",
         f"{shard_name(1, SAVE_ID)}\0",
         f"\n{shard_name(1, SAVE_ID)}",
-        "rank_00001-..safetensors",
-        "rank_1-0123456789abcdef.safetensors",
-        record_name(1, SAVE_ID),
+        record_name(range(1, 2), SAVE_ID),
+        shard_name(0, SAVE_ID),
+        shard_name(1, "000008-3fa9.00003.2"),
     ],
 )
-def test_a_shard_name_cannot_leave_its_directory(name):
+def test_a_shard_has_the_name_of_its_rank_and_save(name):
     forged = ForgedManifest()
     forged.shard["file"] = name
-    with pytest.raises(CorruptCheckpointError, match="is not a shard's name") as caught:
+    with pytest.raises(
+        CorruptCheckpointError, match="is not the shard of rank 1 of this save"
+    ) as caught:
         decode_manifest(forged.encode(), PLACE)
     assert repr(name) in str(caught.value)
+
+
+def test_a_manifest_without_the_name_of_a_save_is_corrupt():
+    forged = ForgedManifest()
+    forged.tree["save_id"] = "x"
+    with pytest.raises(CorruptCheckpointError, match="'x' is not the name of a save"):
+        decode_manifest(forged.encode(), PLACE)
 
 
 def test_a_missing_template_is_corrupt():
@@ -316,31 +342,3 @@ def test_a_forged_manifest_can_name_only_shard_files(data):
     for shard in manifest.shards:
         assert "/" not in shard.file
         assert placement_length(manifest.templates[shard.template]) == len(shard.placement)
-
-
-@given(st.integers(0, 10**12))
-def test_iteration_directories_have_megatron_s_names_and_can_be_parsed(iteration):
-    name = iteration_dir(iteration)
-    assert name == "iter_" + str(iteration).rjust(7, "0")
-    assert parse_iteration_dir(name) == iteration
-
-
-@pytest.mark.parametrize(
-    "name", ["", "iter_", "iter_12", "iter_-000001", "iter_0000007.tmp", "xiter_0000007", "release"]
-)
-def test_other_directories_have_no_iteration(name):
-    assert parse_iteration_dir(name) is None
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 99_999), st.sampled_from(["0" * 16, "f" * 16])),
-        unique=True,
-        max_size=6,
-    )
-)
-def test_files_of_two_ranks_or_saves_never_share_a_name(writers):
-    names = [
-        name(*writer) for writer in writers for name in (shard_name, record_name, failure_name)
-    ]
-    assert len(set(names)) == 3 * len(writers)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
+from megatron_flashckpt.file_format.file_names import LAST_OF_FORMAT_1
 from megatron_flashckpt.file_format.shard_file import (
     ALIGNMENT,
     CHUNK_NBYTES,
@@ -28,14 +29,14 @@ from megatron_flashckpt.file_format.shard_file import (
     encode_header,
     fill_in,
     header_nbytes,
-    refuse_newer,
+    refuse_other_version,
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import pieces_of, tensor_names
 from tests.support.strategies import layout_of, piece_lists
 
 PLACE = "iter_0000007/rank_00003.safetensors"
-SAVE = {"iteration": 7, "save_id": "0123456789abcdef", "rank": 3, "world_size": 16}
+SAVE = {"iteration": 7, "save_id": "000008-3fa9.00003.1", "rank": 3, "world_size": 16}
 PIECES = [
     Piece("layer.w", "master", "F32", (8, 4), (4, 0), (4, 4), 2, 14),
     Piece("layer.w", "weight", "BF16", (8, 4), (4, 0), (4, 4), 0, 16),
@@ -125,7 +126,7 @@ def test_a_decoded_header_equals_the_encoded_one(pieces):
     assert shard.template.items == layout.template.items
     assert shard.template.nbytes == layout.nbytes
     assert shard.placement == layout.placement
-    assert shard.digests == ("0123456789abcdef",) * chunk_count(layout.nbytes)
+    assert shard.digests == ("000008-3fa9.00003.1",) * chunk_count(layout.nbytes)
     assert {name: getattr(shard.metadata, name) for name in SAVE} == SAVE
     assert shard.data_offset == len(header)
 
@@ -204,7 +205,7 @@ def test_an_impossible_header_length_is_refused_before_the_read(length):
         b'{"__metadata__":{"flashckpt":"{}"}}',
         b'{"__metadata__":{"flashckpt":"{\\"version\\":\\"1\\"}"}}',
         b'{"__metadata__":{"flashckpt":"{\\"version\\":1.5}"}}',
-        b'{"__metadata__":{"flashckpt":"{\\"version\\":1}"}}',
+        b'{"__metadata__":{"flashckpt":"{\\"version\\":2}"}}',
         b'{"__metadata__":{"flashckpt":"\\ud800"}}',
         b'{"\xff":{}}',
         header_of(PIECES)[8:-1].rstrip()[:-1],
@@ -225,7 +226,7 @@ def test_deep_nesting_is_corrupt_not_a_crash(name, depth):
 
 @pytest.mark.parametrize("depth", [1_000, 100_000])
 def test_deep_nesting_inside_our_metadata_is_corrupt_not_a_crash(depth):
-    inner = '{"version":1,"pieces":' + "[" * depth + "]" * depth + "}"
+    inner = '{"version":2,"pieces":' + "[" * depth + "]" * depth + "}"
     body = json.dumps({"__metadata__": {"flashckpt": inner}}).encode()
     with pytest.raises(CorruptCheckpointError, match=PLACE):
         decode_header(framed(body), PLACE)
@@ -240,9 +241,9 @@ def test_deep_nesting_inside_our_metadata_is_corrupt_not_a_crash(depth):
         ("world_size", 1.5),
         ("chunk_nbytes", 4096),
         ("chunk_nbytes", 0),
-        ("digests", ["0123456789abcdef"]),
+        ("digests", ["000008-3fa9.00003.1"]),
         ("digests", ""),
-        ("digests", "0123456789abcdef" * 2),
+        ("digests", "000008-3fa9.00003.1" * 2),
         ("pieces", None),
         ("pieces", []),
         ("pieces", [[]] * 3),
@@ -338,7 +339,9 @@ def test_a_newer_header_is_not_reported_as_damaged(version):
         decode_header(forged.encode(), PLACE)
 
 
-def test_this_release_reads_its_own_version():
-    assert refuse_newer(FORMAT_VERSION, PLACE) is None
-    with pytest.raises(FormatVersionError, match=f"reads up to {FORMAT_VERSION}"):
-        refuse_newer(FORMAT_VERSION + 1, PLACE)
+def test_this_release_reads_its_own_version_only():
+    assert refuse_other_version(FORMAT_VERSION, PLACE) is None
+    with pytest.raises(FormatVersionError, match=f"reads version {FORMAT_VERSION}: upgrade"):
+        refuse_other_version(FORMAT_VERSION + 1, PLACE)
+    with pytest.raises(FormatVersionError, match=f"last commit .*{LAST_OF_FORMAT_1}"):
+        refuse_other_version(FORMAT_VERSION - 1, PLACE)

@@ -1,0 +1,308 @@
+"""Reads a save directory into the `lineage.Facts` on which every choice depends. Changes no file.
+
+Loads, agents and commands call this. The cost does not grow with the number of earlier runs, for
+each run's object repeats all ancestors: only the newest objects are read, and those of runs that
+have left checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_flashckpt.catalog.foreign import is_foreign
+from megatron_flashckpt.catalog.lineage import Facts, Save, Tracked
+from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
+from megatron_flashckpt.errors import (
+    UNDECODABLE,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StorageError,
+    is_damage,
+)
+from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
+from megatron_flashckpt.file_format.file_names import (
+    LAST_OF_FORMAT_1,
+    MANIFEST_OF_FORMAT_1,
+    RELEASE,
+    RUNS,
+    TRACKED,
+    end_name,
+    ends_in,
+    iteration_dir,
+    parse_iteration_dir,
+    parse_run_file,
+    run_file,
+    run_number,
+)
+from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_facts
+from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run
+from megatron_flashckpt.storage.parallel import for_all
+from megatron_flashckpt.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+#: Bytes to read of a run's object, and of `tracker.json`, at most.
+_SMALL_NBYTES = 2**20
+
+
+class _Listing(NamedTuple):
+    """The iteration directories of a store."""
+
+    ended: list[Save]
+    """Saves that have an end."""
+    foreign: list[int]
+    """Iterations that another program has written."""
+
+
+# ---------------------------------------------------------------------- facts
+
+
+def read_facts(store: Store, held: Mapping[Save, Ancestors] | None = None) -> Facts:
+    """Return all that a choice of a checkpoint depends on.
+
+    Args:
+        held: saves that all their ranks hold in memory, with the ancestors of their runs.
+
+    Raises:
+        FormatVersionError: the directory is of format 1.
+        StorageError: the store does not answer.
+    """
+    listing = _list_iterations(store)
+    stored = _committed(store, listing.ended)
+    in_memory = held or {}
+    numbers = run_numbers(store)
+    left = {save.run for save in (*stored, *in_memory)}
+    objects = _objects_of(store, numbers, left)
+    runs = {run.name: run.ancestors for run in objects.values() if run is not None}
+    runs |= _repeated_by_saves(store, stored, numbers, objects)
+    # The run of a save in memory has an object, unless all objects were removed. A directory
+    # without that object was emptied, or an earlier copy was put in its place.
+    if not numbers and stored:
+        runs |= {save.run: ancestors for save, ancestors in in_memory.items()}
+    iteration, is_damaged = _tracker(store)
+    return Facts(
+        tracker=iteration,
+        tracked=tracked(store),
+        runs=runs,
+        stored=stored,
+        foreign=listing.foreign,
+        held=list(in_memory),
+        tracker_is_damaged=is_damaged,
+        numbers=numbers,
+    )
+
+
+def committed_saves(store: Store) -> list[Save]:
+    """Return the checkpoints of all runs, in ascending order.
+
+    Raises:
+        FormatVersionError: the directory is of format 1.
+        StorageError: the store does not answer.
+    """
+    return _committed(store, _list_iterations(store).ended)
+
+
+def tracked(store: Store) -> Tracked | None:
+    """Return the contents of `tracker.json`; None if it is missing or damaged."""
+    try:
+        return msgspec.json.decode(store.get(TRACKED, 0, _SMALL_NBYTES), type=Tracked)
+    except FileNotFoundError:
+        return None
+    except UNDECODABLE as error:
+        logger.warning("%s/%s: is damaged and not used: %s", store.place, TRACKED, error)
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        logger.warning("%s", error)
+    return None
+
+
+def _tracker(store: Store) -> tuple[int | None, bool]:
+    """Return the iteration in the tracker, and whether the tracker exists but names none."""
+    try:
+        text = tracker_text(store)
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        return None, True
+    if text is None:
+        return None, False
+    iteration = RELEASE if text == iteration_dir(RELEASE) else iteration_in(text)
+    return iteration, iteration is None
+
+
+# ---------------------------------------------------------------------- iterations
+
+
+def _list_iterations(store: Store) -> _Listing:
+    """Return what the iteration directories hold. Links are not entered."""
+    iterations = [
+        iteration
+        for entry in store.list("", sizes=False)
+        if entry.kind == "directory" and (iteration := _iteration_of(entry.name)) is not None
+    ]
+    listed = for_all(lambda iteration: _names_in(store, iteration), iterations)
+    listing = _Listing([], [])
+    for iteration, names in zip(iterations, listed, strict=True):
+        saves = [Save(iteration, save_id) for save_id in ends_in(names)]
+        listing.ended.extend(saves)
+        if not saves and is_foreign(names):
+            listing.foreign.append(iteration)
+    return listing
+
+
+def _iteration_of(name: str) -> int | None:
+    """Return the iteration of a directory that a load can name; `iter_10` is none."""
+    iteration = RELEASE if name == iteration_dir(RELEASE) else parse_iteration_dir(name)
+    return iteration if iteration is not None and name == iteration_dir(iteration) else None
+
+
+def _names_in(store: Store, iteration: int) -> list[str]:
+    directory = iteration_dir(iteration)
+    names = [entry.name for entry in store.list(directory, sizes=False)]
+    if MANIFEST_OF_FORMAT_1 in names:
+        raise FormatVersionError(
+            f"{store.place}/{directory}/{MANIFEST_OF_FORMAT_1}: is of format 1, which this release "
+            f"does not read; convert it with commit {LAST_OF_FORMAT_1} (flashckpt convert), or "
+            "train into another directory"
+        )
+    return names
+
+
+def _committed(store: Store, ended: Sequence[Save]) -> list[Save]:
+    """Return those of the ended saves that are checkpoints, in ascending order."""
+    ends = for_all(lambda save: _end(store, save), ended)
+    committed = [save for save, end in zip(ended, ends, strict=True) if end is End.COMMITTED]
+    return sorted(committed, key=lambda save: save.order)
+
+
+def _end(store: Store, save: Save) -> End | None:
+    """Return what the end of a save says; None if it was removed since."""
+    try:
+        name = f"{iteration_dir(save.iteration)}/{end_name(save.save_id)}"
+        return kind_of(store.get(name, 0, HEAD_NBYTES))
+    except FileNotFoundError:
+        return None
+    except StorageError as error:  # a load of this save reports the damage
+        if not is_damage(error):
+            raise
+        return End.COMMITTED
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def run_numbers(store: Store) -> list[int]:
+    """Return the numbers of all runs that have an object, in ascending order."""
+    parsed = (parse_run_file(entry.name) for entry in store.list(RUNS, sizes=False))
+    return sorted(number for number in parsed if number is not None)
+
+
+def run_objects(store: Store, left: Collection[str] = ()) -> dict[str, RunObject]:
+    """Return the runs on which the choice of the newest history depends, by name.
+
+    The newest run, and lower ones while the runs above have neither ancestors nor left anything.
+
+    Args:
+        left: runs that have left a checkpoint, in storage or memory; their objects are read, too.
+    """
+    objects = _objects_of(store, run_numbers(store), left)
+    return {run.name: run for run in objects.values() if run is not None}
+
+
+def later_run(store: Store, number: int) -> RunObject | None:
+    """Return the highest run above `number`; None if there is none."""
+    later = [other for other in run_numbers(store) if other > number]
+    for other in reversed(later):
+        if (run := _read_objects(store, [other])[other]) is not None:
+            return run
+    return None
+
+
+def _objects_of(
+    store: Store, numbers: Sequence[int], left: Collection[str]
+) -> dict[int, RunObject | None]:
+    """Return the objects that `run_objects` describes, by number; None for a damaged one."""
+    objects = _read_objects(store, {*map(run_number, left)} & {*numbers})
+    descending = list(reversed(numbers))
+    count = 1
+    while descending:
+        # Runs that died early may be many: read more at once with every step.
+        some, descending, count = descending[:count], descending[count:], 2 * count
+        objects |= _read_objects(store, [number for number in some if number not in objects])
+        runs = (objects[number] for number in some)
+        if any(run is not None and (run.ancestors or run.name in left) for run in runs):
+            break
+    return objects
+
+
+def _read_objects(store: Store, numbers: Iterable[int]) -> dict[int, RunObject | None]:
+    """Return the objects of runs; None for a damaged or missing one, with one warning for all."""
+
+    def read(number: int) -> RunObject | str | None:
+        name = run_file(number)
+        try:
+            run = decode_run(store.get(name, 0, _SMALL_NBYTES), f"{store.place}/{name}")
+            if run_number(run.name) != number:
+                return f"{store.place}/{name}: is the object of run {run.name}"
+            return run
+        except FileNotFoundError:
+            return None
+        except (CorruptCheckpointError, StorageError) as error:
+            if not is_damage(error):
+                raise
+            return str(error)
+
+    ordered = list(numbers)
+    results = dict(zip(ordered, for_all(read, ordered), strict=True))
+    problems = [result for result in results.values() if isinstance(result, str)]
+    if problems:
+        logger.warning("objects of runs are damaged and not used: %s", "; ".join(problems))
+    return {
+        number: None if isinstance(result, str) else result for number, result in results.items()
+    }
+
+
+def _repeated_by_saves(
+    store: Store,
+    stored: Sequence[Save],
+    numbers: Sequence[int],
+    objects: Mapping[int, RunObject | None],
+) -> dict[str, Ancestors]:
+    """Return the ancestors of runs whose objects are gone or damaged, as their saves repeat them.
+
+    Objects are gone if a person has removed `flashckpt/` or copied only the checkpoints. A run
+    whose number another run has taken is of another directory.
+    """
+    first = min(numbers, default=None)
+    by_run: dict[str, list[Save]] = {}
+    for save in reversed(stored):
+        number = run_number(save.run)
+        is_gone = first is None or number < first
+        if is_gone or (number in objects and objects[number] is None):
+            by_run.setdefault(save.run, []).append(save)
+
+    def ancestors(saves: list[Save]) -> Ancestors | None:
+        read = (_ancestors_in(store, save) for save in saves)
+        return next((found for found in read if found is not None), None)
+
+    repeated = zip(by_run, for_all(ancestors, list(by_run.values())), strict=True)
+    return {run: found for run, found in repeated if found is not None}
+
+
+def _ancestors_in(store: Store, save: Save) -> Ancestors | None:
+    """Return the ancestors in the manifest of a save; None if it is damaged or gone."""
+    name = f"{iteration_dir(save.iteration)}/{end_name(save.save_id)}"
+    try:
+        encoded = store.get(name, 0, MAX_MANIFEST_NBYTES)
+        return decode_facts(encoded, f"{store.place}/{name}").ancestors
+    except (FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return None
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        return None

@@ -1,0 +1,193 @@
+"""What a store holds, read into facts: late, damaged, foreign and removed objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.catalog.directory import (
+    committed_saves,
+    later_run,
+    read_facts,
+    run_numbers,
+    run_objects,
+    tracked,
+)
+from megatron_flashckpt.catalog.lineage import Save, Tracked
+from megatron_flashckpt.errors import FormatVersionError
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import Failure, encode_failure
+from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.run_object import (
+    Ancestor,
+    Ancestors,
+    RunObject,
+    encode_run,
+)
+from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.opening import open_store
+
+
+class CountingStore(MemoryStore):
+    """Counts the objects that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        self.read.append(name)
+        return super().get(name, offset, nbytes)
+
+
+def run(number: int) -> str:
+    return file_names.run_name(number, "abcd")
+
+
+def open_run(store: MemoryStore, number: int, ancestors: Ancestors = ()) -> str:
+    name = run(number)
+    store.create(file_names.run_file(number), encode_run(RunObject(name=name, ancestors=ancestors)))
+    return name
+
+
+def commit(store: MemoryStore, run_name: str, iteration: int, ancestors: Ancestors = ()) -> Save:
+    save_id = file_names.save_name(run_name, iteration)
+    end = {
+        "version": FORMAT_VERSION,
+        "iteration": iteration,
+        "save_id": save_id,
+        "ancestors": ancestors,
+    }
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
+    store.create(name, seal(msgspec.json.encode(end)))
+    return Save(iteration, save_id)
+
+
+def test_facts_hold_tracker_twin_runs_and_checkpoints() -> None:
+    store = MemoryStore()
+    first = open_run(store, 1)
+    saves = [commit(store, first, 10), commit(store, first, 20)]
+    second = open_run(store, 2, (Ancestor(first, 10),))
+    failed = file_names.save_name(second, 3)
+    store.create(
+        f"iter_0000030/{file_names.end_name(failed)}", encode_failure(Failure(failed="no space"))
+    )
+    store.create("iter_0000040/mp_rank_00_000/model_optim_rng.pt", b"x")
+    store.put(file_names.TRACKER, b"20\n")
+    store.put(file_names.TRACKED, msgspec.json.encode(Tracked(20, saves[1].save_id)))
+    facts = read_facts(store)
+    assert (facts.tracker, facts.tracked) == (20, Tracked(20, saves[1].save_id))
+    assert list(facts.stored) == saves == committed_saves(store)
+    assert facts.foreign == [40]
+    assert facts.runs == {first: (), second: (Ancestor(first, 10),)}
+    assert run_numbers(store) == facts.numbers == [1, 2]
+
+
+def test_a_thousand_earlier_runs_cost_no_reads() -> None:
+    store = CountingStore()
+    ancestors: Ancestors = ()
+    for number in range(1, 1001):
+        ancestors = (Ancestor(open_run(store, number, ancestors), number), *ancestors)
+    save = commit(store, run(1000), 1000, ancestors[1:])
+    store.read.clear()
+    facts = read_facts(store)
+    assert list(facts.stored) == [save]
+    assert len([name for name in store.read if name.startswith(file_names.RUNS)]) == 1
+
+
+def test_runs_from_scratch_that_left_nothing_are_passed_over() -> None:
+    store = MemoryStore()
+    commit(store, open_run(store, 1), 10)
+    for number in range(2, 30):
+        open_run(store, number)
+    assert run(1) in run_objects(store)
+
+
+def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    first = open_run(store, 1)
+    ancestors = (Ancestor(first, 10),)
+    second = open_run(store, 2, ancestors)
+    commit(store, first, 10)
+    commit(store, second, 20, ancestors)
+    store.put(file_names.run_file(2), b"{")
+    store.create(file_names.run_file(3), b"garbage")
+    facts = read_facts(store)
+    assert facts.runs == {first: (), second: ancestors}
+    assert "000002.json" in caplog.text
+    assert "000003.json" in caplog.text
+    assert later_run(store, 1) is None
+    open_run(store, 4)
+    assert later_run(store, 1) == RunObject(name=run(4))
+
+
+def test_without_its_own_directory_the_saves_tell_the_runs() -> None:
+    store = MemoryStore()
+    ancestors = (Ancestor(run(7), 10),)
+    commit(store, run(7), 10)
+    commit(store, run(8), 20, ancestors)
+    assert read_facts(store).runs == {run(7): (), run(8): ancestors}
+    # A run that began since, from nothing, does not make the older runs foreign.
+    open_run(store, 9)
+    assert read_facts(store).runs == {run(7): (), run(8): ancestors, run(9): ()}
+
+
+def test_a_copied_iteration_is_of_no_known_run() -> None:
+    store = MemoryStore()
+    open_run(store, 1)
+    copied = commit(store, file_names.run_name(1, "ffff"), 10)
+    facts = read_facts(store)
+    assert list(facts.stored) == [copied]
+    assert facts.runs == {run(1): ()}
+
+
+def test_memory_counts_only_in_the_directory_of_its_run() -> None:
+    held = {Save(30, file_names.save_name(run(3), 1)): (Ancestor(run(2), 20),)}
+    emptied = MemoryStore()
+    assert read_facts(emptied, held).runs == {}
+    earlier_copy = MemoryStore()
+    open_run(earlier_copy, 2)
+    assert read_facts(earlier_copy, held).runs == {run(2): ()}
+    without_runs = MemoryStore()
+    commit(without_runs, run(2), 20)
+    assert read_facts(without_runs, held).runs == {run(2): (), run(3): (Ancestor(run(2), 20),)}
+
+
+def test_a_directory_of_format_1_is_refused_with_the_commit_that_converts_it() -> None:
+    store = MemoryStore()
+    store.create("iter_0000010/manifest.json", b"{}")
+    with pytest.raises(FormatVersionError, match=file_names.LAST_OF_FORMAT_1):
+        read_facts(store)
+
+
+@pytest.mark.parametrize(
+    ("text", "iteration", "is_damaged"),
+    [(b"20", 20, False), (b"release", file_names.RELEASE, False), (b"\xff\x00", None, True)],
+)
+def test_the_tracker_names_an_iteration_or_is_damaged(
+    text: bytes, iteration: int | None, is_damaged: bool
+) -> None:
+    store = MemoryStore()
+    store.put(file_names.TRACKER, text)
+    facts = read_facts(store)
+    assert (facts.tracker, facts.tracker_is_damaged) == (iteration, is_damaged)
+
+
+def test_a_damaged_twin_of_the_tracker_says_nothing() -> None:
+    store = MemoryStore()
+    store.put(file_names.TRACKED, b"[]")
+    assert tracked(store) is None
+
+
+def test_links_are_not_entered(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    store = open_store(tmp_path / "save")
+    save = file_names.save_name(run(1), 1)
+    store.create(f"iter_0000010/{file_names.end_name(save)}", b'{"digest"}')
+    (tmp_path / "save/iter_0000020").symlink_to("iter_0000010")
+    assert committed_saves(store) == [Save(10, save)]
