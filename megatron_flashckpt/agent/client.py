@@ -16,7 +16,6 @@ from typing import TypeVar
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
@@ -210,13 +209,9 @@ class AgentClient:
             os.close(fd)
         return reply.saves
 
-    def resume_from(self, save_id: str | None, iteration: int) -> None:
-        """Report the save that training resumes from; newer slots of other saves are emptied."""
-        self._ask(p.Adopt(save_id, iteration), p.Done)
-
-    def hold(self, key: RunKey) -> None:
-        """Report the run that this rank belongs to."""
-        self._ask(p.Hold(key.epoch, key.run_id), p.Done)
+    def open_run(self, run: p.OpenRun) -> None:
+        """Report the run that this rank belongs to; slots of other histories are emptied."""
+        self._ask(run, p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.
