@@ -309,7 +309,7 @@ class Saves:
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
         if not self._node.options.persist_on_leave or len(slots) < len(self._node.ranks):
             return None
-        headers = only_in_memory(list(slots.values()), self._node.committed)
+        headers = only_in_memory(list(slots.values()))
         for header in headers if not self._node.is_stuck() else ():
             last = self._attempts.get(header.save_id)
             # Nodes try under the same ids, one after the other. An id that another node has used
