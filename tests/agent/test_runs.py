@@ -1,4 +1,4 @@
-"""A run takes its number: against other starts, retries, damage, and what earlier runs have left."""
+"""A run takes its number: against other starts, retries, damage, and what is there already."""
 
 from __future__ import annotations
 
