@@ -163,14 +163,6 @@ def forget(store: Store, run: str) -> None:
     store.delete([alive_file(run)])
 
 
-def forget_overtaken(store: Store, number: int) -> None:
-    """Delete the objects of all runs below `number`, because nobody looks at them any more.
-
-    The agent of such a run may put its object again until it ends itself.
-    """
-    store.delete([alive_file(run) for run in _names(store) if run_number(run) < number])
-
-
 def _names(store: Store) -> list[str]:
     """Return the runs that have an object."""
     return [entry.name for entry in store.list(ALIVE, sizes=False) if run_number(entry.name)]
@@ -195,7 +187,7 @@ def _of_newest_run(store: Store) -> list[str]:
     runs = _names(store)
     if not runs:
         return []
-    highest = max(*map(run_number, runs), *run_numbers(store), 0)
+    highest = max([*map(run_number, runs), *run_numbers(store)])
     return [run for run in runs if run_number(run) == highest]
 
 

@@ -30,6 +30,7 @@ from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import Span
@@ -209,9 +210,9 @@ class AgentClient:
             os.close(fd)
         return reply.saves
 
-    def open_run(self, run: p.OpenRun) -> None:
+    def open_run(self, run: RunObject) -> None:
         """Report the run that this rank belongs to; slots of other histories are emptied."""
-        self._ask(run, p.Done)
+        self._ask(p.OpenRun(run), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.

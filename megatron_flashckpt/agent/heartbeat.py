@@ -70,13 +70,13 @@ class Heartbeat:
 
     def _to_show(self) -> tuple[str, State] | None:
         """Return the run that this agent renews, and its state; None without one. Lock held."""
-        history = self._node.history
-        if history is None or not self._node.leads:
+        run = self._node.run
+        if run is None or not self._node.leads:
             return None
         ranks = self._node.ranks.values()
-        if any(rank.connection is not None and rank.run == history.run for rank in ranks):
-            return history.run, "training"
-        return (history.run, "finishing") if self._committer.pending else None
+        if any(rank.connection is not None and rank.run == run.name for rank in ranks):
+            return run.name, "training"
+        return (run.name, "finishing") if self._committer.pending else None
 
     def _try_to_show(self, shown: tuple[str, State] | None) -> Exception | None:
         """Put or delete the object; return the error of storage, which is logged once."""

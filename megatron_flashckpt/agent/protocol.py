@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_flashckpt.agent.life import AgentFacts
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
-from megatron_flashckpt.file_format.run_object import Ancestors
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
@@ -128,11 +128,7 @@ class OpenRun(msgspec.Struct, frozen=True, tag=True):
     that are not of it are given up.
     """
 
-    name: str
-    ancestors: Ancestors
-    save_id: str | None
-    """The save that training resumes from; None: from none, or from a foreign checkpoint."""
-    iteration: int
+    run: RunObject
 
 
 class Acquire(msgspec.Struct, frozen=True, tag=True):

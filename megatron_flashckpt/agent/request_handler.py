@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, decoded_meta
 
@@ -86,7 +87,7 @@ class RequestHandler:
                 case p.LendSlab():
                     return self._lend(request)
                 case p.OpenRun():
-                    self._open_run(number, request)
+                    self._open_run(number, request.run)
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
@@ -273,23 +274,22 @@ class RequestHandler:
             self._served(number, process)
             self._saves.accept_slot(number, request.slot, request, described)
 
-    def _open_run(self, number: int, request: p.OpenRun) -> None:
+    def _open_run(self, number: int, run: RunObject) -> None:
         rank = self._node.ranks[number]
-        history = History(request.name, request.ancestors)
-        if self._node.open_run(number, history):
-            self._committer.run_opened(request.save_id)
+        if self._node.open_run(number, run):
+            self._committer.run_opened(run.save_id)
         # A rank repeats the message after it has lost its connection. A process of a former run
         # may send it late.
-        if self._node.history is not None and request.name == self._node.history.run != rank.followed:
-            rank.followed = request.name
-            self._follow(number, history, request)
+        if self._node.run == run and rank.followed != run.name:
+            rank.followed = run.name
+            self._follow(number, run)
             if number == 0:
-                self._janitor.after_start(request)
+                self._janitor.after_start(self._node.store, run)
         self._node.changed.notify_all()
 
-    def _follow(self, number: int, history: History, run: p.OpenRun) -> None:
-        """Keep what is of the new run's history, here and on other nodes. Lock held."""
-        slots = self._node.ranks[number].slots
+    def _follow(self, number: int, run: RunObject) -> None:
+        """Keep what is of the new run's history, here and for other nodes. Lock held."""
+        slots, history = self._node.ranks[number].slots, History(run.name, run.ancestors)
         if slots is not None:
             _empty_others(slots, history)
         if self._node.peers is not None:

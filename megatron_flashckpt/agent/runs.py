@@ -11,7 +11,6 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
@@ -38,6 +37,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.file_format.run_object import (
     Ancestors,
     RunObject,
+    Source,
     decode_run,
     encode_run,
 )
@@ -52,7 +52,7 @@ _NBYTES = 2**20
 def new_run(
     save: Save | None,
     ancestors: Ancestors,
-    source: Literal["memory", "storage", "scratch"],
+    source: Source,
     world_size: int,
 ) -> RunObject:
     """Return a run that continues `save`; `open_run` completes its name.
@@ -95,9 +95,9 @@ def open_run(
     """
     store = admission.store
     ancestry = (run_number(ancestor.run) for ancestor in run.ancestors)
-    lowest = 1 + max(held, *ancestry, *_numbers_of_saves(store), 0)
+    lowest = 1 + max([held, *ancestry, *_numbers_of_saves(store)])
     while True:
-        number = max(lowest, *(other + 1 for other in run_numbers(store)))
+        number = max([lowest, *(other + 1 for other in run_numbers(store))])
         # A run that has taken a number since the last look is seen here: its sign of life is older.
         admission.await_end()
         opened = msgspec.structs.replace(run, name=run_name(number, run.name.rpartition("-")[2]))
@@ -105,7 +105,6 @@ def open_run(
             break
         lowest = number + 1
     admission.allow(opened.name)
-    alive.forget_overtaken(store, number)
     return opened
 
 

@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.catalog.lineage import History, sort_key
 from megatron_flashckpt.file_format.file_names import run_file, run_number, run_of
-from megatron_flashckpt.file_format.run_object import decode_run
+from megatron_flashckpt.file_format.run_object import RunObject, decode_run
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
@@ -99,8 +99,10 @@ class Node:
         self.options = options
         self._process = process
         self.direct_io = DirectIo(options.direct_io)
+        self.run: RunObject | None = None
+        """The newest run that trainers of this node have opened; None: they have opened none."""
         self.history: History | None = None
-        """History of the newest run that trainers of this node have opened; None: they have not."""
+        """History of that run."""
         self.store = self.store_at(options.root)
         self.held = HeldDirectory(options.root, self._has_own_run)
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
@@ -114,34 +116,30 @@ class Node:
     @property
     def run_number(self) -> int:
         """Number of the newest run that trainers of this node have opened; 0: none."""
-        return 0 if self.history is None else run_number(self.history.run)
+        return 0 if self.run is None else run_number(self.run.name)
 
     @property
     def leads(self) -> bool:
         """Return whether rank 0 of the newest run is, or was, connected here. Lock held."""
         rank_0 = self.ranks.get(0)
-        return rank_0 is not None and self.history is not None and rank_0.run == self.history.run
+        return rank_0 is not None and self.run is not None and rank_0.run == self.run.name
 
-    def open_run(self, number: int, history: History) -> bool:
-        """Note the run of a rank; return whether it is the newest of this node, and was not before.
+    def open_run(self, number: int, run: RunObject) -> bool:
+        """Note the run of a rank; return whether this node had no run as new as this one.
 
         An earlier process of a job that was started twice does not replace the later run. The
         caller holds the lock.
         """
-        self.ranks[number].run = history.run
-        former = self.history
-        if former is not None and sort_key(history.run) <= sort_key(former.run):
+        self.ranks[number].run = run.name
+        if self.run is not None and sort_key(run.name) <= sort_key(self.run.name):
             return False
-        self.history = history
+        self.run, self.history = run, History(run.name, run.ancestors)
         return True
 
     def _has_own_run(self) -> bool:
         """Return whether the directory at `root` has the object of this node's newest run."""
-        if self.history is None:
-            return False
         name = run_file(self.run_number)
-        found = decode_run(open_store(self.options.root).get(name), name)
-        return found.name == self.history.run
+        return self.run == decode_run(open_store(self.options.root).get(name), name)
 
     def facts(self) -> AgentFacts:
         """Return the facts about this agent for a new trainer. The caller holds the lock."""
@@ -149,9 +147,7 @@ class Node:
         iterations = sorted({offer.iteration for offers in held for offer in offers})
         runs = {run_number(run_of(offer.save_id)) for offers in held for offer in offers}
         newest = max(self.run_number, *runs, 0)
-        return msgspec.structs.replace(
-            self._facts, iterations=tuple(iterations), run_number=newest
-        )
+        return msgspec.structs.replace(self._facts, iterations=tuple(iterations), run_number=newest)
 
     def configure(self, settings: AgentSettings) -> tuple[str, ...]:
         """Apply other settings; return the changed ones. The caller holds the lock.

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_flashckpt.catalog import foreign
 from megatron_flashckpt.catalog.directory import read_facts
-from megatron_flashckpt.catalog.lineage import Facts, History, Save
+from megatron_flashckpt.catalog.lineage import Facts, History, Save, choose
 from megatron_flashckpt.catalog.stored_checkpoint import (
     StoredCheckpoint,
     ends_of,
@@ -129,6 +129,12 @@ def committed_iterations(store: Store) -> list[int]:
     return iterations
 
 
+def newest_durable(store: Store) -> int | None:
+    """Return the iteration from which a restart would resume; None: it would find nothing."""
+    candidates = choose(read_facts(store)).candidates
+    return candidates[0].save.iteration if candidates else None
+
+
 def loadable_iterations(store: Store) -> list[int]:
     """Return in order the iterations that a job may load: committed ones, and the tracked one.
 
@@ -168,9 +174,7 @@ def checkpoints(store: Store) -> list[IterationEntry]:
         try:
             entry = _entry(store, iteration, directory.name, facts, history)
         except (FlashCkptError, OSError) as error:
-            entry = IterationEntry(
-                directory.name, iteration, UNREADABLE, for_listing(str(error))
-            )
+            entry = IterationEntry(directory.name, iteration, UNREADABLE, for_listing(str(error)))
         if directory.kind == "link":
             entry = _with_remark(entry, "is a symbolic link to another directory")
         entries.append(entry)
