@@ -17,6 +17,8 @@ REMOVING |= {"delete", "delete_directory", "move"}
 MAY_REMOVE = {
     "storage.posix": "names below its root, through no link",
     "storage.posix_store": "names below its root, through no link",
+    "storage.retrying_store": "as `storage.posix_store`, which it repeats",
+    "storage.store_probe": "its own objects",
     "storage.posix_files": "its own temporary file",
     "storage.posix_writer": "the file that it writes",
     "storage.patient": "as `storage.posix`, which it repeats",

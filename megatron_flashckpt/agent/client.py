@@ -16,7 +16,6 @@ from typing import TypeVar
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
@@ -31,6 +30,7 @@ from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import Span
@@ -210,13 +210,9 @@ class AgentClient:
             os.close(fd)
         return reply.saves
 
-    def resume_from(self, save_id: str | None, iteration: int) -> None:
-        """Report the save that training resumes from; newer slots of other saves are emptied."""
-        self._ask(p.Adopt(save_id, iteration), p.Done)
-
-    def hold(self, key: RunKey) -> None:
-        """Report the run that this rank belongs to."""
-        self._ask(p.Hold(key.epoch, key.run_id), p.Done)
+    def open_run(self, run: RunObject) -> None:
+        """Report the run that this rank belongs to; slots of other histories are emptied."""
+        self._ask(p.OpenRun(run), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.

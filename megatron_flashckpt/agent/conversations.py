@@ -153,7 +153,7 @@ class TrainerConnections:
             if rank.slots is not None:
                 rank.slots.note_former(former)
             self._note_second_starts()
-        rank.left, rank.run = False, None
+        rank.left, rank.run = False, ""
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
         self.parting = False

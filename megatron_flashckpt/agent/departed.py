@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 
-from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.freeing import in_background
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab
 from megatron_flashckpt.agent.slot_table import RankSlots

@@ -45,6 +45,8 @@ class AgentFacts(msgspec.Struct, frozen=True):
     life: EnclosingUnit
     iterations: tuple[int, ...] = ()
     """Iterations of the complete checkpoints in its memory, oldest first."""
+    run_number: int = 0
+    """The highest number of a run that it knows, by its trainers or from its memory; 0: none."""
 
 
 def own_unit() -> EnclosingUnit:

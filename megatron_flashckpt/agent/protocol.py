@@ -11,10 +11,11 @@ import msgspec
 
 from megatron_flashckpt.agent.life import AgentFacts
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -28,13 +29,6 @@ class Offer(msgspec.Struct, frozen=True):
     """Chunk digests, once the agent has read the whole slot."""
     recovered: bool = False
     """The slot came from other nodes; this node does not know whether its save was durable."""
-    committed: int = -1
-    """Iteration of the newest checkpoint that the agent knows to be in storage; -1: none."""
-    lineage: tuple[str, ...] = ()
-    """Ancestors: the newest save seen committed, and the save that training resumed from.
-
-    The second is "" if training resumed from none. Empty tuple: the agent knows neither.
-    """
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -59,8 +53,6 @@ class Outcome(msgspec.Struct, frozen=True):
     """True if only a person can remove the cause of the failure, as far as this node knows."""
     held: bool = False
     """True: the save failed, and host memory still holds all of it, as far as this node knows."""
-    committed: int = -1
-    """Iteration of the newest checkpoint in storage of which the agent knows; -1: none."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -128,24 +120,15 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     """Iteration and id of every save that any rank has in a slot on this node."""
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
-    """The rank belongs to this run, which claims the save directory. Reply: Done.
+class OpenRun(msgspec.Struct, frozen=True, tag=True):
+    """The rank belongs to this run from now on. Reply: Done.
 
-    See `agent.claim`.
+    Sent when a load is agreed, before the first save of a job that loads nothing, and to every
+    agent that replaces another one. Slots that are not of the run's history are emptied, and saves
+    that are not of it are given up.
     """
 
-    epoch: int
-    run_id: str
-
-
-class Adopt(msgspec.Struct, frozen=True, tag=True):
-    """Training resumes from this save (None: from no slot). Reply: Done.
-
-    Newer slots of other saves are emptied, so that a later restart cannot use them.
-    """
-
-    save_id: str | None
-    iteration: int
+    run: RunObject
 
 
 class Acquire(msgspec.Struct, frozen=True, tag=True):
@@ -316,8 +299,7 @@ Request = (
     | DetachSlab
     | TakeSlab
     | LendSlab
-    | Hold
-    | Adopt
+    | OpenRun
     | Acquire
     | Staged
     | Abandon

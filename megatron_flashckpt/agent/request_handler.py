@@ -9,20 +9,22 @@ import time
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.departed import DepartedRanks
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.template_store import TemplateStore
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import decoded_meta
+from megatron_flashckpt.memory.slot import EMPTY_HEADER, decoded_meta
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,11 @@ _UNCOMMITTED = 8
 class RequestHandler:
     """Serves each request of a rank. Called by the threads of `agent.conversations`."""
 
-    def __init__(self, node: Node, saves: Saves, committer: Committer) -> None:
+    def __init__(self, node: Node, saves: Saves, committer: Committer, janitor: Janitor) -> None:
         self._node = node
         self._saves = saves
         self._committer = committer
+        self._janitor = janitor
         self._templates = TemplateStore(node.changed)
         self.departed = DepartedRanks(node, committer)
 
@@ -68,10 +71,6 @@ class RequestHandler:
         if isinstance(request, p.Staged):
             self._staged(number, request, process)
             return (p.Done(),)
-        if isinstance(request, p.Adopt) and number == 0:
-            # No rank has a save under way yet, because no rank has resumed.
-            is_resumed = request.save_id is not None
-            self._committer.look_for_orphans(request.iteration if is_resumed else None)
         with self._node.changed:
             rank = self._served(number, process)
             match request:
@@ -81,17 +80,14 @@ class RequestHandler:
                         return (p.SlabOffer(False, (), saves=saves),)
                     read_only = rank.slots.former_pid() > 0
                     self._saves.digester.digest(rank)
-                    offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
+                    offers = tuple(rank.slots.offers())
                     is_digesting = rank.slots.awaits_digests
                     reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
                     return reply, rank.slots.slab.fd
                 case p.LendSlab():
                     return self._lend(request)
-                case p.Hold():
-                    self._hold(number, RunKey(request.epoch, request.run_id))
-                    return (p.Done(),)
-                case p.Adopt():
-                    self._resume_from(number, request)
+                case p.OpenRun():
+                    self._open_run(number, request.run)
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
@@ -265,11 +261,6 @@ class RequestHandler:
         hit("agent.granted")
         return p.Granted(index)
 
-    def _hold(self, number: int, key: RunKey) -> None:
-        self._node.ranks[number].run = key
-        self._node.fence.hold(key, has_rank_0=number == 0)
-        self._node.changed.notify_all()
-
     def _staged(self, number: int, request: p.Staged, process: RankProcess | None) -> None:
         with self._node.changed:
             self._served(number, process)
@@ -283,32 +274,30 @@ class RequestHandler:
             self._served(number, process)
             self._saves.accept_slot(number, request.slot, request, described)
 
-    def _resume_from(self, number: int, request: p.Adopt) -> None:
+    def _open_run(self, number: int, run: RunObject) -> None:
         rank = self._node.ranks[number]
-        is_here = rank.slots is not None and rank.slots.holds(request.save_id)
-        if rank.slots is not None:
-            rank.slots.resume_from(request.save_id, request.iteration)
-        self._node.committed = min(self._node.committed, request.iteration)
-        self._node.resumed_from = request.save_id or ""
-        awaited = set().union(*(trainer.awaited for trainer in self._node.ranks.values()))
-        for save in self._committer.pending.values():
-            # Older saves are complete if all ranks have staged them: all ranks have started anew,
-            # so no further part will be staged.
-            staged = (
-                save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()
-            )
-            # But this node may have hung while another node had its ranks. Then the agents that
-            # would commit the save have given it up, or are gone.
-            staged &= is_here or not save.is_from_before(self._node.fence.newest)
-            if save.staged_as != request.save_id and not staged:
-                save.is_abandoned = save.save_id not in awaited
+        if self._node.open_run(number, run):
+            self._committer.run_opened(run.save_id)
+        # A rank repeats the message after it has lost its connection. A process of a former run
+        # may send it late.
+        if self._node.run == run and rank.followed != run.name:
+            rank.followed = run.name
+            self._follow(number, run)
+            if number == 0:
+                self._janitor.after_start(self._node.store, run)
+        self._node.changed.notify_all()
+
+    def _follow(self, number: int, run: RunObject) -> None:
+        """Keep what is of the new run's history, here and for other nodes. Lock held."""
+        slots, history = self._node.ranks[number].slots, History(run.name, run.ancestors)
+        if slots is not None:
+            _empty_others(slots, history)
         if self._node.peers is not None:
-            self._node.peers.resume_from(number, request.save_id, request.iteration)
-        for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
+            self._node.peers.resume_from(number, run.save_id, history)
+        for index in slots.recovered(run.save_id) if slots is not None else ():
             # The rank's own node may have been lost before this save was durable, and others wait
             # for it.
             self._saves.accept_slot(number, index)
-        self._node.changed.notify_all()
 
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
@@ -322,3 +311,11 @@ class RequestHandler:
             self._node.traces.note_reported(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
         return p.Outcomes(outcomes, len(self._committer.open_saves(number)), notices)
+
+
+def _empty_others(slots: RankSlots, history: History) -> None:
+    """Empty the slots that are not of a history, unless they are being written at the moment."""
+    for slot, info in zip(slots.slab.slots, slots.infos, strict=True):
+        header = slot.header
+        if not info.persisting and not history.holds(Save(header.iteration, header.save_id)):
+            slot.set_header(EMPTY_HEADER)

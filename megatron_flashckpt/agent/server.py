@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 
-from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.endings import clock
+from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.incarnations import SecondStarts
-from megatron_flashckpt.agent.keeper import ClaimKeeper
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.pending_save import wait_reason
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
@@ -51,12 +52,13 @@ class Agent:
         """
         self._upkeep = upkeep
         self._node = Node(options, process)
-        self._committer = Committer(self._node)
-        self._claim = ClaimKeeper(self._node, self._committer)
+        self._janitor = Janitor(lambda: self._committer.pending_ids(), options.commit_timeout_s)
+        self._committer: Committer = Committer(self._node, self._janitor)
+        self._heartbeat = Heartbeat(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         silent = SilentConnections()
         second_starts = SecondStarts(lambda: upkeep.directory)
-        self._handler = RequestHandler(self._node, self._saves, self._committer)
+        self._handler = RequestHandler(self._node, self._saves, self._committer, self._janitor)
         self._conversations = TrainerConnections(
             self._node, self._saves, self._handler, silent, second_starts
         )
@@ -73,8 +75,9 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until all trainers have left, or none has returned within the grace time."""
+        self._janitor.start()
         self._committer.start()
-        self._claim.start()
+        self._heartbeat.start()
         while not self._may_leave():
             self._node.beat()
             self._committer.watch()
@@ -92,7 +95,7 @@ class Agent:
             self.all_left = self.all_left and not self._node.is_stuck()
         self._saves.close()
         self._committer.close()
-        self._claim.close()
+        self._heartbeat.close()
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()

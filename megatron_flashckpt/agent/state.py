@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_unit
@@ -23,8 +20,12 @@ from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
+from megatron_flashckpt.catalog.lineage import History, sort_key
+from megatron_flashckpt.file_format.file_names import run_file, run_number, run_of
+from megatron_flashckpt.file_format.run_object import RunObject, decode_run
 from megatron_flashckpt.storage.direct_io import DirectIo
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import Store
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
@@ -58,8 +59,10 @@ class Trainer:
         self.left = False
         self.connection: socket.socket | None = None
         self.incarnations = incarnations or Incarnations()
-        self.run: RunKey | None = None
-        """The run of the connected trainer, if it has reported one."""
+        self.run = ""
+        """The run that the connected trainer has opened; empty: none yet."""
+        self.followed = ""
+        """The run for which the rank's slots were looked through last."""
 
     def report(self, item: p.Outcome | p.Notice) -> None:
         """Add to what the trainer's next request returns. The caller holds the lock."""
@@ -96,41 +99,55 @@ class Node:
         self.options = options
         self._process = process
         self.direct_io = DirectIo(options.direct_io)
-        self.fence = Fence()
-        self.storage = self.storage_at(options.root)
-        self.held = HeldDirectory(
-            options.root, lambda: self.fence.holds(claims.read(open_storage(options.root)))
-        )
+        self.run: RunObject | None = None
+        """The newest run that trainers of this node have opened; None: they have opened none."""
+        self.history: History | None = None
+        """History of that run."""
+        self.store = self.store_at(options.root)
+        self.held = HeldDirectory(options.root, self._has_own_run)
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         log_in_save_directory(options.root, options.log_in_save_directory)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
         self.peers: Redundancy | None = None
-        self.committed = -1
-        """Iteration of the newest checkpoint known to be in storage."""
-        self.stored: str | None = None
-        """The newest save that was seen committed; None if none was."""
-        self.resumed_from: str | None = None
-        """The save that training resumed from; "": from none; None: not reported."""
         self._facts = AgentFacts(time.time(), options.foreground, own_unit())
 
     @property
-    def lineage(self) -> tuple[str, ...]:
-        """See `protocol.Offer`."""
-        return tuple(save for save in (self.stored, self.resumed_from) if save is not None)
+    def run_number(self) -> int:
+        """Number of the newest run that trainers of this node have opened; 0: none."""
+        return 0 if self.run is None else run_number(self.run.name)
 
     @property
-    def serves_rank_0(self) -> bool:
-        """Return whether rank 0 of the newest run is connected. The caller holds the lock."""
-        rank_0, newest = self.ranks.get(0), self.fence.newest
-        return rank_0 is not None and newest is not None and rank_0.run == newest
+    def leads(self) -> bool:
+        """Return whether rank 0 of the newest run is, or was, connected here. Lock held."""
+        rank_0 = self.ranks.get(0)
+        return rank_0 is not None and self.run is not None and rank_0.run == self.run.name
+
+    def open_run(self, number: int, run: RunObject) -> bool:
+        """Note the run of a rank; return whether this node had no run as new as this one.
+
+        An earlier process of a job that was started twice does not replace the later run. The
+        caller holds the lock.
+        """
+        self.ranks[number].run = run.name
+        if self.run is not None and sort_key(run.name) <= sort_key(self.run.name):
+            return False
+        self.run, self.history = run, History(run.name, run.ancestors)
+        return True
+
+    def _has_own_run(self) -> bool:
+        """Return whether the directory at `root` has the object of this node's newest run."""
+        name = run_file(self.run_number)
+        return self.run == decode_run(open_store(self.options.root).get(name), name)
 
     def facts(self) -> AgentFacts:
         """Return the facts about this agent for a new trainer. The caller holds the lock."""
         held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
         iterations = sorted({offer.iteration for offers in held for offer in offers})
-        return msgspec.structs.replace(self._facts, iterations=tuple(iterations))
+        runs = {run_number(run_of(offer.save_id)) for offers in held for offer in offers}
+        newest = max(self.run_number, *runs, 0)
+        return msgspec.structs.replace(self._facts, iterations=tuple(iterations), run_number=newest)
 
     def configure(self, settings: AgentSettings) -> tuple[str, ...]:
         """Apply other settings; return the changed ones. The caller holds the lock.
@@ -149,9 +166,9 @@ class Node:
             self._process.apply(settings)
         return differences(former, settings)
 
-    def storage_at(self, root: str) -> FencedStorage:
+    def store_at(self, root: str) -> Store:
         """Return the save directory at the path that one of its trainers uses."""
-        return FencedStorage(open_storage(root, self.direct_io), self.fence)
+        return open_store(root, self.direct_io)
 
     def beat(self) -> None:
         """Show all trainers that this process runs and that its lock is free."""
@@ -184,12 +201,6 @@ class Node:
             if not is_wanted():
                 free(slots.slab)
                 return False
-            # Recovered slots do not tell what is in storage. Those of the ranks that this node had
-            # in the former run do, but they are offered to no rank.
-            former = [
-                rank.slots.committed for rank in self.ranks.values() if rank.slots is not None
-            ]
-            self.committed = max(self.committed, *former, -1)
             self.replace_slots(self.ranks[number], slots)
             return True
 
@@ -202,8 +213,6 @@ class Node:
     def replace_slots(self, rank: Trainer, slots: RankSlots) -> None:
         self.retire_slots(rank)
         rank.slots = slots
-        self.committed = max(self.committed, slots.committed)
-        self.stored = self.stored or slots.stored
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:

@@ -30,6 +30,10 @@ Ancestors = tuple[Ancestor, ...]
 """All ancestors of a run, the nearest first. Empty: the run began from scratch."""
 
 
+Source = Literal["memory", "storage", "scratch"]
+"""Where a run has its first state from."""
+
+
 class RunObject(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `flashckpt/runs/000008.json`."""
 
@@ -39,7 +43,7 @@ class RunObject(msgspec.Struct, frozen=True, kw_only=True):
     """The save that the run resumed from; None: from scratch, or a foreign checkpoint."""
     iteration: int = 0
     """Iteration that the run resumed from; 0: from scratch."""
-    source: Literal["memory", "storage", "scratch"] = "scratch"
+    source: Source = "scratch"
     opened_at: float = 0.0
     """Seconds since 1970 on the host of rank 0."""
     host: str = ""

@@ -21,6 +21,7 @@ import xxhash
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.template import Placement, Template
 
@@ -71,8 +72,10 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     template_fingerprint: str
     template: _T
     placement: Placement
+    ancestors: Ancestors = ()
+    """Ancestors of the run, so that a load needs no other object to judge the save."""
     common: bytes
-    """Contents of `common-<id>.msgpack`; empty except for rank 0."""
+    """Contents of `<save>.common.msgpack`; empty except for rank 0."""
     description: dict[str, Any]
     retain_interval: int | None = None
     """Megatron's `--save-retain-interval`."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 
-from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
@@ -14,6 +13,7 @@ from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
 from megatron_flashckpt.agent.socket_dir import agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.save import joining
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class AgentConnection:
         self._config = config
         self._client: AgentClient | None = None
         self._has_lost_one = False
-        self._key: RunKey | None = None
+        self._run: RunObject | None = None
         self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
         self._peers: JoinPeers | None = None
@@ -71,8 +71,8 @@ class AgentConnection:
 
     def _send_run(self, client: AgentClient) -> None:
         """Send a new agent all that the run has sent its agents so far."""
-        if self._key is not None:
-            client.hold(self._key)
+        if self._run is not None:
+            client.open_run(self._run)
         if self._rank == 0:
             joining.announce(client.agent_pid, client.facts, self._root)
         if self._config.redundancy == "none":
@@ -82,11 +82,6 @@ class AgentConnection:
         if self._begun is not None:
             client.begin_run(self._begun)
 
-    @property
-    def run(self) -> RunKey | None:
-        """The run of this rank; None if none has claimed the save directory."""
-        return self._key
-
     def has_living_agent(self) -> bool:
         """Return whether this node has an agent, though this rank may not be connected to it."""
         try:
@@ -94,11 +89,17 @@ class AgentConnection:
         except OSError:  # an AgentError is one
             return True
 
-    def hold(self, key: RunKey) -> None:
-        """Tell the agent, and every replacement, which run this rank belongs to."""
-        self._key = key
-        if self._client is not None:
-            self._client.hold(key)
+    def open_run(self, run: RunObject) -> None:
+        """Tell the agent, and every replacement, which run this rank belongs to.
+
+        Raises:
+            AgentError: there is no agent, or it is gone.
+        """
+        self._run = run
+        if self._client is None:
+            self.client()  # sends the run
+        else:
+            self._client.open_run(run)
 
     def begin_run(self, run: BeginRun) -> None:
         """Tell the agent, and every later one, which ranks the run has on this node."""

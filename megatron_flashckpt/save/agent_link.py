@@ -10,6 +10,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
@@ -283,22 +284,21 @@ class NodeLink:
             self._use(slab)
             self._unmapped = True
 
-    def resume_from(self, save_id: str | None, iteration: int) -> None:
-        """Tell the agent, or its successor, which save training resumes from.
+    def open_run(self, run: RunObject) -> None:
+        """Tell the agent, or its successor, which run this rank belongs to from now on.
 
         Never raises: the model is filled, and training continues without an agent.
         """
         for _ in range(2):
+            lost = self.current
             try:
-                client = self.client()
+                self.agent.open_run(run)
             except AgentError as error:
-                logger.error("rank %d: no agent is available: %s", self._rank, error)
-                return
-            try:
-                client.resume_from(save_id, iteration)
-            except AgentError as error:
+                if lost is None:
+                    logger.error("rank %d: no agent is available: %s", self._rank, error)
+                    return
                 logger.warning("rank %d: %s", self._rank, error)
-                self.replace_agent(client)
+                self.replace_agent(lost)
             else:
                 return
 

@@ -8,12 +8,16 @@ import enum
 import math
 import os
 import time
+import uuid
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_flashckpt.agent import runs
+from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.collectives import reduce_int
+from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -21,6 +25,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     UnsupportedError,
 )
+from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
@@ -29,7 +34,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.save import claiming, equal_settings, run_id
+from megatron_flashckpt.save import equal_settings
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -38,9 +43,11 @@ from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.planner import Planner, rerun_state
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
+from megatron_flashckpt.save.run import Run, opened_once
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
-from megatron_flashckpt.storage.opening import refuse_url
+from megatron_flashckpt.storage.opening import open_store, refuse_url
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.tracing import SAVE, Recorder, phase
 
 _BUSY = (
@@ -72,8 +79,8 @@ class _PlannedSave:
 class Checkpointer:
     """Saves one rank's part of a job under `root`. Holds no global state.
 
-    Every rank calls every method, on the training thread. Only `claim`, `agree`, `start_run`, and
-    `save` under `busy: skip` communicate with other ranks.
+    Every rank calls every method, on the training thread. Only `await_end`, `agree`, `start_run`,
+    `open_run`, and `save` under `busy: skip` communicate with other ranks.
     """
 
     def __init__(self, root: str, config: Config) -> None:
@@ -90,9 +97,18 @@ class Checkpointer:
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
-        self.run = run_id.Run()
-        #: True once `claim`, or `start_run`, was called.
-        self._has_claimed = self._has_begun = False
+        self.run = Run()
+        # A short outage of storage must not end a job that has just started.
+        self._admission = Admission(
+            *(RetryingStore(open_store(self.root)), config.other_writer),
+            *(config.other_writer_wait_s, self.link.client),
+        )
+        #: True once `await_end`, or `start_run`, was called.
+        self._has_waited = self._has_begun = False
+        #: Id of this start of the job; None until the ranks have agreed.
+        self._start_id: str | None = None
+        #: The run that the agent of this rank was told.
+        self._told: RunObject | None = None
         copy_check = CopyCheck(self.model_state, self.rank)
         self.planner = Planner(self.rank, self.world_size, self.link, self.model_state, copy_check)
         self.saves = PendingSaves(self.root, self.rank, self.link, copy_check)
@@ -108,28 +124,85 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ before the first save
 
-    def claim(self) -> None:
-        """Become the writer of the save directory; later calls do nothing. Collective.
+    def await_end(self) -> None:
+        """Wait until no other run saves to the directory; later calls do nothing. Collective.
 
         Raises:
-            OtherWriterError: another run writes to the directory.
+            OtherWriterError: another run trains there; nothing was changed.
         """
-        if not self._has_claimed:
-            known = self.run.id
-            run = claiming.begin(self.link, self.root, self.config, known)
-            self._has_claimed = True
-            if run != known:
-                self.run.begin(run)
+        if not self._has_waited:
+            run_on_rank_0(self._await_end)
+            self._has_waited = True
+
+    def _await_end(self) -> None:
+        if self.run.name is not None:
+            self._admission.allow(self.run.name)
+        self._admission.await_end()
 
     def agree(self) -> str:
-        """Return the id of this run; all ranks agree on it in the first call. Collective."""
-        if self.run.id is None:
-            self.run.begin(run_id.agreed())
-        assert self.run.id is not None
-        return self.run.id
+        """Return an id of this start of the job, chosen by rank 0 in the first call. Collective."""
+        if self._start_id is None:
+            self._start_id = broadcast_object(uuid.uuid4().hex[:8])
+        return self._start_id
+
+    def open_run(self, save: Save | None, ancestors: Ancestors, source: Source) -> None:
+        """Open a run, under which this process saves from now on. Collective.
+
+        Called when a load is agreed, and before the first save of a job that loads nothing. A
+        second load that training continues from opens another run.
+
+        Args:
+            save: the checkpoint that training continues from; None: from scratch.
+            ancestors: those of the run that has made `save`.
+
+        Raises:
+            OtherWriterError: another run has begun to train there meanwhile; nothing was changed.
+            StorageError: the directory cannot be written.
+        """
+        held = reduce_int(self._newest_held(), "max")
+        self._begin_run(run_on_rank_0(lambda: self._opened(save, ancestors, source, held)))
+
+    def ensure_run(self) -> None:
+        """Open a run from scratch, unless a load has opened one. Collective."""
+        if self.run.object is None:
+            self.open_run(None, (), "scratch")
+        self._tell_agent()
+
+    def _newest_held(self) -> int:
+        """Return the highest number of a run of which this node's agent knows saves; 0: none."""
+        try:
+            facts = self.link.client().facts
+        except AgentError:  # a save will connect to an agent, or report that there is none
+            return 0
+        return 0 if facts is None else facts.run_number
+
+    def _opened(
+        self, save: Save | None, ancestors: Ancestors, source: Source, held: int
+    ) -> RunObject:
+        """Open a run on this rank alone, and grant the tracker's wish."""
+        agent_pid = 0
+        if self.rank == 0:
+            with contextlib.suppress(AgentError):
+                agent_pid = self.link.client().agent_pid
+        if self.run.name is not None:
+            self._admission.allow(self.run.name)
+        run = runs.new_run(save, ancestors, source, self.world_size)
+        opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
+        runs.grant_wish(self._admission.store, opened)
+        return opened
+
+    def _begin_run(self, opened: RunObject) -> None:
+        self.run.begin(opened)
+        self._tell_agent()
+
+    def _tell_agent(self) -> None:
+        """Tell the agent of this rank which run it saves for, if this checkpointer has not."""
+        if self._told is not self.run.object and self.run.object is not None:
+            self._told = self.run.object
+            self.link.open_run(self.run.object)
 
     def start_run(self) -> None:
-        """Start the agent and agree on the id of this run; later calls do nothing. Collective.
+        """Start the agent, and agree on an id of this start; later calls do nothing. Collective.
 
         With `redundancy` the agents of all nodes are also introduced to each other. This runs in a
         load or before the first step, so that no save needs a collective.
@@ -139,7 +212,7 @@ class Checkpointer:
         """
         if self._has_begun:
             return
-        if self.run.id is None:  # otherwise a load has checked
+        if not self._has_waited:  # otherwise a load has checked
             equal_settings.check(self.config)
         self._has_begun = True
         self.agree()
@@ -161,7 +234,7 @@ class Checkpointer:
         """
         # If the agent is gone, the save connects to another one.
         with contextlib.suppress(AgentError):
-            nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.run.id)
+            nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.run.name)
             self.link.make_room(nbytes, plan_nbytes)
 
     # ------------------------------------------------------------------ save
@@ -218,8 +291,15 @@ class Checkpointer:
         # Also if the optimizer is not saved: its steps change the weights.
         stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
         self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
-        if self.run.id is None:
-            self.run.begin(run_id.from_store(self.root))
+        if self.run.object is None:
+            self._begin_run(
+                opened_once(
+                    self.root,
+                    lambda: self._opened(None, (), "scratch", self._newest_held()),
+                    self.config.other_writer_wait_s,
+                )
+            )
+        self._tell_agent()
         save_id = self.run.new_save_id()
         self.saves.expect(save_id, memory_only=request.memory_only)
         self._unwritten = (request, self.hook.steps) if request.memory_only else None
@@ -282,7 +362,8 @@ class Checkpointer:
                 layout = self.planner.layout(pieces)
                 with phase("acquire slot"):
                     slot = self._slots.acquire(
-                        request, layout, comparison, save_id, may_skip=may_skip
+                        *(request, layout, comparison, save_id, self.run.ancestors),
+                        may_skip=may_skip,
                     )
             except AgentRefusedError:
                 raise  # the agent still holds earlier saves, which another agent would not have

@@ -19,18 +19,17 @@ import msgspec
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog.history import past_save
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.file_format.file_names import iteration_dir
-from megatron_flashckpt.file_format.manifest import Manifest
+from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, decode_failure, kind_of
+from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
+from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import RETRIES_S
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ _CALLS_OFF = 16
 _SEEK_S = 30.0
 #: Seconds for which storage is asked about a save while it reports errors that may pass: as long as
 #: a read of a load is retried. Attempts are this far apart, one per poll at most.
-_ANSWER_S, _ASK_AGAIN_S = sum(RETRIES_S), 1.0
+_ANSWER_S, _ASK_AGAIN_S = 30.0, 1.0
 
 
 class _Unanswered(NamedTuple):
@@ -280,7 +279,7 @@ class PendingSaves:
             )
 
     def _conclude(self, save_id: str, otherwise: str) -> None:
-        """Conclude an open save by its manifest or history; without both, by error `otherwise`.
+        """Conclude an open save by its end or history; without both, by error `otherwise`.
 
         If storage reports an error that may pass, the save stays open, and `process_failures`
         asks again.
@@ -289,10 +288,8 @@ class PendingSaves:
         now = time.monotonic()
         if former is not None and now < former.again_at:
             return
-        manifest = past = None
         try:
-            manifest = self._committed(iteration, save_id)
-            past = None if manifest is not None else past_save(open_storage(self._root), save_id)
+            outcome = self._stored_outcome(iteration, save_id)
         except OSError as error:
             since = former.since if former is not None else now
             if now - since < _ANSWER_S:
@@ -301,16 +298,12 @@ class PendingSaves:
                 if former is None:
                     logger.warning("rank %d: asking storage again: %s", self._rank, error)
                 return
+            outcome = None
             otherwise = f"{otherwise}; it may still have been committed: {error}"
-        if manifest is None and (past is None or past.error is not None):
-            reason = past.error if past is not None else None
-            self.fail(iteration, save_id, reason or otherwise)
+        if outcome is None or outcome.error is not None:
+            self.fail(iteration, save_id, otherwise if outcome is None else str(outcome.error))
             return
         del self._open[save_id]
-        outcome = Outcome(iteration, save_id, None, 0.0)
-        if manifest is not None:
-            differing, compared = manifest.differing, manifest.compared
-            outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
         self._unreported.append(outcome)
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
@@ -337,8 +330,8 @@ class PendingSaves:
     def _leave_notes(self) -> None:
         """Tell the other nodes through storage: this rank has no agent, and may get none again.
 
-        They take a note of rank 0 for the word of the agent that commits, and remove their parts.
-        So rank 0 leaves none while an agent of this node runs, but tries to reach that one.
+        Rank 0 leaves none while an agent of this node runs, which may still commit the save, but
+        tries to reach that one.
         """
         agent = self._link.agent
         if not self._lost or (self._rank == 0 and time.monotonic() < self._seek_at):
@@ -351,23 +344,39 @@ class PendingSaves:
         while self._lost:
             iteration, save_id, reason = self._lost.popleft()
             self._link.withdraw(save_id)
-            self._notes.add(iteration, save_id, reason, agent.run)
+            self._notes.add(iteration, save_id, reason)
 
     def close(self) -> None:
         """Return when failures have been reported to the other nodes, or after a bounded wait."""
         self._notes.close()
 
-    def _committed(self, iteration: int, save_id: str) -> Manifest | None:
-        """Return the manifest of a save, or None if the save is not committed.
+    def _stored_outcome(self, iteration: int, save_id: str) -> Outcome | None:
+        """Return the outcome that storage tells; None if it knows of none.
 
         Raises:
-            StorageError: storage reports an error that may pass.
+            OSError: storage reports an error that may pass.
         """
-        storage = open_storage(self._root)
+        store = open_store(self._root)
+        name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
+        outcome = Outcome(iteration, save_id, None, 0.0)
+        reason: str | None = None
         try:
-            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+            encoded = store.get(name, 0, MAX_MANIFEST_NBYTES)
+            if kind_of(encoded[:HEAD_NBYTES]) is End.COMMITTED:
+                manifest = decode_manifest(encoded, f"{store.place}/{name}")
+                return msgspec.structs.replace(
+                    outcome, differing=manifest.differing, compared=manifest.compared
+                )
+            reason = decode_failure(encoded).failed
+        except FileNotFoundError:
+            pass
         except FlashCkptError as error:
             if may_pass(error):
                 raise
             return None
-        return stored.manifest if stored.manifest.save_id == save_id else None
+        # A checkpoint that was removed since has a failed end or none, but stands in the history.
+        if (past := past_save(store, save_id)) is not None:
+            reason = past.error
+        elif reason is None:
+            return None
+        return msgspec.structs.replace(outcome, error=reason)

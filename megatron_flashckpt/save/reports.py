@@ -108,8 +108,6 @@ class SaveReports:
         """Report a failed save, on rank 0 and on the first rank whose part failed."""
         assert outcome.error is not None
         self.failures_in_a_row += 1
-        if outcome.committed >= 0:  # an agent may have committed saves of the job's former run
-            self._durable = max(outcome.committed, self._durable or 0)
         if self._open == outcome.iteration:
             self._reason, self.is_held = outcome.error, outcome.held
         is_reporter = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)

@@ -26,11 +26,11 @@ from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.loop_timer import LoopTimer
 from megatron_flashckpt.save.reports import SaveReports, node_count, say
 from megatron_flashckpt.save.request import SaveReport
-from megatron_flashckpt.save.run_id import Run
+from megatron_flashckpt.save.run import Run
 from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Session:
                 state = checkpointer.model_state
                 quantized, frozen, state.copied_keys, state.differing_keys = self._agreed.pop(root)
                 state.note_keys(quantized, frozen)
-            # The run's id is kept for the last save: the job's store may be gone by then.
+            # The run is kept for the last save: the job's store may be gone by then.
             checkpointer.run = self._runs.setdefault(root, checkpointer.run)
             startup = Startup(checkpointer, self.note_nodes)
             reports = self._reports_of(root, checkpointer.rank)
@@ -167,7 +167,7 @@ class Session:
             if rank == 0:
                 # Read now, while storage answers: storage may hang when a save fails.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].note_durable(newest_durable(open_storage(root)))
+                    self._reports[root].note_durable(newest_durable(open_store(root)))
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:

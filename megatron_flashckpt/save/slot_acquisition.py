@@ -10,6 +10,7 @@ import msgspec
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
@@ -55,12 +56,14 @@ class SlotAcquisition:
         layout: Layout,
         comparison: Comparison | None,
         save_id: str,
+        ancestors: Ancestors,
         *,
         may_skip: bool,
     ) -> Slot | None:
         """Return a slot in state STAGING with its description, before any data is copied.
 
         Args:
+            ancestors: those of the run.
             may_skip: return None at once if all slots hold saves that are being written.
 
         Raises:
@@ -69,7 +72,7 @@ class SlotAcquisition:
             StorageError: the node lacks the memory for a slab that is large enough.
             UnsupportedError: a load could not restore some of the side state.
         """
-        meta = self._encoded_meta(request, layout, comparison)
+        meta = self._encoded_meta(request, layout, comparison, ancestors)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
         self._saves.process_failures()
         index = self._granted(request.iteration, save_id, may_skip=may_skip)
@@ -108,7 +111,11 @@ class SlotAcquisition:
         return index
 
     def _encoded_meta(
-        self, request: SaveRequest, layout: Layout, comparison: Comparison | None
+        self,
+        request: SaveRequest,
+        layout: Layout,
+        comparison: Comparison | None,
+        ancestors: Ancestors,
     ) -> bytes:
         """Return the encoded description of the slot's contents."""
         return msgspec.msgpack.encode(
@@ -116,6 +123,7 @@ class SlotAcquisition:
                 root=self._root,
                 rank=self._rank,
                 world_size=self._world_size,
+                ancestors=ancestors,
                 coordinates=parallel.coordinates(),
                 template_fingerprint=layout.template_fingerprint,
                 template=msgspec.Raw(layout.encoded_template),

@@ -24,9 +24,9 @@ from megatron_flashckpt.save.start_message import print_start
 class Startup:
     """Runs the phases that precede the first save to one directory.
 
-    1. `check`: the job's state can be saved completely; this run becomes the directory's writer.
+    1. `check`: the job's state can be saved completely; no other run saves to the directory.
     2. reserve: the nodes have the memory, and storage accepts saves.
-    3. agree: all ranks know the run's id, the agents of all nodes, and the tensors with copies.
+    3. agree: all ranks know the run, the agents of all nodes, and the tensors with copies.
        Slabs are made in the background from then on.
     4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
@@ -57,18 +57,18 @@ class Startup:
         return optimizer is not None or not self._prepared
 
     def check(self, model: list[Any], optimizer: Any) -> None:
-        """Check on all ranks that the job's state can be saved, and claim the directory.
+        """Check on all ranks that the job's state can be saved, and that no other run saves there.
 
         Raises:
             UnsupportedError: names every unsupported item of every rank.
             ConfigError: settings that must be equal differ between ranks.
             AgentError: this node has no place for an agent's directory.
-            OtherWriterError: another run writes to the directory; nothing was changed.
+            OtherWriterError: another run trains and saves there; nothing was changed.
         """
         job = _Job.of(model, optimizer)
         if not self._is_prepared(job):
             self._check_ranks(job)
-        self._claim(job.args)
+        self._await_end(job.args)
 
     def prepare(self, model: list[Any], optimizer: Any) -> None:
         """Run phases 1 to 3, and print on rank 0 how the job will save.
@@ -85,7 +85,7 @@ class Startup:
         started = time.perf_counter()
         # Check again after a load, which changed the optimizer's groups and the modules' own state.
         self._check_ranks(job)
-        self._claim(job.args)
+        self._await_end(job.args)
         expected = self._check_coverage(job)
         self._reserve(job, expected, started)
         self._agree(job)
@@ -176,9 +176,9 @@ class Startup:
         directory = agent_directory(checkpointer.root, checkpointer.config.runtime_dir)
         return platform.node(), str(directory)
 
-    def _claim(self, args: Any) -> None:
-        if not getattr(args, "skip_train", False):  # the job may lack permission to write
-            self.checkpointer.claim()
+    def _await_end(self, args: Any) -> None:
+        if not _only_evaluates(args):
+            self.checkpointer.await_end()
 
     def _check_coverage(self, job: _Job) -> SizeEstimate:
         """Check that all ranks together save every element; return this rank's expected save."""
@@ -198,8 +198,10 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Agree on the run's id, connect the agents, and gather the keys that have copies."""
+        """Connect the agents, open a run unless a load has, and gather the keys with copies."""
         self.checkpointer.start_run()
+        if not _only_evaluates(job.args):
+            self.checkpointer.ensure_run()
         own = self._state.geometry(job.chunks).copied_keys
         copied_keys = gather_objects(own, parallel.model_parallel_group())
         self._state.copied_keys = own.union(*copied_keys)
@@ -236,6 +238,11 @@ class _Job:
     @property
     def parts(self) -> tuple[Any, ...]:
         return (*self.chunks, self.optimizer)
+
+
+def _only_evaluates(args: Any) -> bool:
+    """Return whether the job does not train; it may then lack permission to write."""
+    return bool(getattr(args, "skip_train", False))
 
 
 def _is_same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

@@ -12,13 +12,13 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,20 +26,23 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent import runs
+from megatron_flashckpt.agent.alive import Admission, Policy
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
-from megatron_flashckpt.agent.takeover import Policy, take
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import AgentConfig, Config, Retention
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import run_name, save_name
+from megatron_flashckpt.file_format.run_object import Ancestors, RunObject
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.patient import RetryingStorage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.tracing import Span
 
 T = TypeVar("T")
@@ -75,7 +78,8 @@ def remove_tree(path: Path) -> None:
 
 
 def new_save_id() -> str:
-    return uuid.uuid4().hex[:12]
+    """Return the name of a save of a run that no trainer has opened."""
+    return save_name(run_name(1, secrets.token_hex(2)), 1)
 
 
 def content(rank: int, iteration: int, nbytes: int) -> bytes:
@@ -136,13 +140,21 @@ class FakeTrainer:
     def layout(self) -> Layout:
         return self.plans.layout(self.pieces)
 
-    def claim(
-        self, policy: Policy = "refuse", wait_s: float = 0.0, run_id: str | None = None
-    ) -> RunKey:
-        """Claim the save directory, as rank 0 does when a run starts."""
-        made = run_id or uuid.uuid4().hex[:8]
-        storage = RetryingStorage(PosixStorage(self.root))
-        return take(storage, made, lambda: self.client, policy, wait_s)
+    def open_run(
+        self,
+        save: Save | None = None,
+        ancestors: Ancestors = (),
+        policy: Policy = "refuse",
+        wait_s: float = 0.0,
+    ) -> RunObject:
+        """Open a run, as rank 0 does, and tell the agent; other ranks pass it to `client`."""
+        store = RetryingStore(PosixStore(self.root))
+        admission = Admission(store, policy, wait_s, lambda: self.client)
+        run = runs.new_run(save, ancestors, "scratch" if save is None else "storage", 1)
+        opened = runs.open_run(admission, run, agent_pid=self.client.agent_pid)
+        runs.grant_wish(store, opened)
+        self.client.open_run(opened)
+        return opened
 
     def reconnect(self) -> tuple[str, ...]:
         """Connect to a new agent and send it the slab, as a rank does whose agent has ended.

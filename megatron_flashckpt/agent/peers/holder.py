@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.host_memory import available_nbytes, shown
 
 logger = logging.getLogger(__name__)
@@ -181,20 +182,15 @@ class Holdings:
                 raise HoldError("a newer save took its place")
             return record.memory[start : start + nbytes].ljust(nbytes, b"\0")
 
-    def resume_from(
-        self, save_id: str | None, iteration: int, groups: Collection[ParityGroup]
-    ) -> None:
-        """Drop saves of `iteration` or newer, except `save_id`, and groups not in `groups`.
-
-        Training has resumed from `save_id`, so newer saves do not belong to it.
-        """
+    def resume_from(self, history: History, groups: Collection[ParityGroup]) -> None:
+        """Drop saves that are not of the history of a run, and groups not in `groups`."""
         with self._lock:
             for group in set(self._records).difference(groups):
                 for record in self._records.pop(group):
                     free(record.memory)
             for records in self._records.values():
                 for record in records[:]:
-                    if record.save_id != save_id and record.iteration >= iteration:
+                    if not history.holds(Save(record.iteration, record.save_id)):
                         records.remove(record)
                         free(record.memory)
 

@@ -23,6 +23,7 @@ from megatron_flashckpt.agent.peers.transport import (
 )
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader
 
@@ -179,14 +180,14 @@ class Redundancy:
             self._descriptors[rank, descriptor.save_id] = descriptor
         return descriptor
 
-    def resume_from(self, rank: int, save_id: str | None, iteration: int) -> None:
-        """Drop copies of saves newer than the one resumed from, and send that save again.
+    def resume_from(self, rank: int, save_id: str | None, history: History) -> None:
+        """Drop copies of saves that are not of `history`, and send the one resumed from again.
 
         A replaced node holds nothing for the others yet. Holders that have their part report that.
         """
         with self._lock:
             groups = [] if self._plan is None else self._topology.parity_groups(self._plan.me)
-        self._holdings.resume_from(save_id, iteration, groups)
+        self._holdings.resume_from(history, groups)
         slots = self._own().get(rank)
         if slots is not None and save_id is not None:
             for index in range(len(slots.infos)):

@@ -1,0 +1,80 @@
+"""The run of this process in one save directory, and the names of its saves."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run, encode_run
+
+#: Longest wait of a rank until the first one has opened the run, in addition to what that one may
+#: wait for another run to end.
+_OPENED_S = 300.0
+#: First byte of an error in place of a run.
+_REFUSED = "!"
+
+
+class Run:
+    """Names the saves of this process to one directory, over all its checkpointers."""
+
+    def __init__(self) -> None:
+        self.object: RunObject | None = None
+        """Equal on all ranks; None until the run is opened."""
+        self._saves = itertools.count(1)
+
+    @property
+    def name(self) -> str | None:
+        return None if self.object is None else self.object.name
+
+    @property
+    def ancestors(self) -> Ancestors:
+        """Ancestors of the open run, which every save repeats."""
+        return () if self.object is None else self.object.ancestors
+
+    def begin(self, opened: RunObject) -> None:
+        """Count the saves anew, for the run that was just opened."""
+        self.object, self._saves = opened, itertools.count(1)
+
+    def new_save_id(self) -> str:
+        """Return the name of the next save: equal on all ranks, and never used before.
+
+        The run is open.
+        """
+        assert self.object is not None
+        return save_name(self.object.name, next(self._saves))
+
+
+def opened_once(root: str, open_run: Callable[[], RunObject], wait_s: float) -> RunObject:
+    """Return the run that one rank opens for all, without a collective.
+
+    For jobs that save to `root` before their ranks have met. The first rank that reaches the job's
+    rendezvous store calls `open_run`; the others wait for its run.
+
+    Args:
+        wait_s: how long `open_run` may wait for another run to end.
+
+    Raises:
+        FlashCkptError: that rank could not open the run.
+    """
+    if not dist.is_initialized():
+        return open_run()
+    store = dist.distributed_c10d._get_default_store()
+    key = f"megatron_flashckpt/run/{root}"
+    if store.add(f"{key}/ranks", 1) > 1:
+        store.wait([key], datetime.timedelta(seconds=wait_s + _OPENED_S))
+        encoded: bytes = store.get(key)
+        if encoded.startswith(_REFUSED.encode()):
+            raise FlashCkptError(encoded[len(_REFUSED) :].decode())
+        return decode_run(encoded, "the job's store")
+    try:
+        opened = open_run()
+    except Exception as error:
+        store.set(key, f"{_REFUSED}{error}")
+        raise
+    store.set(key, encode_run(opened).decode())
+    return opened

@@ -1,0 +1,260 @@
+"""A start looks whether another run trains: it is refused, waits, or passes. The clock is owned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent import alive
+from megatron_flashckpt.agent.alive import Admission, Alive, State, is_live, sign_of_life
+from megatron_flashckpt.agent.incarnations import process_with
+from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, OtherWriterError
+from megatron_flashckpt.file_format.file_names import alive_file, run_file
+from megatron_flashckpt.file_format.run_object import RunObject, encode_run
+from megatron_flashckpt.storage.memory_store import MemoryStore
+
+RUN, LATER = "000004-aaaa", "000005-bbbb"
+
+
+class Clock:
+    """A clock that advances only while somebody sleeps; renewals elsewhere happen on it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._due: list[tuple[float, Callable[[], object]]] = []
+        self.slept = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        assert self.slept < 3600, "nothing ends this wait"
+        self.now += seconds
+        for entry in sorted(self._due, key=lambda entry: entry[0]):
+            if entry[0] <= self.now:
+                self._due.remove(entry)
+                entry[1]()
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        self._due.append((self.now + seconds, action))
+
+    def every(self, seconds: float, action: Callable[[int], object], number: int = 1) -> None:
+        """Call `action` with 1, 2, 3 and so on, for ever."""
+
+        def act() -> None:
+            action(number)
+            self.every(seconds, action, number + 1)
+
+        self.after(seconds, act)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    import time
+
+    owned = Clock()
+    stand_in = SimpleNamespace(
+        monotonic=owned.monotonic,
+        sleep=owned.sleep,
+        time=lambda: owned.now,
+        strftime=time.strftime,
+        localtime=time.localtime,
+    )
+    monkeypatch.setattr(alive, "time", stand_in)
+    return owned
+
+
+def no_agent() -> Any:
+    raise AgentError("there is no agent")
+
+
+def elsewhere(run: str = RUN, renewed: int = 0, state: State = "training", **more: Any) -> Alive:
+    """Return what the agent of a run on another machine puts."""
+    own = sign_of_life(run, state, 77, renewed)
+    return msgspec.structs.replace(own, machine="another one", **more)
+
+
+def renew(clock: Clock, store: MemoryStore, run: str = RUN, state: State = "training") -> None:
+    """Have an agent elsewhere renew a run for ever."""
+    alive.put(store, elsewhere(run, state=state))
+    clock.every(2.0, lambda number: alive.put(store, elsewhere(run, number, state)))
+
+
+def start(
+    store: MemoryStore,
+    policy: alive.Policy = "refuse",
+    wait_s: float = 0.0,
+    connect: Callable[[], Any] = no_agent,
+) -> None:
+    Admission(store, policy, wait_s, connect).await_end()
+
+
+def test_a_start_in_an_empty_directory_does_not_wait(clock: Clock) -> None:
+    start(MemoryStore())
+    assert clock.slept == 0
+
+
+def test_a_refused_start_names_the_writer_and_changes_nothing(clock: Clock) -> None:
+    store = MemoryStore()
+    renew(clock, store)
+    with pytest.raises(OtherWriterError) as caught:
+        start(store)
+    for words in (RUN, f"agent 77 on {os.uname().nodename}", "take_over", "nothing was changed"):
+        assert words in str(caught.value)
+    assert set(store.objects) == {alive_file(RUN)}
+    assert clock.slept < 5.0
+
+
+def test_a_start_passes_a_run_that_nobody_renews(clock: Clock) -> None:
+    """The times in the object have no effect, because clocks of hosts are not compared."""
+    store = MemoryStore()
+    alive.put(store, elsewhere(renewed_at=clock.now + 3600.0))
+    start(store)
+    assert clock.slept == pytest.approx(12.0, abs=0.5)
+
+
+def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(clock: Clock) -> None:
+    store, me = MemoryStore(), process_with(os.getpid())
+    assert me is not None
+    own = sign_of_life(RUN, "training", me.pid)
+    assert not own.is_of_dead_process
+    alive.put(store, msgspec.structs.replace(own, started=me.started - 1))
+    start(store)
+    assert clock.slept == 0
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_restarted_job_finds_its_agent_on_this_node_and_does_not_wait(
+    is_same: bool, clock: Clock
+) -> None:
+    store = MemoryStore()
+    mine = sign_of_life(RUN, "training", os.getpid())
+    alive.put(store, mine)
+    clock.every(2.0, lambda number: alive.put(store, msgspec.structs.replace(mine, renewed=number)))
+    agent = SimpleNamespace(agent_pid=os.getpid() if is_same else 1)
+    if is_same:
+        start(store, connect=lambda: agent)
+        assert clock.slept == 0
+    else:
+        with pytest.raises(OtherWriterError):
+            start(store, connect=lambda: agent)
+
+
+def test_a_start_waits_for_a_run_to_end(clock: Clock) -> None:
+    store = MemoryStore()
+    renew(clock, store)
+    clock.every(2.0, lambda _: clock.now > 1030.0 and alive.forget(store, RUN))
+    start(store, wait_s=60.0)
+    assert clock.slept == pytest.approx(31.0, abs=2.0)
+
+
+def test_a_start_takes_over_a_run_that_trains_if_it_is_told_to(clock: Clock) -> None:
+    store = MemoryStore()
+    renew(clock, store)
+    start(store, "take_over")
+    assert clock.slept == 0
+
+
+def test_a_start_waits_a_bounded_time_for_the_staged_saves_of_another_agent(clock: Clock) -> None:
+    store = MemoryStore()
+    renew(clock, store, state="finishing")
+    start(store, wait_s=20.0)
+    assert clock.slept == pytest.approx(20.0, abs=1.0)
+
+
+def test_a_start_that_takes_over_waits_for_staged_saves_too(clock: Clock) -> None:
+    store = MemoryStore()
+    renew(clock, store, state="finishing")
+    start(store, "take_over", wait_s=20.0)
+    assert clock.slept == pytest.approx(20.0, abs=1.0)
+
+
+def test_a_run_that_was_overtaken_holds_nobody_up(clock: Clock) -> None:
+    """Its trainers may train on; what they save does not count."""
+    store = MemoryStore()
+    renew(clock, store)
+    store.create(run_file(5), encode_run(RunObject(name=LATER)))
+    start(store)
+    assert is_live(store) is None
+    assert alive.newest(store) is None
+    assert clock.slept == 0
+
+
+def test_a_run_that_begins_during_the_wait_is_awaited_too(clock: Clock) -> None:
+    store = MemoryStore()
+    alive.put(store, elsewhere(RUN))
+    clock.after(5.0, lambda: renew(clock, store, LATER))
+    with pytest.raises(OtherWriterError, match=LATER):
+        start(store)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"garbage",
+        b"",
+        b"\xff" * 100,
+        msgspec.json.encode(elsewhere(interval_s=1e9)),
+        msgspec.json.encode(elsewhere(interval_s=-1.0)),
+        msgspec.json.encode(elsewhere(renewed_at=1e300)),
+        msgspec.json.encode(elsewhere(run="no run")),
+        msgspec.json.encode(elsewhere(host="\x1b[2J")),
+        msgspec.json.encode(elsewhere()).replace(b"training", b"sleeping"),
+    ],
+)
+def test_a_damaged_object_is_only_a_warning(
+    contents: bytes, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    store.put(alive_file(RUN), contents)
+    start(store)
+    assert is_live(store) is None
+    assert "is ignored" in caplog.text
+    assert clock.slept == 0
+    with pytest.raises(CorruptCheckpointError):
+        alive.decode(contents, "place")
+
+
+def test_the_object_shows_whether_a_job_is_live(clock: Clock) -> None:
+    store = MemoryStore()
+    assert is_live(store) is None
+    alive.put(store, elsewhere(RUN))
+    assert is_live(store) is None, "no agent renews it"
+    renew(clock, store, LATER)
+    live = is_live(store)
+    assert live is not None
+    assert live.run == LATER
+
+
+class _AwayStore(MemoryStore):
+    """Answers the second read late, with what it held before."""
+
+    reads = 0
+    back: Callable[[], object]
+
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        held = super().get(name, offset, nbytes)
+        self.reads += 1
+        if self.reads == 2:
+            self.back()
+        return held
+
+
+def test_a_writer_without_storage_is_not_taken_for_dead(clock: Clock) -> None:
+    """Storage was away for both jobs, for longer than a run may be silent."""
+    store = _AwayStore()
+    alive.put(store, elsewhere())
+
+    def back() -> None:
+        clock.now += 13.0
+        renew(clock, store)
+
+    store.back = back
+    with pytest.raises(OtherWriterError):
+        start(store)

@@ -1,0 +1,260 @@
+"""A run takes its number: against other starts, retries, damage, and what is there already."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.agent import alive, runs
+from megatron_flashckpt.agent.alive import Admission
+from megatron_flashckpt.catalog.lineage import NOTHING, Save
+from megatron_flashckpt.errors import AlreadyExistsError, OtherWriterError, StorageError
+from megatron_flashckpt.file_format.file_names import ALIVE, TRACKED, TRACKER, alive_file, run_file
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
+from megatron_flashckpt.storage.memory_store import MemoryStore
+from tests.agent.test_alive import Clock, clock, elsewhere, no_agent  # noqa: F401, a fixture
+
+ME = os.getpid()
+
+
+def admission(store: Any, policy: alive.Policy = "refuse") -> Admission:
+    return Admission(store, policy, 0.0, no_agent)
+
+
+def opened(store: Any, save: Save | None = None, **more: Any) -> RunObject:
+    """Return a run that rank 0 of a job has opened, on whatever machine."""
+    run = runs.new_run(save, (), "scratch" if save is None else "storage", 8)
+    return runs.open_run(admission(store), run, **more)
+
+
+def put_object(store: MemoryStore, number: int, name: str | None = None) -> None:
+    run = RunObject(name=name or f"{number:06d}-0000")
+    store.create(run_file(number), encode_run(run))
+
+
+def test_a_run_repeats_all_ancestors_and_continues_the_numbers() -> None:
+    store = MemoryStore()
+    first = opened(store)
+    assert first.name.startswith("000001-")
+    assert (first.ancestors, first.source) == ((), "scratch")
+    save = Save(20, f"{first.name}.00002.1")
+    run = runs.new_run(save, first.ancestors, "storage", 8)
+    second = runs.open_run(admission(store), run)
+    assert second.name.startswith("000002-")
+    assert second.ancestors == (Ancestor(first.name, 20),)
+    third = runs.new_run(Save(30, f"{second.name}.00001.1"), second.ancestors, "memory", 8)
+    assert third.ancestors == (Ancestor(second.name, 30), Ancestor(first.name, 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("iter_0000007/000041-3fa9.00001.1.rank_00000.safetensors", 42),
+        ("iter_0000007/000041-3fa9.00001.1.end", 42),
+        ("iter_0000007/notes.txt", 1),
+        ("elsewhere/000041-3fa9.00001.1.end", 1),
+    ],
+)
+def test_the_number_is_higher_than_that_of_any_save_in_the_directory(
+    name: str, number: int
+) -> None:
+    """`flashckpt/` was removed, or the checkpoint was copied here; the save may be unfinished."""
+    store = MemoryStore()
+    store.create(name, b"x")
+    assert opened(store).name.startswith(f"{number:06d}-")
+
+
+def test_the_number_is_higher_than_that_of_any_save_in_memory() -> None:
+    """An older copy of the directory was put in its place, while agents hold later saves."""
+    store = MemoryStore()
+    put_object(store, 3)
+    assert opened(store, held=7).name.startswith("000008-")
+    resumed = Save(5, "000011-aaaa.00001.1")
+    assert opened(store, resumed).name.startswith("000012-")
+
+
+class _Hooked(MemoryStore):
+    """Calls `meanwhile` once, right before the first object is created."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def create(self, name: str, data: bytes) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().create(name, data)
+
+
+def test_of_two_starts_at_one_moment_one_is_refused_and_leaves_nothing(clock: Clock) -> None:  # noqa: F811
+    store = _Hooked()
+
+    def start_elsewhere() -> None:
+        assert any(name.startswith(ALIVE) for name in store.objects), (
+            "who finds the run asks for it"
+        )
+        put_object(store, 1, "000001-aaaa")
+        alive.put(store, elsewhere("000001-aaaa"))
+        clock.every(2.0, lambda number: alive.put(store, elsewhere("000001-aaaa", number)))
+
+    store.meanwhile = start_elsewhere
+    with pytest.raises(OtherWriterError, match="000001-aaaa"):
+        opened(store, agent_pid=ME)
+    assert set(store.objects) == {run_file(1), alive_file("000001-aaaa")}
+
+
+def test_a_start_is_refused_by_a_run_that_has_begun_while_this_one_loaded(clock: Clock) -> None:  # noqa: F811
+    store = MemoryStore()
+    start = admission(store)
+    start.await_end()
+    put_object(store, 1, "000001-aaaa")
+    clock.every(2.0, lambda number: alive.put(store, elsewhere("000001-aaaa", number)))
+    alive.put(store, elsewhere("000001-aaaa"))
+    before = set(store.objects)
+    with pytest.raises(OtherWriterError):
+        runs.open_run(start, runs.new_run(None, (), "scratch", 1), agent_pid=ME)
+    assert set(store.objects) == before
+
+
+@pytest.mark.parametrize("policy", ["refuse", "take_over"])
+def test_a_start_takes_the_next_number_after_a_run_that_does_not_hold_it_up(
+    policy: alive.Policy,
+    clock: Clock,  # noqa: F811
+) -> None:
+    """The other run was killed right after it had taken the number, or is to be taken over."""
+    store = _Hooked()
+
+    def start_elsewhere() -> None:
+        put_object(store, 1, "000001-aaaa")
+        alive.put(store, elsewhere("000001-aaaa"))
+        if policy == "take_over":
+            clock.every(2.0, lambda number: alive.put(store, elsewhere("000001-aaaa", number)))
+
+    store.meanwhile = start_elsewhere
+    run = runs.new_run(None, (), "scratch", 1)
+    assert runs.open_run(admission(store, policy), run).name.startswith("000002-")
+
+
+class _LosesAnswers(MemoryStore):
+    """Creates an object, and reports an error or that the object exists already."""
+
+    error: OSError
+
+    def create(self, name: str, data: bytes) -> None:
+        super().create(name, data)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(FileExistsError(errno.EEXIST, "exists"), id="a retry met itself"),
+        pytest.param(OSError(errno.ETIMEDOUT, "away"), id="the answer was lost"),
+    ],
+)
+def test_a_create_that_happened_counts_whatever_its_answer(error: OSError) -> None:
+    store = _LosesAnswers()
+    kind = AlreadyExistsError if error.errno == errno.EEXIST else StorageError
+    store.error = kind(error.errno or 0, "an answer")
+    run = opened(store, agent_pid=ME)
+    assert run.name.startswith("000001-")
+    assert set(store.objects) == {run_file(1), alive_file(run.name)}
+
+
+class _Refuses(MemoryStore):
+    def create(self, name: str, data: bytes) -> None:
+        raise StorageError(errno.EROFS, "read-only")
+
+
+def test_a_directory_that_refuses_the_object_gets_no_run() -> None:
+    store = _Refuses()
+    with pytest.raises(StorageError, match="read-only"):
+        opened(store, agent_pid=ME)
+    assert not store.objects
+
+
+@pytest.mark.parametrize("contents", [b"garbage", b"{}", b'{"name": "no run"}'])
+def test_the_number_of_a_damaged_object_stays_taken(contents: bytes) -> None:
+    store = _Hooked()
+    store.meanwhile = lambda: store.create(run_file(1), contents)
+    assert opened(store).name.startswith("000002-")
+    assert store.objects[run_file(1)] == contents
+    assert opened(store).name.startswith("000003-")
+
+
+class _Counting(MemoryStore):
+    """Counts requests by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: collections.Counter[str] = collections.Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("get", "put", "create", "stat", "list", "present", "delete"):
+            object.__getattribute__(self, "requests")[name] += 1
+        return object.__getattribute__(self, name)
+
+
+def test_a_start_costs_the_same_after_a_thousand_runs() -> None:
+    def requests(earlier: int) -> dict[str, int]:
+        store = _Counting()
+        for number in range(1, earlier + 1):
+            put_object(store, number)
+        store.requests.clear()
+        start = admission(store)
+        start.await_end()
+        run = runs.open_run(start, runs.new_run(None, (), "scratch", 1), agent_pid=ME)
+        assert run.name.startswith(f"{earlier + 1:06d}-")
+        runs.grant_wish(store, run)
+        return dict(store.requests)
+
+    few = requests(1)
+    assert requests(1000) == few
+    assert sum(few.values()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("tracker", "save", "tracked"),
+    [
+        pytest.param("20", Save(20, "000001-aaaa.00001.1"), (20, True), id="what it names"),
+        pytest.param("20", Save(25, "000001-aaaa.00002.1"), (20, True), id="a newer one"),
+        pytest.param("20", Save(20, ""), (20, False), id="a foreign one"),
+        pytest.param(None, Save(25, "000001-aaaa.00002.1"), None, id="no tracker"),
+        pytest.param("rubbish", Save(25, "000001-aaaa.00002.1"), None, id="a damaged tracker"),
+    ],
+)
+def test_an_agreed_load_grants_the_wish_that_the_tracker_expresses(
+    tracker: str | None, save: Save, tracked: tuple[int, bool] | None
+) -> None:
+    """The iteration is the tracker's: a lower one than that of the load would be a wish again."""
+    store = MemoryStore()
+    if tracker is not None:
+        store.put(TRACKER, tracker.encode())
+    run = opened(store, save)
+    runs.grant_wish(store, run)
+    if tracked is None:
+        assert TRACKED not in store.objects
+    else:
+        written = json.loads(store.objects[TRACKED])
+        expected = save.save_id if tracked[1] else ""
+        assert written == {"iteration": tracked[0], "save_id": expected}
+
+
+def test_a_start_from_scratch_is_granted_too() -> None:
+    store = MemoryStore()
+    run = opened(store)
+    runs.grant_wish(store, run)
+    assert json.loads(store.objects[TRACKED]) == {"iteration": NOTHING, "save_id": run.name}
+
+
+def test_the_message_of_an_overtaken_run_names_the_later_run_and_the_remedy(tmp_path: Path) -> None:
+    run = RunObject(name="000009-abcd", host="node7", opened_at=0.0)
+    message = runs.why_overtaken(MemoryStore(str(tmp_path)), run)
+    for words in (str(tmp_path), "000009-abcd", "node7", "end one of the two jobs"):
+        assert words in message

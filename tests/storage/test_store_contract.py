@@ -1,0 +1,545 @@
+"""Contract of `storage.store.Store`, tested for each store.
+
+A backend's hooks bypass the store under test, so that its errors cannot hide. To add a store, write
+its hooks and name it in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.storage import retrying_store
+from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.retrying_store import RetryingStore
+from megatron_flashckpt.storage.scatter_read import KeptFiles
+from megatron_flashckpt.storage.store import Entry, Store
+from megatron_flashckpt.storage.store_probe import probe_store
+
+
+class Backend(Protocol):
+    """A store under test, with functions that bypass it."""
+
+    store: Store
+
+    def plant(self, name: str, data: bytes) -> None:
+        """Write `data` under `name` without the store."""
+
+    def contents(self) -> dict[str, bytes]:
+        """Return all bytes by name; on a file system also files outside the root or hidden."""
+
+
+class PosixBackend:
+    """A root inside an outer directory, so that the tests see files written outside the root."""
+
+    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._outer = outer
+        self._root = outer / "root"
+        self.store: Store = PosixStore(self._root)
+
+    def plant(self, name: str, data: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def contents(self) -> dict[str, bytes]:
+        return {
+            Path(os.path.relpath(path, self._root)).as_posix(): path.read_bytes()
+            for path in self._outer.rglob("*")
+            if path.is_file() and not path.parent.name.endswith(".decided")
+        }
+
+
+class LinklessBackend(PosixBackend):
+    """The same on a file system without hard links (SMB, some FUSE, BeeGFS)."""
+
+    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(outer, monkeypatch)
+
+        def refuse(*args: object, **named: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+
+
+class MemoryBackend:
+    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._memory = MemoryStore(str(outer))
+        self.store: Store = self._memory
+
+    def plant(self, name: str, data: bytes) -> None:
+        self._memory.objects[name] = data
+
+    def contents(self) -> dict[str, bytes]:
+        return dict(self._memory.objects)
+
+
+class FaultyStore:
+    """Each call fails twice: before it has an effect, and after it, as if the answer were lost."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turns = threading.local()
+
+    def __getattr__(self, verb: str) -> Any:
+        method = getattr(self._store, verb)
+        if not callable(method):
+            return method
+
+        def call(*args: Any, **named: Any) -> Any:
+            turns = vars(self._turns).setdefault(verb, itertools.cycle(("fail", "lose", "work")))
+            turn = next(turns)
+            if turn == "fail" or (turn == "lose" and verb == "get_into"):
+                raise StorageError(errno.ETIMEDOUT, "no answer")
+            result = method(*args, **named)
+            if turn == "lose":
+                raise StorageError(errno.EIO, "lost answer")
+            return result
+
+        return call
+
+
+class FaultyBackend(MemoryBackend):
+    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(outer, monkeypatch)
+        monkeypatch.setattr(retrying_store.time, "sleep", lambda _: None)
+        self.store = RetryingStore(FaultyStore(self._memory))  # type: ignore[arg-type]
+
+
+BACKENDS: dict[str, Callable[[Path, pytest.MonkeyPatch], Backend]] = {
+    "posix": PosixBackend,
+    "posix without links": LinklessBackend,
+    "memory": MemoryBackend,
+    "retrying": FaultyBackend,
+}
+DATA = bytes(range(256)) * 40
+#: Represents an absolute name inside the test's directory, where a faulty store does no harm.
+ABSOLUTE = "absolute"
+ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Backend:
+    return BACKENDS[request.param](tmp_path, monkeypatch)
+
+
+def names_in(store: Store, directory: str) -> list[str]:
+    return [entry.name for entry in store.list(directory)]
+
+
+# ---------------------------------------------------------------------- create
+
+
+@pytest.mark.parametrize("data", [b"", b"x", DATA])
+def test_create_writes_the_data_and_no_other_object(backend, data):
+    backend.store.create("iter_0000001/end", data)
+    assert backend.contents() == {"iter_0000001/end": data}
+    assert backend.store.get("iter_0000001/end") == data
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["by create", "by another program"])
+def test_a_name_that_exists_is_not_created_again(backend, planted):
+    if planted:
+        backend.plant("d/end", b"first")
+    else:
+        backend.store.create("d/end", b"first")
+    for _ in range(2):
+        with pytest.raises(AlreadyExistsError, match="d/end") as caught:
+            backend.store.create("d/end", b"second")
+        assert caught.value.errno == errno.EEXIST
+        assert isinstance(caught.value, FileExistsError)
+    assert backend.contents() == {"d/end": b"first"}
+
+
+def test_one_of_many_creates_wins_and_all_read_its_bytes(backend):
+    bids = [bytes([65 + bid]) * 50_000 for bid in range(8)]
+
+    def bid(data: bytes) -> tuple[bool, bytes]:
+        try:
+            backend.store.create("d/end", data)
+        except AlreadyExistsError:
+            return False, backend.store.get("d/end")
+        return True, backend.store.get("d/end")
+
+    with ThreadPoolExecutor(len(bids)) as pool:
+        results = list(pool.map(bid, bids))
+    (winner,) = (data for data, (won, _) in zip(bids, results, strict=True) if won)
+    assert {read for _, read in results} == {winner}
+    assert backend.contents() == {"d/end": winner}
+
+
+def test_a_created_object_is_seen_whole_or_not_at_all(backend):
+    done = threading.Event()
+    seen = set()
+
+    def watch() -> None:
+        last = False
+        while not last:  # reads once more after the creates
+            last = done.is_set()
+            for number in range(20):
+                try:
+                    seen.add(backend.store.get(f"d/{number}"))
+                except FileNotFoundError:
+                    seen.add(None)
+
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            for number in range(20):
+                backend.store.create(f"d/{number}", DATA * 10)
+        finally:
+            done.set()
+        watching.result()
+    assert seen <= {None, DATA * 10}
+
+
+def test_a_deleted_name_can_be_created_again(backend):
+    for data in (b"manifest", b"failed"):
+        backend.store.create("d/end", data)
+        assert backend.store.get("d/end") == data
+        backend.store.delete(["d/end"])
+    assert backend.store.stat("d/end") is None
+
+
+# ---------------------------------------------------------------------- put
+
+
+@pytest.mark.parametrize("data", [b"", b"x", DATA])
+def test_put_replaces_the_old_contents(backend, data):
+    backend.store.put("tracker.txt", b"something longer than one byte")
+    backend.store.put("tracker.txt", data)
+    assert backend.contents() == {"tracker.txt": data}
+
+
+def test_a_put_is_seen_whole_or_not_at_all(backend):
+    versions = [bytes([version]) * 100_000 for version in range(6)]
+    backend.store.put("m", versions[0])
+    done = threading.Event()
+    seen = set()
+
+    def watch() -> None:
+        last = False
+        while not last:  # reads once more after the last put
+            last = done.is_set()
+            seen.add(backend.store.get("m"))
+
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            list(pool.map(lambda version: backend.store.put("m", version), versions))
+        finally:
+            done.set()
+        watching.result()
+    assert seen <= set(versions)
+    assert set(backend.contents()) == {"m"}
+
+
+# ---------------------------------------------------------------------- reads
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
+@pytest.mark.parametrize("nbytes", [None, 0, 1, 4097, len(DATA), len(DATA) + 1])
+def test_get_returns_the_range_or_less_at_the_end(backend, offset, nbytes):
+    backend.plant("f", DATA)
+    end = None if nbytes is None else offset + nbytes
+    assert backend.store.get("f", offset, nbytes) == DATA[offset:end]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, len(DATA), len(DATA) + 1])
+def test_get_into_at_the_end_leaves_the_rest_of_the_buffer(backend, offset, nbytes):
+    backend.plant("f", DATA)
+    buffer = bytearray(b"?" * (nbytes + 2))
+    filled = backend.store.get_into("f", offset, [memoryview(buffer)[1 : 1 + nbytes]])
+    expected = DATA[offset : offset + nbytes]
+    assert filled == len(expected)
+    assert bytes(buffer) == b"?" + expected + b"?" * (nbytes + 1 - filled)
+
+
+def test_get_into_fills_parts_end_to_end_and_reports_the_bytes(backend):
+    backend.plant("f", DATA)
+    parts = [bytearray(b"?" * nbytes) for nbytes in (3, 0, len(DATA) // 2, 5, len(DATA))]
+    seen: list[bytes] = []
+    filled = backend.store.get_into(
+        "f", 2, [memoryview(part) for part in parts], lambda part: seen.append(bytes(part))
+    )
+    assert filled == len(DATA) - 2
+    assert b"".join(seen) == DATA[2:]
+    assert b"".join(parts) == DATA[2:] + b"?" * (sum(map(len, parts)) - filled)
+
+
+def test_a_file_kept_open_is_read_like_any_other(backend):
+    kept = KeptFiles()
+    names = [f"f{number}" for number in range(9)]
+    for name in names:
+        backend.plant(name, name.encode() * 99)
+    for name in [*names, *reversed(names), names[0], names[0]]:
+        data = bytearray(4)
+        assert backend.store.get_into(name, 2, [memoryview(data)], kept=kept) == 4
+        assert data == (name * 3).encode()[2:6]
+
+
+def test_several_threads_may_read_one_object(backend):
+    backend.plant("f", DATA)
+    data = bytearray(len(DATA))
+
+    def fill(at: int) -> int:
+        return backend.store.get_into("f", at, [memoryview(data)[at : at + 512]])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(fill, range(0, len(DATA), 512))) == len(DATA)
+    assert data == DATA
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda store, name: store.get(name),
+        lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
+    ],
+    ids=["get", "get_into"],
+)
+@pytest.mark.parametrize("name", ["absent", "no/such/directory", "d/absent"])
+def test_a_missing_object_is_a_file_not_found_error_with_its_name(backend, operation, name):
+    backend.plant("d/f", b"")
+    with pytest.raises(FileNotFoundError, match=name):
+        operation(backend.store, name)
+
+
+def test_stat_tells_size_and_kind(backend):
+    backend.plant("d/full", DATA)
+    backend.plant("d/empty", b"")
+    assert backend.store.stat("d/full") == Entry("d/full", len(DATA), "file")
+    assert backend.store.stat("d/empty") == Entry("d/empty", 0, "file")
+    assert backend.store.stat("d") == Entry("d", 0, "directory")
+    for name in ("absent", "d/absent", "absent/too"):
+        assert backend.store.stat(name) is None
+
+
+def test_list_returns_the_direct_entries_of_a_directory(backend):
+    for name in ("a", "d/c", "d/b", "d/e/f", "dd/g"):
+        backend.plant(name, name.encode())
+    a, d, dd = backend.store.list("")
+    assert (a, d, dd) == (
+        Entry("a", 1, "file"),
+        Entry("d", 0, "directory"),
+        Entry("dd", 0, "directory"),
+    )
+    assert names_in(backend.store, "d") == ["b", "c", "e"]
+    assert backend.store.list("d", sizes=False) == [
+        Entry("b", -1, "file"),
+        Entry("c", -1, "file"),
+        Entry("e", -1, "directory"),
+    ]
+    assert backend.store.list("d/e") == [Entry("f", 5, "file")]
+
+
+@pytest.mark.parametrize("directory", ["", "absent", "absent/too"])
+def test_a_directory_that_does_not_exist_is_empty(backend, directory):
+    assert backend.store.list(directory) == []
+    assert backend.store.present(directory, ["x"]) == set()
+
+
+def test_present_returns_the_names_that_exist_now(backend):
+    names = ["a", "b", "c"]
+    backend.plant("iter_1/a", b"")
+    backend.plant("iter_1/c/inside", b"")
+    backend.plant("b", b"")
+    assert backend.store.present("iter_1", iter(names)) == {"a", "c"}
+    backend.plant("iter_1/b", b"")
+    backend.store.delete(["iter_1/a"])
+    assert backend.store.present("iter_1", names) == {"b", "c"}
+    assert backend.store.present("iter_1", []) == set()
+    assert backend.store.present("", names) == {"b"}
+
+
+# ---------------------------------------------------------------------- delete
+
+
+def test_delete_removes_these_objects_only(backend):
+    for name in ("d/a", "d/ab", "d/b", "a", "e/x"):
+        backend.plant(name, b"")
+    backend.store.delete(iter(["d/a", "e/x", "d/b", "absent", "no/such/directory"]))
+    assert set(backend.contents()) == {"d/ab", "a"}
+
+
+def test_delete_removes_directories_that_became_empty(backend):
+    for name in ("iter_1/a", "iter_1/b", "iter_10/a", "x/y/z"):
+        backend.store.create(name, b"x")
+    backend.store.delete(["iter_1/a", "x/y/z"])
+    assert names_in(backend.store, "") == ["iter_1", "iter_10"]
+    backend.store.delete(["iter_1/b"])
+    assert names_in(backend.store, "") == ["iter_10"]
+
+
+def test_objects_may_be_created_while_their_directory_is_deleted(backend):
+    """The last object of a directory goes while another process creates the next one."""
+
+    def come_and_go(worker: int) -> None:
+        for number in range(20):
+            name = f"d/{worker}-{number}"
+            backend.store.create(name, b"x")
+            backend.store.delete([name])
+            writer = backend.store.writer(name, 1)
+            writer.write_at(0, b"y")
+            writer.finish()
+            backend.store.delete([name])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(come_and_go, range(4)))
+    assert backend.contents() == {}
+
+
+# ---------------------------------------------------------------------- writers
+
+
+def test_an_object_may_be_written_in_any_order(backend):
+    writer = backend.store.writer("iter_0000001/shard", len(DATA))
+    writer.write_at(5000, memoryview(DATA)[5000:])
+    writer.write_at(0, DATA[:4096])
+    writer.write_at(4096, DATA[4096:5000])
+    writer.finish()
+    assert backend.contents() == {"iter_0000001/shard": DATA}
+
+
+def test_several_threads_may_write_one_object(backend):
+    writer = backend.store.writer("f", len(DATA))
+    with ThreadPoolExecutor(8) as pool:
+        starts = range(0, len(DATA), 512)
+        list(pool.map(lambda at: writer.write_at(at, DATA[at : at + 512]), starts))
+    writer.finish()
+    assert backend.contents() == {"f": DATA}
+
+
+@pytest.mark.parametrize("before", [b"", DATA * 2])
+def test_a_writer_replaces_an_existing_object(backend, before):
+    backend.plant("f", before)
+    writer = backend.store.writer("f", 3)
+    writer.write_at(0, b"new")
+    writer.finish()
+    assert backend.contents() == {"f": b"new"}
+
+
+def test_an_empty_object_can_be_written(backend):
+    backend.store.writer("f", 0).finish()
+    assert backend.contents() == {"f": b""}
+
+
+@pytest.mark.parametrize("written", [b"", DATA[:100], DATA])
+def test_an_abandoned_object_leaves_nothing_behind(backend, written):
+    backend.plant("d/other", b"")
+    writer = backend.store.writer("d/f", len(DATA))
+    writer.write_at(0, written)
+    writer.abandon()
+    writer.abandon()
+    assert set(backend.contents()) == {"d/other"}
+    with pytest.raises(FileNotFoundError):
+        backend.store.get("d/f")
+
+
+def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
+    finished = backend.store.writer("finished", 3)
+    finished.write_at(0, b"abc")
+    finished.finish()
+    abandoned = backend.store.writer("abandoned", 3)
+    abandoned.abandon()
+    for writer in (finished, abandoned):
+        with pytest.raises(StorageError):
+            writer.write_at(0, b"xyz")
+    assert backend.contents() == {"finished": b"abc"}
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda store, name: store.put(name, b"planted"),
+        lambda store, name: store.create(name, b"planted"),
+        lambda store, name: store.writer(name, 7),
+        lambda store, name: store.get(name),
+        lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
+        lambda store, name: store.stat(name),
+        lambda store, name: store.delete(["a/b", name]),
+        lambda store, name: store.make_durable(name),
+        lambda store, name: store.present(name or "..", ["b"]),  # "" would be the root
+        lambda store, name: store.present("a", [name]),
+        lambda store, name: store.list(name or ".."),  # "" would be the root
+    ],
+    ids="put create writer get get_into stat delete make_durable present-in present list".split(),
+)
+def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation, name):
+    name = f"{tmp_path}/x" if name == ABSOLUTE else name
+    backend.plant("a/b", b"stays")
+    before = backend.contents()
+    with pytest.raises(StorageError, match="is not a name inside") as caught:
+        operation(backend.store, name)
+    assert backend.store.place in str(caught.value)
+    assert backend.contents() == before
+
+
+@pytest.mark.parametrize("name", ["..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"])
+def test_odd_names_are_allowed(backend, name):
+    backend.store.create(f"d/{name}", DATA)
+    assert names_in(backend.store, "d") == [name]
+    assert backend.contents() == {f"d/{name}": DATA}
+    backend.store.delete([f"d/{name}"])
+    assert backend.contents() == {}
+
+
+def test_the_identity_stays_while_the_contents_change(backend):
+    backend.store.create("d/end", b"x")
+    identity = backend.store.identity()
+    assert identity
+    backend.store.delete(["d/end"])
+    backend.store.put("tracker", b"1")
+    assert backend.store.identity() == identity
+
+
+# ---------------------------------------------------------------------- probe
+
+
+def test_the_probe_passes_and_leaves_one_object_for_other_nodes(backend):
+    probe_store(backend.store, "flashckpt/probe/00003")
+    assert list(backend.contents()) == ["flashckpt/probe/00003"]
+    backend.store.delete(["flashckpt/probe/00003"])
+    assert backend.contents() == {}
+
+
+class Overwriting(MemoryStore):
+    """A store whose `create` is not exclusive."""
+
+    def create(self, name: str, data: bytes) -> None:
+        self.put(name, data)
+
+
+class Late(MemoryStore):
+    """A store that never lists an object."""
+
+    def list(self, directory: str, *, sizes: bool = True) -> list[Entry]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("store", "action"),
+    [(Overwriting("/there"), "create a name once"), (Late("/there"), "list a new file")],
+    ids=["not exclusive", "not listed"],
+)
+def test_the_probe_names_what_a_store_cannot_do(store, action):
+    with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
+        probe_store(store, "flashckpt/probe/00003")
+    assert caught.value.errno == errno.EIO
