@@ -168,9 +168,7 @@ def checkpoints(store: Store) -> list[IterationEntry]:
         try:
             entry = _entry(store, iteration, directory.name, facts, history)
         except (FlashCkptError, OSError) as error:
-            entry = IterationEntry(
-                directory.name, iteration, UNREADABLE, for_listing(str(error))
-            )
+            entry = IterationEntry(directory.name, iteration, UNREADABLE, for_listing(str(error)))
         if directory.kind == "link":
             entry = _with_remark(entry, "is a symbolic link to another directory")
         entries.append(entry)

@@ -131,9 +131,7 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
     )
 
 
-def move_tracker(
-    root: Path, iteration: int, *, megatron: bool = False, save_id: str = ""
-) -> None:
+def move_tracker(root: Path, iteration: int, *, megatron: bool = False, save_id: str = "") -> None:
     """Let the tracker of `root` name `iteration`, unless it names a later one.
 
     Called when the checkpoint is complete.
