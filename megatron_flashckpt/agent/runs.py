@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import Admission
-from megatron_flashckpt.catalog.directory import run_numbers
+from megatron_flashckpt.catalog.directory import put_tracked, run_numbers
 from megatron_flashckpt.catalog.lineage import NOTHING, Save, Tracked, descent
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.errors import (
@@ -26,7 +26,6 @@ from megatron_flashckpt.errors import (
     is_damage,
 )
 from megatron_flashckpt.file_format.file_names import (
-    TRACKED,
     parse_iteration_dir,
     parse_save,
     run_file,
@@ -181,7 +180,7 @@ def grant_wish(store: Store, run: RunObject) -> None:
         if iteration is None:
             return
         tracked = Tracked(iteration, run.save_id or "")
-    store.put(TRACKED, msgspec.json.encode(tracked))
+    put_tracked(store, tracked)
 
 
 def why_overtaken(store: Store, later: RunObject) -> str:

@@ -275,15 +275,13 @@ def _repeated_by_saves(
 ) -> dict[str, Ancestors]:
     """Return the ancestors of runs whose objects are gone or damaged, as their saves repeat them.
 
-    Objects are gone if a person has removed `flashckpt/` or copied only the checkpoints. A run
-    whose number another run has taken is of another directory.
+    All objects are gone if a person has removed `flashckpt/` or copied only the checkpoints. A run
+    that has no object beside others is of another directory.
     """
-    first = min(numbers, default=None)
     by_run: dict[str, list[Save]] = {}
     for save in reversed(stored):
         number = run_number(save.run)
-        is_gone = first is None or number < first
-        if is_gone or (number in objects and objects[number] is None):
+        if not numbers or (number in objects and objects[number] is None):
             by_run.setdefault(save.run, []).append(save)
 
     def ancestors(saves: list[Save]) -> Ancestors | None:

@@ -8,8 +8,9 @@ The rules, in short. A run descends from the runs in its `ancestors`, each up to
 which it was left; that is its *history*. The newest run is the highest one that continues a
 checkpoint or has left one. A save counts if it is of the newest run's history. The tracker is a
 person's wish if it is lower than what this package last wrote into it (`Tracked`) and names a save
-of the history, or if it names a checkpoint that is of no known run; a wish excludes all that is
-newer, in memory too.
+of the history; if it names a checkpoint that is of no known run; if it says `release`; or if it is
+there again after it was removed. A wish excludes all that is newer, in memory too. A wish for what
+does not exist is none.
 """
 
 from __future__ import annotations
@@ -20,17 +21,24 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_flashckpt.file_format.file_names import SaveName, parse_save, run_number, run_of
+from megatron_flashckpt.file_format.file_names import (
+    RELEASE,
+    SaveName,
+    parse_save,
+    run_number,
+    run_of,
+)
 from megatron_flashckpt.file_format.run_object import FOREIGN, Ancestor, Ancestors
 
-#: Iteration in `Tracked` if a run was granted to begin from scratch.
-NOTHING = -1
+#: Iteration in `Tracked` if a run was granted to begin from scratch; not `RELEASE`.
+NOTHING = -2
 
 
 class Save(NamedTuple):
-    """A checkpoint in storage or memory. Later ones are greater."""
+    """A checkpoint in storage or memory."""
 
     iteration: int
+    """The iteration of its directory, or `RELEASE`."""
     save_id: str
     """Name of the save; "": a checkpoint of another format, which no run has made."""
 
@@ -48,9 +56,12 @@ class Tracked(msgspec.Struct, frozen=True):
     """What an agent last wrote into the tracker, or whose wish was granted: `tracker.json`."""
 
     iteration: int
-    """`NOTHING`: a run began from scratch, and the tracker named nothing."""
+    """What the tracker names. `NOTHING`: a run began from scratch, and there was no tracker."""
     save_id: str = ""
-    """The save; the run's name if `iteration` is `NOTHING`; "" for a foreign checkpoint."""
+    """The save of that iteration; "": one of another program, or none. The run's name if
+    `iteration` is `NOTHING`."""
+    run: str = ""
+    """The run that was granted the wish; "": an agent wrote the tracker after a commit."""
 
 
 class History:
@@ -68,7 +79,8 @@ class History:
         if save.run not in self._left_at:
             return False
         left_at = self._left_at[save.run]
-        if save.run == FOREIGN:
+        if save.run == FOREIGN or RELEASE in (save.iteration, left_at):
+            # A run that resumed from such a checkpoint has no other one of its maker.
             return save.iteration == left_at
         return left_at is None or save.iteration <= left_at
 
@@ -79,7 +91,9 @@ def descent(save: Save, ancestors: Ancestors) -> Ancestors:
     Args:
         ancestors: those of the run that has made the save.
     """
-    return (Ancestor(save.run, save.iteration), *ancestors)
+    nearest = Ancestor(save.run, save.iteration)
+    # A release has weights only: training begins anew, at iteration 0.
+    return (nearest,) if save.iteration == RELEASE else (nearest, *ancestors)
 
 
 def sort_key(run: str) -> tuple[int, str]:
@@ -111,9 +125,10 @@ class Facts:
     """All that a choice depends on, as one process sees it."""
 
     tracker: int | None
-    """The iteration in the tracker; None: there is no tracker, or it names no iteration."""
+    """The iteration in the tracker, or `RELEASE`; None: no tracker, or it names no iteration."""
     tracked: Tracked | None
     runs: Mapping[str, Ancestors]
+    """The known runs that a choice can depend on, with their ancestors."""
     stored: Collection[Save]
     """Committed checkpoints in storage, of any run."""
     foreign: Collection[int] = ()
@@ -124,6 +139,27 @@ class Facts:
     """Numbers of all runs whose objects are visible."""
     tracker_is_damaged: bool = False
     """A tracker that exists and names nothing is nobody's wish."""
+
+    @property
+    def tracker_is_removed(self) -> bool:
+        """Whether a person has removed the tracker: nothing counts that is older."""
+        is_missing = self.tracker is None and not self.tracker_is_damaged
+        return is_missing and self.tracked is not None and self.tracked.iteration != NOTHING
+
+    @property
+    def begun_anew_by(self) -> str:
+        """The run that was granted to begin from scratch; "": none, or later ones have saved."""
+        tracked = self.tracked
+        return tracked.save_id if tracked is not None and tracked.iteration == NOTHING else ""
+
+    def history(self) -> History | None:
+        """Return the newest history; None: no run has continued or left a checkpoint."""
+        left = {save.run for save in (*self.stored, *self.held)}
+        return newest_history(self.runs, left, not_before=self.begun_anew_by)
+
+    def in_storage(self) -> list[Save]:
+        """Return the checkpoints in storage, those of other formats too."""
+        return [*self.stored, *(Save(iteration, "") for iteration in self.foreign)]
 
 
 class Candidate(NamedTuple):
@@ -150,47 +186,26 @@ class Choice:
 
 def choose(facts: Facts) -> Choice:
     """Return the checkpoints that the directory and the memory offer to a job that resumes."""
-    tracked = facts.tracked
-    has_no_tracker = facts.tracker is None and not facts.tracker_is_damaged
-    if has_no_tracker and tracked is not None and tracked.iteration != NOTHING:
+    if facts.tracker_is_removed:
         reason = "the tracker was removed, so training begins from scratch"
         return Choice(removed=True, unused=dict.fromkeys(facts.held, reason))
-    scratch = tracked.save_id if tracked is not None and tracked.iteration == NOTHING else ""
-    left = {save.run for save in (*facts.stored, *facts.held)}
-    history = newest_history(facts.runs, left, not_before=scratch)
-    # A tracker that a person made after a run was granted to begin from scratch counts anew.
-    if scratch and history is None and facts.tracker is not None:
-        history = newest_history(facts.runs, left)
+    history = facts.history()
+    wish, wanted = _wish(facts, history)
+    if wanted is not None and wanted.run in facts.runs:
+        history = History(wanted.run, facts.runs[wanted.run])
 
     def counts(save: Save) -> bool:
         return history is not None and history.holds(save)
 
-    foreign = [Save(iteration, "") for iteration in facts.foreign]
-    stored = [save for save in (*facts.stored, *foreign) if counts(save)]
-    held = [save for save in facts.held if counts(save)]
-    wish = _wish(facts, history, stored)
-    if wish is not None and not any(save.iteration == wish for save in stored):
-        named = [save for save in _of_no_known_run(facts) if save.iteration == wish]
-        best = max(named, key=lambda save: save.order)
-        reason = f"the tracker names iteration {wish}, which no run of this directory has saved"
-        return Choice(
-            (Candidate(best, in_memory=False),),
-            history,
-            wish,
-            unused=dict.fromkeys(facts.held, reason),
-        )
-    unused = {
-        save: "it belongs to another history than the newest run of this directory"
-        for save in facts.held
-        if not counts(save)
-    }
+    unused = {save: _why_not(save, facts) for save in facts.held if not counts(save)}
+    candidates = [Candidate(save, in_memory=False) for save in facts.in_storage() if counts(save)]
+    candidates += [Candidate(save, in_memory=True) for save in facts.held if counts(save)]
     if wish is not None:
-        reason = f"the tracker was set back to iteration {wish}"
-        unused |= {save: reason for save in held if save.iteration > wish}
-        stored = [save for save in stored if save.iteration <= wish]
-        held = [save for save in held if save.iteration <= wish]
-    candidates = [Candidate(save, in_memory=False) for save in stored]
-    candidates += [Candidate(save, in_memory=True) for save in held]
+        reason = f"a person wrote {_shown(wish)} into the tracker"
+        unused |= {
+            save: reason for save, in_memory in candidates if in_memory and save.iteration > wish
+        }
+        candidates = [candidate for candidate in candidates if candidate.save.iteration <= wish]
     # Of one iteration, memory comes first: it needs no storage.
     candidates.sort(
         key=lambda candidate: (
@@ -200,50 +215,105 @@ def choose(facts: Facts) -> Choice:
         ),
         reverse=True,
     )
+    if wanted is not None and all(save != wanted for save, _ in candidates):
+        # Of no known history: what the newest one has replaces it.
+        candidates.insert(0, Candidate(wanted, in_memory=False))
     return Choice(tuple(candidates), history, wish, unused=unused)
 
 
-def _of_no_known_run(facts: Facts) -> list[Save]:
-    """Return foreign checkpoints, and those that were copied here from another directory."""
-    known = set(facts.runs)
-    known |= {ancestor.run for ancestors in facts.runs.values() for ancestor in ancestors}
-    copied = [save for save in facts.stored if save.run not in known]
-    return [*copied, *(Save(iteration, "") for iteration in facts.foreign)]
+def _shown(iteration: int) -> str:
+    return "'release'" if iteration == RELEASE else str(iteration)
 
 
-def _wish(facts: Facts, history: History | None, stored: list[Save]) -> int | None:
-    """Return the iteration in the tracker if a person has written it there; else None."""
-    named, tracked = facts.tracker, facts.tracked
-    if named is None:
-        return None
-    is_stored = any(save.iteration == named for save in stored)
-    if not is_stored:
-        elsewhere = any(save.iteration == named for save in _of_no_known_run(facts))
-        is_ours = tracked is not None and tracked.iteration == named and history is not None
-        return named if elsewhere and not is_ours else None
-    is_set_back = tracked is not None and named < tracked.iteration
-    is_of_history = (
-        tracked is not None
-        and history is not None
-        and (tracked.save_id == "" or history.holds(Save(tracked.iteration, tracked.save_id)))
-    )
-    return named if is_set_back and is_of_history else None
+def _why_not(save: Save, facts: Facts) -> str:
+    if save.run not in facts.runs:
+        return (
+            "the directory does not know its run: it was emptied, or another copy was put in its "
+            "place"
+        )
+    return "it belongs to another history than the newest run of this directory"
 
 
-def awaited(facts: Facts, numbers: Collection[int]) -> str | None:
-    """Return what a start must still wait for while names may be late; None: nothing.
+def _wish(facts: Facts, history: History | None) -> tuple[int | None, Save | None]:
+    """Return the iteration that a person wants, and its checkpoint if it is off the history.
 
-    Args:
-        numbers: the numbers of all runs whose objects are visible.
+    The iteration in the tracker is a person's if no agent has written it, as far as `Tracked`
+    tells. None: it is an agent's, or names nothing that exists.
     """
-    named = facts.tracker
-    known = {save.iteration for save in facts.stored} | {*facts.foreign}
-    if named is not None and named not in known:
-        return f"the checkpoint of iteration {named}, which the tracker names"
-    tracked = facts.tracked
-    if named is not None and (tracked is None or named > tracked.iteration) and facts.runs:
-        return "the twin of the tracker"
-    missing = set(range(1, max(numbers, default=0))) - set(numbers)
-    if missing:
-        return f"the object of run {max(missing)}"
+    named, tracked = facts.tracker, facts.tracked
+    there = [save for save in facts.in_storage() if save.iteration == named]
+    if named is None or not there:
+        return None, None
+    # The tracker is all that there is of a copy, and of a directory that was begun anew.
+    is_alone = tracked is None and not facts.numbers
+    if history is not None and any(map(history.holds, there)):
+        is_wish = is_alone or _is_set_back(named, tracked, history)
+        return named if is_wish else None, None
+    is_granted = tracked is not None and (
+        tracked.iteration == named and any(save.save_id == tracked.save_id for save in there)
+    )
+    if is_granted:
+        return None, None
+    known = set() if is_alone or facts.begun_anew_by else {*facts.runs, *_ancestors(facts.runs)}
+    wanted = [save for save in there if save.run not in known or named == RELEASE]
+    best = max(wanted, key=lambda save: save.order, default=None)
+    return (None, None) if best is None else (named, best)
+
+
+def _is_set_back(named: int, tracked: Tracked | None, history: History) -> bool:
+    """Return whether the tracker is lower than what was written there in the same history."""
+    if tracked is None or tracked.iteration == NOTHING or tracked.iteration <= named:
+        return False
+    return tracked.run == history.run or history.holds(Save(tracked.iteration, tracked.save_id))
+
+
+def _ancestors(runs: Mapping[str, Ancestors]) -> set[str]:
+    return {ancestor.run for ancestors in runs.values() for ancestor in ancestors} - {FOREIGN}
+
+
+def at(facts: Facts, iteration: int) -> Save | None:
+    """Return the checkpoint that a person means by an iteration (`--ckpt-step`, commands).
+
+    Of several in one directory, the one of the newest history, else the latest.
+    """
+    history = facts.history()
+    return max(
+        (save for save in facts.in_storage() if save.iteration == iteration),
+        key=lambda save: (history is not None and history.holds(save), save.order),
+        default=None,
+    )
+
+
+def granted(facts: Facts, run: str) -> Tracked | None:
+    """Return the new `tracker.json` once a run has opened; None: it stays as it is.
+
+    What the tracker names now is then no wish any more.
+    """
+    if facts.tracker_is_removed:
+        return Tracked(NOTHING, run)
+    if facts.tracker is None:
+        return None
+    save = at(facts, facts.tracker)
+    return Tracked(facts.tracker, "" if save is None else save.save_id, run)
+
+
+def awaited(facts: Facts) -> str | None:
+    """Return what a start must still wait for while names may be late; None: nothing."""
+    named, tracked = facts.tracker, facts.tracked
+    if facts.tracker_is_removed:
+        return "the tracker, which an agent has written"
+    if named is not None and not any(save.iteration == named for save in facts.in_storage()):
+        return f"the checkpoint of iteration {_shown(named)}, which the tracker names"
+    said = None if tracked is None else tracked.iteration
+    if named is not None and named != said and facts.runs:
+        return f"the tracker to say the same as its twin ({_shown(named)}, {said})"
+    # A run below the newest history decides nothing. Numbers have no gaps: who opens a run sees all.
+    history = facts.history()
+    decided = 0 if history is None else run_number(history.run)
+    seen = {*facts.numbers, *map(run_number, facts.runs)}
+    traces = {run_number(save.run) for save in (*facts.stored, *facts.held)}
+    above = sorted(number for number in seen | traces if number > decided)
+    for lower, number in zip([decided, *above], above, strict=False):
+        if number not in seen or number > lower + 1:
+            return f"the object of a run below or equal to {number}"
     return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_flashckpt.catalog import foreign
 from megatron_flashckpt.catalog.directory import read_facts
-from megatron_flashckpt.catalog.lineage import Facts, History, Save
+from megatron_flashckpt.catalog.lineage import Facts, History, Save, choose
 from megatron_flashckpt.catalog.stored_checkpoint import (
     StoredCheckpoint,
     ends_of,
@@ -127,6 +127,12 @@ def committed_iterations(store: Store) -> list[int]:
         if committed:
             iterations.append(iteration)
     return iterations
+
+
+def newest_durable(store: Store) -> int | None:
+    """Return the iteration from which a restart would resume; None: it would find nothing."""
+    candidates = choose(read_facts(store)).candidates
+    return candidates[0].save.iteration if candidates else None
 
 
 def loadable_iterations(store: Store) -> list[int]:

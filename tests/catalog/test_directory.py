@@ -132,9 +132,6 @@ def test_without_its_own_directory_the_saves_tell_the_runs() -> None:
     commit(store, run(7), 10)
     commit(store, run(8), 20, ancestors)
     assert read_facts(store).runs == {run(7): (), run(8): ancestors}
-    # A run that began since, from nothing, does not make the older runs foreign.
-    open_run(store, 9)
-    assert read_facts(store).runs == {run(7): (), run(8): ancestors, run(9): ()}
 
 
 def test_a_copied_iteration_is_of_no_known_run() -> None:

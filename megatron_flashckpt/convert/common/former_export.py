@@ -15,8 +15,8 @@ import msgspec
 
 from megatron_flashckpt.errors import UNDECODABLE, ConfigError, FlashCkptError
 from megatron_flashckpt.file_format import file_names, manifest
-from megatron_flashckpt.storage.store import read_whole
 from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import read_whole
 
 MARKER = ".flashckpt-export.json"
 CONVERTED_FROM = "converted_from"
