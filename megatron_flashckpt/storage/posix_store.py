@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_flashckpt.error_classes import is_unsupported
+from megatron_flashckpt.error_classes import is_unsupported, may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
@@ -93,7 +93,7 @@ class PosixStore:
         with storage_errors(path, "look at"):
             try:
                 status = _fresh(
-                    path, lambda fd: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+                    path.parent, lambda fd: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
                 )
             except FileNotFoundError:
                 return None
@@ -115,7 +115,7 @@ class PosixStore:
         names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
         with storage_errors(path, "look at"):
             try:
-                return _fresh(path / "any", lambda fd: {name for name in names if is_in(fd, name)})
+                return _fresh(path, lambda fd: {name for name in names if is_in(fd, name)})
             except FileNotFoundError:
                 return set()
 
@@ -194,6 +194,8 @@ class PosixStore:
         names = list(names)
         directories = {parent_of(name) for name in names}
         paths = [self._path(name) for name in names]
+        if not self._is_there():
+            return
         for directory in sorted(directories):
             self._check_no_link(directory)
 
@@ -257,18 +259,9 @@ class PosixStore:
         Raises:
             StorageError: the root is away, or something else stands where a directory should be.
         """
-        inode = self._look_at_root()
-        if inode is None and self._inode is None:
+        if not self._is_there():
             os.makedirs(self._root, exist_ok=True)
-            inode = self._look_at_root()
-        if self._inode is None:
-            self._inode = inode
-        if inode is None or inode != self._inode:
-            raise StorageError(
-                errno.ENOTCONN,
-                f"{self._root}: is away, or another directory is in its place: check this node's "
-                "mount; it is not made again",
-            )
+            self._is_there()
         self._check_no_link(directory)
         parts = directory.split("/") if directory else []
         path, changed = self._root, []
@@ -279,6 +272,23 @@ class PosixStore:
                     path.mkdir()
                 changed.append(parent)
         return changed
+
+    def _is_there(self) -> bool:
+        """Return whether the root exists; False only if this store has never seen it.
+
+        Raises:
+            StorageError: the root is away, or another directory is in its place.
+        """
+        inode = self._look_at_root()
+        if self._inode is None:
+            self._inode = inode
+        if inode != self._inode:
+            raise StorageError(
+                errno.ENOTCONN,
+                f"{self._root}: is away, or another directory is in its place: check this node's "
+                "mount; it is not made again",
+            )
+        return inode is not None
 
     def _look_at_root(self) -> int | None:
         """Return the inode number of the root; None if it is missing."""
@@ -366,8 +376,11 @@ def _decide(path: Path, data: bytes) -> None:
         draft.rename(decided)
     except OSError as error:
         _remove_hidden(draft)
-        # Which error means that the name is taken depends on the file system.
-        if not decided.is_dir():
+        # File systems differ in the error for a name that is taken. After an error that may pass,
+        # this draft itself may have the name: the next attempt will tell.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and (
+            may_pass(error) or not decided.is_dir()
+        ):
             raise
         replace_file(path, (decided / _OBJECT).read_bytes())
         raise _already_exists(path) from error
@@ -406,17 +419,17 @@ def _open_to_read(path: Path) -> int:
         return open_nofollow(str(path), flags)
     except FileNotFoundError:
         with contextlib.suppress(FileNotFoundError):
-            return _fresh(path, lambda _: open_nofollow(str(path), flags))
+            return _fresh(path.parent, lambda _: open_nofollow(str(path), flags))
         raise
 
 
-def _fresh(path: Path, look: Callable[[int], _T]) -> _T:
-    """Return `look(fd)`, with a descriptor of the directory of `path`.
+def _fresh(directory: Path, look: Callable[[int], _T]) -> _T:
+    """Return `look(fd)`, with a descriptor of `directory`.
 
     Opening the directory makes NFS ask its server for changes. Otherwise a file that was missing a
     moment ago would count as missing for up to a minute.
     """
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return look(fd)
     finally:

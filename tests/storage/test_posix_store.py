@@ -273,12 +273,13 @@ def test_only_the_first_write_makes_the_root(store: PosixStore, root: Path) -> N
     assert store.identity() == PosixStore(root).identity() is not None
 
 
-@pytest.mark.parametrize("write", ["put", "create", "writer"])
+@pytest.mark.parametrize("write", ["put", "create", "writer", "delete"])
 def test_a_root_that_is_away_is_not_made_again(store: PosixStore, root: Path, write: str) -> None:
     writes: dict[str, Callable[[], object]] = {
         "put": lambda: store.put("d/x", b"y"),
         "create": lambda: store.create("d/new", b"y"),
         "writer": lambda: store.writer("d/shard", 1).finish(),
+        "delete": lambda: store.delete(["d/end"]),
     }
     store.create("d/end", b"x")
     identity = store.identity()
