@@ -21,9 +21,9 @@ import xxhash
 from megatron_flashckpt.collectives import Attempt, ErrorReport
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
-from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +138,13 @@ def _attempt(root: str, step: int | None) -> Attempt[_Source | None]:
 
 
 def _read(root: str, step: int | None) -> _Source | None:
-    from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+    from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 
-    storage = RetryingStorage(open_storage(root))
+    store = RetryingStore(open_store(root), total_s=load_patience_s())
     refused: FlashCkptError | None = None
-    for iteration in _candidates(storage, step):
+    for iteration in _candidates(store, step):
         try:
-            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+            stored = open_checkpoint(store, iteration)
             save_id = stored.manifest.save_id
             name = f"{stored.place}/{common_name(save_id)}"
             source = _Source(save_id, name, stored.common())
@@ -160,17 +160,17 @@ def _read(root: str, step: int | None) -> _Source | None:
     return None
 
 
-def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
+def _candidates(store: Store, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the named one, then older ones with `damaged: fall_back`."""
     from megatron_flashckpt.catalog import listing
     from megatron_flashckpt.load.named_checkpoint import named_in
     from megatron_flashckpt.save.session import session
 
-    named = named_in(storage, int(step) if step else None).iteration
+    named = named_in(store, int(step) if step else None).iteration
     if named is None:
         return
     yield named
     if session.config.damaged == "fall_back" and not step:
-        for iteration in reversed(listing.committed_iterations(storage)):
+        for iteration in reversed(listing.committed_iterations(store)):
             if iteration < named:
                 yield iteration

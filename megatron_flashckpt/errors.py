@@ -120,3 +120,10 @@ def for_listing(message: str) -> str:
     for remedy in (f"; {OLDER}", f", or {OLDER}", f", or {ANOTHER}"):
         message = message.removesuffix(remedy)
     return message
+
+
+def shown_error(error: Exception) -> str:
+    """Return an error's message; add the type if the error is not this package's."""
+    if isinstance(error, FlashCkptError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.failed_save import shown_error
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.write_limits import lower_priority
+from megatron_flashckpt.errors import shown_error
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count, chunk_digest
 from megatron_flashckpt.memory.slot import Slot
 

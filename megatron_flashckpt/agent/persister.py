@@ -12,11 +12,11 @@ from typing import TypeVar
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit_records import is_persisted
-from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.digester import Digester
-from megatron_flashckpt.agent.failed_save import forget, leave_note, shown_error
 from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.proposals import is_recorded, propose_failure
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
     DurableShard,
@@ -26,15 +26,10 @@ from megatron_flashckpt.agent.shard_writer import (
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
-from megatron_flashckpt.catalog.history import past_save
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.errors import (
-    AgentError,
-    CorruptCheckpointError,
-    FlashCkptError,
-    OvertakenError,
-)
+from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError, shown_error
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.end import Failure
 from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
@@ -43,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 #: Pauses before a shard is written again from its first byte, after transient errors.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
-#: Longest wait of a leaving agent for notes and removals of failed saves.
+#: Longest wait of a leaving agent for proposals and removals of failed saves.
 _END_S = 10.0
 
 _T = TypeVar("_T")
@@ -69,8 +64,8 @@ class Saves:
             return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
 
         self._pool = pool(options.persist_threads, "persist")
-        # Notes take a second and must not wait for shards, which take minutes.
-        self._note_pool = pool(1, "note")
+        # Proposals take a second and must not wait for shards, which take minutes.
+        self._proposal_pool = pool(1, "propose")
 
     def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
         """Apply the settings of a rank's run; return the changed ones. The caller holds the lock.
@@ -82,7 +77,7 @@ class Saves:
             logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
             self._node.changed.notify_all()
         if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
-            former = (self._pool, self._note_pool)
+            former = (self._pool, self._proposal_pool)
             self._make_pools()
             self.digester.configure()
             for pool in former:
@@ -93,8 +88,8 @@ class Saves:
         """End the threads, except those that storage blocks."""
         self.digester.close()
         if not self._committer.pending and not self._node.is_stuck():
-            for pool in (self._pool, self._note_pool):
-                # Only notes and removals are left, and storage may block them for ever.
+            for pool in (self._pool, self._proposal_pool):
+                # Only proposals and removals are left, and storage may block them for ever.
                 ending = threading.Thread(target=pool.shutdown, daemon=True)
                 ending.start()
                 ending.join(_END_S)
@@ -140,7 +135,7 @@ class Saves:
         if header.state == SlotState.STAGED:
             is_known = described is not None and described[:2] == (slot, header)
             meta = described[2] if described is not None and is_known else slot.meta
-            save = self._join(number, slot, info, header.save_id, meta)
+            save = self._committer.join(number, header, meta, header.save_id)
         if message is not None:
             self._node.traces.add(header.iteration, header.save_id, number, message.spans)
             if save is not None and message.cost is not None:
@@ -163,11 +158,6 @@ class Saves:
         self._node.changed.notify_all()
         return header.save_id
 
-    def _join(
-        self, number: int, slot: Slot, info: SlotInfo, save_id: str, meta: SlotMeta
-    ) -> PendingSave:
-        return self._committer.join(number, slot.header, meta, save_id, inherited=info.inherited)
-
     def look_up_digests(self, number: int) -> None:
         """Begin to read from storage the digests of slots that another agent made durable.
 
@@ -180,14 +170,14 @@ class Saves:
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
                 info.awaits_digests = True
-                self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
+                self._proposal_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 
     def _look_up_digests(
         self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
     ) -> None:
         digests = None
         try:
-            digests = stored_digests(self._node.storage, header, number)
+            digests = stored_digests(self._node.store, header, number)
         except (FlashCkptError, OSError) as error:  # retention may have removed the checkpoint
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
         finally:
@@ -199,63 +189,66 @@ class Saves:
 
     def abandon(self, number: int, request: p.Abandon) -> None:
         """Fail a save of which a rank could not stage its part. The caller holds the lock."""
-        reason = f"rank {number}: {request.reason}"
+        # No further attempt can succeed either.
+        failure = Failure(failed=f"rank {number}: {request.reason}", is_final=True)
         save = self._committer.pending.get(request.save_id)
         if save is not None:
-            save.error = save.error or reason
-            save.is_final = True
             save.failed.add(number)
-            self._node.changed.notify_all()
+            self._committer.note(save, core.GivenUp(failure))
         else:
-            # No rank of this node has staged the save yet; ranks that will find the note.
-            self._leave_note(request.iteration, request.save_id, number, reason)
-        # The second attempt cannot succeed either.
-        self._leave_note(request.iteration, next_attempt(request.save_id), number, reason)
+            # No rank of this node has staged the save yet; ranks that will find its end.
+            self._proposal_pool.submit(self._propose, request, failure)
 
-    def _leave_note(self, iteration: int, save_id: str, number: int, reason: str) -> None:
-        self._note_pool.submit(leave_note, self._node.storage, iteration, save_id, number, reason)
+    def _propose(self, request: p.Abandon, failure: Failure) -> None:
+        try:
+            propose_failure(self._node.store, request.iteration, request.save_id, failure)
+        except (FlashCkptError, OSError) as error:
+            logger.error(
+                "iteration %d: its failure cannot be reported to other nodes, which wait for their "
+                "timeout: %s",
+                *(request.iteration, error),
+            )
 
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
-        error: str | None = None
-        shard: DurableShard | None = None
+        seen: core.Observation | None = None
         # The slot keeps the id that it was staged with; the shard is written under the save's id.
         header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
+        shard: DurableShard | None = None
         started = time.monotonic()
         try:
             shard = self._made_durable(number, slot, header, info, save)
+            if shard is not None:
+                seen = core.Durable(number, is_recorded=shard.record is None)
         except Exception as failure:  # any failure must be reported to the trainers
-            error = shown_error(failure)
-            save.lasts = save.lasts or will_last(failure)
-            save.is_final = save.is_final or isinstance(failure, OvertakenError)
+            seen = core.GivenUp(Failure(failed=shown_error(failure), lasts=will_last(failure)))
             # If the save is over, this agent may have removed the file under the writer.
             logger.log(
-                logging.INFO if self._is_over(save) else logging.ERROR,
+                logging.INFO if self._committer.is_over(save) else logging.ERROR,
                 "rank %d: iteration %d was not persisted: %s",
-                *(number, save.iteration, error),
+                *(number, save.iteration, shown_error(failure)),
                 exc_info=not isinstance(failure, (FlashCkptError, OSError)),
             )
         seconds = time.monotonic() - started
         with self._node.changed:
             info.persisting = False
-            save.persisted.add(number)
-            if error is not None:
-                save.error = save.error or error
-                save.failed.add(number)
             if shard is not None:
                 info.digests = shard.digests or info.digests
                 if shard.record is not None:
-                    save.hold_record(shard.record)
+                    save.records[number] = shard.record
                 logger.info(
                     "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
                     *(number, save.iteration, header.data_nbytes, seconds),
                     header.data_nbytes / 1e9 / max(seconds, 1e-9),
                 )
+            elif seen is not None:
+                save.failed.add(number)
+            if seen is not None:
+                self._committer.note(save, seen)
             self._node.drop_retired(self._node.ranks[number])
-            given_up = self._committer.pending.get(save.save_id) is not save
             self._node.changed.notify_all()
-        if given_up:  # the save failed elsewhere while this shard was being written
-            forget(save)
+        if shard is not None:
+            self._committer.remove_late(save, number)
 
     def _with_retries(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
         """Return `step()`, repeated after errors that may pass."""
@@ -263,16 +256,11 @@ class Saves:
             try:
                 return step()
             except OSError as error:
-                if not may_pass(error) or self._is_over(save):
+                if not may_pass(error) or self._committer.is_over(save):
                     raise
                 logger.warning("rank %d: writing again in %.1f s: %s", number, pause_s, error)
             time.sleep(pause_s)
         return step()
-
-    def _is_over(self, save: PendingSave) -> bool:
-        """Return True once `save` has failed elsewhere or timed out: its shards are useless."""
-        with self._node.changed:
-            return self._committer.pending.get(save.save_id) is not save or save.error is not None
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
@@ -281,34 +269,30 @@ class Saves:
 
         Returns None if the save ended before this thread was free to write the shard.
         """
-        if self._is_over(save) and save.past is None:
+        if self._committer.is_over(save):
             logger.info("rank %d: iteration %d is not written any more", number, save.iteration)
             return None
+        store, meta, save_id = save.store, save.metas[number], save.save_id
 
         def with_retries(step: Callable[[], _T]) -> _T:
             return self._with_retries(number, save, step)
 
-        if info.inherited:
-            if with_retries(lambda: is_persisted(save, number)):
-                # Digests from storage, because the slot may have changed since it was written.
-                try:
-                    digests = with_retries(lambda: stored_digests(save.storage, header, number))
-                except CorruptCheckpointError as error:
-                    logger.warning("rank %d: its durable shard is damaged: %s", number, error)
-                    digests = ()
-                return DurableShard(None, digests)
+        if info.inherited and with_retries(
+            lambda: is_recorded(store, save.iteration, save_id, number, meta.world_size)
+        ):
+            # Digests from storage, because the slot may have changed since it was written.
             try:
-                save.past = with_retries(lambda: past_save(save.storage, save.save_id))
-            except OSError as error:  # the history is for people, and no save fails by it
-                logger.warning("rank %d: written again, if it was before: %s", number, error)
-            if save.past is not None:
-                return DurableShard(None, ())
-        meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
+                digests = with_retries(lambda: stored_digests(store, header, number))
+            except (CorruptCheckpointError, FileNotFoundError) as error:
+                logger.warning("rank %d: its durable shard is damaged: %s", number, error)
+                digests = ()
+            return DurableShard(None, digests)
+        cost, flow = save.costs.get(number), self._node.flow
 
         def written() -> DurableShard:
-            return slot_shard(save.storage, slot, header, meta, cost, flow, lambda: info.digests)
+            return slot_shard(store, slot, header, meta, cost, flow, lambda: info.digests)
 
-        traced = self._node.traces.recording(save.iteration, save.save_id, number)
+        traced = self._node.traces.recording(save.iteration, save_id, number)
         with traced, phase("persist"):
             return with_retries(written)
 
@@ -328,21 +312,22 @@ class Saves:
             last = self._attempts.get(header.save_id)
             # Nodes try under the same ids, one after the other. An id that another node has used
             # up is left at once, so that all nodes meet.
-            if last is None or last.staged_at < since or last.is_noted:
+            if last is None or last.staged_at < since or last.core.ended_elsewhere:
                 self._attempts[header.save_id] = self._attempt(header.save_id, slots, last)
         return headers[0].iteration if headers else None
 
     def _attempt(
         self, save_id: str, ranks: dict[int, RankSlots], last: PendingSave | None
     ) -> PendingSave:
-        """Write a save that only memory holds, under a new id if failure notes of one may exist."""
+        """Write a save that only memory holds, as another attempt if the first one has failed."""
         logger.info("save %s is in memory only: writing it before leaving", save_id)
         for number, slots in ranks.items():
             slot = slots.unwritten()[save_id]
             info = slots.infos[slot.index]
             if slot.header.state == SlotState.FAILED:
                 former_id = save_id if last is None else last.save_id
-                save = self._join(number, slot, info, next_attempt(former_id), slot.meta)
+                attempt = next_attempt(former_id)
+                save = self._committer.join(number, slot.header, slot.meta, attempt)
                 info.persisting, info.accepted_at = True, time.monotonic()
                 self._pool.submit(self._persist, number, slots, slot, save)
             else:

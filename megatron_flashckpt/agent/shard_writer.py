@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.proposals import create_records
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.failpoints import hit
@@ -29,7 +29,7 @@ from megatron_flashckpt.file_format.shard_file import (
 )
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
-from megatron_flashckpt.storage.base import Storage, Writer
+from megatron_flashckpt.storage.store import Store, Writer
 from megatron_flashckpt.storage.direct_io import ALIGNMENT
 from megatron_flashckpt.tracing import phase
 
@@ -44,7 +44,7 @@ class DurableShard(NamedTuple):
 
 
 def slot_shard(
-    storage: Storage,
+    store: Store,
     slot: Slot,
     header: SlotHeader,
     meta: SlotMeta,
@@ -67,16 +67,16 @@ def slot_shard(
     # Close the views even after an error: a slab cannot be freed while views of it exist.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
         return durable_shard(
-            storage, header.iteration, header.save_id, meta, data_section, cost, flow, known
+            store, header.iteration, header.save_id, meta, data_section, cost, flow, known
         )
 
 
-def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
+def stored_digests(store: Store, header: SlotHeader, rank: int) -> tuple[str, ...]:
     """Return the chunk digests of a durable shard."""
     name = f"{iteration_dir(header.iteration)}/{shard_name(rank, header.save_id)}"
-    place = f"{storage.place}/{name}"
-    nbytes = header_nbytes(storage.read(name, 0, 8), place)
-    return decode_header(storage.read(name, 0, nbytes), place).digests
+    place = f"{store.place}/{name}"
+    nbytes = header_nbytes(store.get(name, 0, 8), place)
+    return decode_header(store.get(name, 0, nbytes), place).digests
 
 
 def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
@@ -143,7 +143,7 @@ def _check_unchanged(
 
 
 def write_shard(
-    storage: Storage,
+    store: Store,
     iteration: int,
     save_id: str,
     meta: SlotMeta,
@@ -155,14 +155,14 @@ def write_shard(
 
     See `durable_shard`.
     """
-    shard = durable_shard(storage, iteration, save_id, meta, chunks, cost, flow)
+    shard = durable_shard(store, iteration, save_id, meta, chunks, cost, flow)
     assert shard.record is not None
-    put_records(storage, [shard.record])
+    create_records(store, [shard.record])
     return shard.digests
 
 
 def durable_shard(
-    storage: Storage,
+    store: Store,
     iteration: int,
     save_id: str,
     meta: SlotMeta,
@@ -196,7 +196,7 @@ def durable_shard(
     )
     data_offset = len(undigested)
     nbytes = data_offset + meta.template.nbytes
-    writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
+    writer = store.writer(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
     hit("persist.created")
     try:
         digests = _write_chunks(writer, data_offset, chunks, flow)

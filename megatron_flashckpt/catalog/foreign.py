@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_flashckpt.errors import UNDECODABLE, StorageError, is_damage
 from megatron_flashckpt.file_format.file_names import iteration_dir, parse_iteration_dir
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.store import Store
 
 DLROVER = "DLRover's"
 #: DLRover's own tracker, which it moves together with Megatron's.
@@ -35,14 +35,14 @@ def is_foreign(names: Collection[str]) -> bool:
     )
 
 
-def megatron_format(storage: Storage, directory: str) -> str | None:
+def megatron_format(store: Store, directory: str) -> str | None:
     """Return Megatron's own format of `directory`; None if it has another format."""
-    present = storage.list(directory)
+    present = _names(store, directory)
     if any(name.startswith(_MODEL_DIR) for name in present):
         return "torch"
     if "metadata.json" in present:
         try:
-            encoded = _small(storage, f"{directory}/metadata.json", _METADATA_NBYTES)
+            encoded = _small(store, f"{directory}/metadata.json", _METADATA_NBYTES)
             description = msgspec.json.decode(encoded)
         except UNDECODABLE:
             description = None
@@ -52,14 +52,18 @@ def megatron_format(storage: Storage, directory: str) -> str | None:
     return "torch.distributed" if ".metadata" in present else None
 
 
-def _small(storage: Storage, name: str, nbytes: int) -> bytes:
+def _names(store: Store, directory: str) -> list[str]:
+    return [entry.name for entry in store.list(directory, sizes=False)]
+
+
+def _small(store: Store, name: str, nbytes: int) -> bytes:
     """Return the first bytes of a file of another program; none if the file cannot be read.
 
     Raises:
         StorageError: storage is unavailable; later the file may be readable.
     """
     try:
-        return storage.read(name, 0, nbytes)
+        return store.get(name, 0, nbytes)
     except FileNotFoundError:
         return b""
     except StorageError as error:  # a directory or a pipe stands in its place, or it is damaged
@@ -68,18 +72,18 @@ def _small(storage: Storage, name: str, nbytes: int) -> bytes:
         return b""
 
 
-def is_dlrovers(storage: Storage, directory: str) -> bool:
+def is_dlrovers(store: Store, directory: str) -> bool:
     """Return whether the iteration directory `directory` holds optimizer state by rank.
 
     Without the distributed optimizer DLRover writes Megatron's own format `torch`, which this
     function does not recognise.
     """
-    return any(_RANK_DIR.fullmatch(name) for name in storage.list(directory))
+    return any(_RANK_DIR.fullmatch(name) for name in _names(store, directory))
 
 
-def dlrover_remark(storage: Storage, directory: str) -> str:
+def dlrover_remark(store: Store, directory: str) -> str:
     """Return the remark on a checkpoint of DLRover: files that are missing, or how to use it."""
-    present = storage.list(directory)
+    present = _names(store, directory)
     ranks = {int(match[1]) for name in present if (match := _RANK_DIR.fullmatch(name))}
     # Not range(max(ranks)): the name of a foreign directory may have a number of any size.
     first_missing = next(rank for rank in itertools.count() if rank not in ranks)
@@ -91,33 +95,33 @@ def dlrover_remark(storage: Storage, directory: str) -> str:
     return "'flashckpt convert' reads it"
 
 
-def dlrover_empty(storage: Storage, iteration: int) -> str | None:
+def dlrover_empty(store: Store, iteration: int) -> str | None:
     """Return the problem if DLRover committed `iteration` without any file, else None.
 
     DLRover's saver does so if trainers are killed while they copy into shared memory.
     """
-    tracked = _small(storage, _DLROVER_TRACKER, _SMALL_NBYTES).decode(errors="replace").strip()
-    if tracked != str(iteration) or storage.list(iteration_dir(iteration)):
+    tracked = _small(store, _DLROVER_TRACKER, _SMALL_NBYTES).decode(errors="replace").strip()
+    if tracked != str(iteration) or _names(store, iteration_dir(iteration)):
         return None
     others = [
         str(number)
-        for name in storage.list("")
-        if (number := parse_iteration_dir(name)) is not None and storage.list(name)
+        for name in _names(store, "")
+        if (number := parse_iteration_dir(name)) is not None and _names(store, name)
     ]
     return (
-        f"{storage.place}/{iteration_dir(iteration)}: DLRover committed this iteration without any "
+        f"{store.place}/{iteration_dir(iteration)}: DLRover committed this iteration without any "
         f"file; resume from another iteration (available: {', '.join(others) or 'none'})"
     )
 
 
-def dlrover_problem(storage: Storage, iteration: int) -> str | None:
+def dlrover_problem(store: Store, iteration: int) -> str | None:
     """Return the reason why no job can load `iteration` if DLRover wrote it, else None."""
     directory = iteration_dir(iteration)
-    if is_dlrovers(storage, directory):
+    if is_dlrovers(store, directory):
         return (
-            f"{storage.place}/{directory}: is in DLRover's format, which neither Megatron nor "
-            f"megatron_flashckpt loads; convert it: flashckpt convert {storage.place} DST --to "
+            f"{store.place}/{directory}: is in DLRover's format, which neither Megatron nor "
+            f"megatron_flashckpt loads; convert it: flashckpt convert {store.place} DST --to "
             f"flashckpt --iteration {iteration}, then start with --load DST (to load the weights "
             "alone, add --finetune or --no-load-optim)"
         )
-    return dlrover_empty(storage, iteration)
+    return dlrover_empty(store, iteration)

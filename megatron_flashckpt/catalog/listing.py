@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_flashckpt.catalog import foreign
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import Facts, History, Save, choose
+from megatron_flashckpt.catalog.stored_checkpoint import (
+    StoredCheckpoint,
+    ends_of,
+    newest_history_of,
+    read_manifest,
+    that_counts,
+)
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
+    FormatVersionError,
     NotCommittedError,
     for_listing,
     is_damage,
 )
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES
+from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
-from megatron_flashckpt.storage.base import Storage, read_whole
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
+from megatron_flashckpt.storage.store import Entry, Store
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
+OFF_LINEAGE = "of another history"
 NOT_COMMITTED = "not committed"
+FAILED = "failed"
 UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
+FORMAT_1 = "format 1"
 
 _RELEASE = "release"
-_OF_RANKS = (".safetensors", ".commit", ".failed")
 #: Short names of the parallel sizes in a description.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -46,10 +56,6 @@ _SIZES = {
 #: Ranks or files that a message names, at most.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
-#: Files whose size is queried at the same time; hides the latency of slow storage.
-_THREADS = 16
-#: Bytes to read of a failure note, at most.
-_SMALL_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +71,12 @@ class IterationEntry:
     ranks: int | None = None
     nbytes: int | None = None
     layout: str = ""
-    committed_at: float | None = None
-    """Seconds since 1970; None if no manifest records the time."""
+    commit: CommitFacts | None = None
+    """Facts of the save that counts in this directory; None: no save is committed."""
 
 
-def save_directory(directory: str) -> Storage:
-    """Return the storage of a save directory; it retries reads after transient errors.
+def save_directory(directory: str) -> Store:
+    """Return the store of a save directory; it retries reads after transient errors.
 
     Raises:
         NotCommittedError: `directory` is not a save directory, or is one checkpoint inside one.
@@ -81,87 +87,55 @@ def save_directory(directory: str) -> Storage:
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
     path = Path(directory)
-    storage = RetryingStorage(open_storage(path))
-    if not storage.with_retries(path.is_dir):
+    store = RetryingStore(open_store(path), total_s=load_patience_s())
+    if not store.with_retries(path.is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"
         )
     iteration = file_names.parse_iteration_dir(path.absolute().name)
-    if iteration is not None and not storage.present("", [file_names.TRACKER]):
+    if iteration is not None and not store.present("", [file_names.TRACKER]):
         raise NotCommittedError(
             f"{directory}: is one checkpoint; give its save directory: "
             f"{path.absolute().parent} --iteration {iteration}"
         )
-    return storage
+    return store
 
 
-def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
-    """Return the committed checkpoint of `iteration`.
-
-    Raises:
-        NotCommittedError: no such checkpoint, or one in Megatron's or DLRover's format.
-        CorruptCheckpointError: the manifest is damaged.
-        FormatVersionError: a newer release wrote the manifest.
-    """
-    try:
-        encoded = read_manifest(storage, iteration)
-    except NotCommittedError as error:
-        if problem := foreign.dlrover_problem(storage, iteration):
-            raise NotCommittedError(problem) from error
-        megatron = foreign.megatron_format(storage, file_names.iteration_dir(iteration))
-        if megatron is None:
-            raise
-        raise NotCommittedError(
-            f"{storage.place}/{file_names.iteration_dir(iteration)}: is in Megatron's own format "
-            f"'{megatron}', which this command does not read; Megatron itself loads it, and "
-            "'flashckpt convert' converts it"
-        ) from error
-    return StoredCheckpoint(storage, iteration, encoded)
-
-
-def chosen_iteration(storage: Storage) -> int:
+def chosen_iteration(store: Store) -> int:
     """Return the iteration that a job would load: the tracked one, else the newest committed.
 
     Raises:
         NotCommittedError: the tracker names no iteration, and no checkpoint of ours is committed.
     """
-    tracked = tracked_iteration(storage)
-    return loadable_iterations(storage)[-1] if tracked is None else tracked
+    tracked = tracked_iteration(store)
+    return loadable_iterations(store)[-1] if tracked is None else tracked
 
 
-def committed_iterations(storage: Storage) -> list[int]:
+def committed_iterations(store: Store) -> list[int]:
     """Return our committed iterations in order, and those whose directory cannot be listed."""
     iterations = []
-    for iteration, directory in _directories(storage):
+    for iteration, entry in _directories(store):
+        if iteration is None:
+            continue
         try:
-            committed = file_names.MANIFEST in storage.list(directory)
+            ends = ends_of(store, iteration, _names(store, entry.name))
+            committed = None in ends.values()
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
             committed = True  # perhaps; opening the checkpoint reports the damage
-        if committed and iteration is not None:
+        if committed:
             iterations.append(iteration)
     return iterations
 
 
-def newest_durable(storage: Storage) -> int | None:
-    """Return the newest iteration that is committed, or tracked and there; None: there is none."""
-    tracked = tracked_iteration(storage)
-    for iteration, directory in sorted(_iterations(storage), reverse=True):
-        if iteration == tracked or storage.present(directory, [file_names.MANIFEST]):
-            return iteration
-    return None
+def newest_durable(store: Store) -> int | None:
+    """Return the iteration from which a restart would resume; None: it would find nothing."""
+    candidates = choose(read_facts(store)).candidates
+    return candidates[0].save.iteration if candidates else None
 
 
-def _iterations(storage: Storage) -> list[tuple[int, str]]:
-    return [
-        (iteration, directory)
-        for iteration, directory in _directories(storage)
-        if iteration is not None
-    ]
-
-
-def loadable_iterations(storage: Storage) -> list[int]:
+def loadable_iterations(store: Store) -> list[int]:
     """Return in order the iterations that a job may load: committed ones, and the tracked one.
 
     Leaves out iterations in Megatron's own formats and in DLRover's.
@@ -169,110 +143,162 @@ def loadable_iterations(storage: Storage) -> list[int]:
     Raises:
         NotCommittedError: no such iteration.
     """
-    iterations = set(committed_iterations(storage))
-    tracked = tracked_iteration(storage)
-    if tracked is not None and not _is_foreign(storage, file_names.iteration_dir(tracked)):
+    iterations = set(committed_iterations(store))
+    tracked = tracked_iteration(store)
+    if tracked is not None and not _is_foreign(store, file_names.iteration_dir(tracked)):
         iterations.add(tracked)
     if not iterations:
         raise NotCommittedError(
-            f"{storage.place}: holds no committed checkpoint; 'flashckpt ls DIR' lists its contents"
+            f"{store.place}: holds no committed checkpoint; 'flashckpt ls DIR' lists its contents"
         )
     return sorted(iterations)
 
 
-def _is_foreign(storage: Storage, directory: str) -> bool:
-    return (
-        foreign.is_dlrovers(storage, directory)
-        or foreign.megatron_format(storage, directory) is not None
-    )
+def _is_foreign(store: Store, directory: str) -> bool:
+    return foreign.is_foreign(_names(store, directory))
 
 
-def checkpoints(storage: Storage) -> list[IterationEntry]:
+def _names(store: Store, directory: str) -> set[str]:
+    return {entry.name for entry in store.list(directory, sizes=False)}
+
+
+def checkpoints(store: Store) -> list[IterationEntry]:
     """Return all iteration directories in order, whatever their state."""
+    try:
+        facts = read_facts(store)
+    except FormatVersionError:  # the entries of format 1 name it
+        facts = Facts(tracker=None, tracked=None, runs={}, stored=())
+    history = newest_history_of(facts)
     entries = []
-    removals = {file_names.parse_removal_name(name) for name in storage.list("")}
-    removed = {file_names.iteration_dir(removal[0]) for removal in removals if removal is not None}
-    for iteration, directory in _directories(storage):
+    for iteration, directory in _directories(store):
         try:
-            present = set(storage.list(directory))
-            if file_names.MANIFEST in present and iteration is not None:
-                entries.append(_committed(open_checkpoint(storage, iteration), present))
-            elif file_names.MANIFEST in present:
-                entries.append(_release(storage, directory, present))
-            elif foreign.is_dlrovers(storage, directory):
-                remark = foreign.dlrover_remark(storage, directory)
-                entries.append(IterationEntry(directory, iteration, foreign.DLROVER, remark))
-            elif megatron := foreign.megatron_format(storage, directory):
-                entries.append(IterationEntry(directory, iteration, MEGATRON, megatron))
-            elif directory in removed:
-                remark = "its removal was interrupted; the next commit completes it"
-                entries.append(IterationEntry(directory, iteration, NOT_COMMITTED, remark))
-            else:
-                entries.append(_uncommitted(storage, directory, iteration, present))
+            entry = _entry(store, iteration, directory.name, facts, history)
         except (FlashCkptError, OSError) as error:
-            entries.append(
-                IterationEntry(directory, iteration, UNREADABLE, for_listing(str(error)))
-            )
-    tracked = tracked_iteration(storage)
-    if tracked is not None and foreign.dlrover_empty(storage, tracked):
-        directory = file_names.iteration_dir(tracked)
-        entries = [entry for entry in entries if entry.directory != directory]
+            entry = IterationEntry(directory.name, iteration, UNREADABLE, for_listing(str(error)))
+        if directory.kind == "link":
+            entry = _with_remark(entry, "is a symbolic link to another directory")
+        entries.append(entry)
+    tracked = tracked_iteration(store)
+    if tracked is not None and foreign.dlrover_empty(store, tracked):
+        directory_name = file_names.iteration_dir(tracked)
+        entries = [entry for entry in entries if entry.directory != directory_name]
         remark = "committed without any file"
-        entries.append(IterationEntry(directory, tracked, foreign.DLROVER, remark))
+        entries.append(IterationEntry(directory_name, tracked, foreign.DLROVER, remark))
     return entries
 
 
-def _directories(storage: Storage) -> list[tuple[int | None, str]]:
-    directories: list[tuple[int | None, str]] = []
-    for name in storage.list(""):
-        iteration = file_names.parse_iteration_dir(name)
+def _directories(store: Store) -> list[tuple[int | None, Entry]]:
+    """Return the iteration directories in order, those that are links too; None for `release`."""
+    directories: list[tuple[int | None, Entry]] = []
+    for entry in store.list("", sizes=False):
+        iteration = file_names.parse_iteration_dir(entry.name)
         # `iter_10` parses too, but a load looks only for `iter_0000010`.
-        if name == _RELEASE or (
-            iteration is not None and name == file_names.iteration_dir(iteration)
+        if entry.name == _RELEASE or (
+            iteration is not None and entry.name == file_names.iteration_dir(iteration)
         ):
-            directories.append((iteration, name))
+            directories.append((iteration, entry))
     return sorted(directories, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
-def _release(storage: Storage, directory: str, present: set[str]) -> IterationEntry:
-    """Return the entry of one of our checkpoints under Megatron's name `release`."""
-    encoded = read_whole(storage, f"{directory}/{file_names.MANIFEST}", MAX_MANIFEST_NBYTES)
-    entry = _committed(StoredCheckpoint(storage, file_names.RELEASE, encoded), present)
-    remark = entry.remark or f"iteration {entry.iteration}; a load takes its weights alone"
-    return dataclasses.replace(entry, iteration=None, remark=remark)
+def _entry(
+    store: Store, iteration: int | None, directory: str, facts: Facts, history: History | None
+) -> IterationEntry:
+    """Return the entry of one iteration directory."""
+    present = {entry.name: entry for entry in store.list(directory)}
+    number = file_names.RELEASE if iteration is None else iteration
+    ends = ends_of(store, number, present)
+    committed = [save for save, failure in ends.items() if failure is None]
+    if committed:
+        return _committed(store, committed, present, facts, history)
+    if file_names.MANIFEST_OF_FORMAT_1 in present:
+        remark = f"commit {file_names.LAST_OF_FORMAT_1} of megatron_flashckpt reads and converts it"
+        return IterationEntry(directory, iteration, FORMAT_1, remark)
+    if foreign.is_dlrovers(store, directory):
+        remark = foreign.dlrover_remark(store, directory)
+        return IterationEntry(directory, iteration, foreign.DLROVER, remark)
+    if megatron := foreign.megatron_format(store, directory):
+        return IterationEntry(directory, iteration, MEGATRON, megatron)
+    failed = {save.save_id: failure.failed for save, failure in ends.items() if failure}
+    return _uncommitted(store, directory, iteration, present, failed)
 
 
-def _committed(stored: StoredCheckpoint, present: set[str]) -> IterationEntry:
+def _committed(
+    store: Store,
+    committed: Sequence[Save],
+    present: Mapping[str, Entry],
+    facts: Facts,
+    history: History | None,
+) -> IterationEntry:
+    """Return the entry of a directory with committed saves: the state of the one that counts."""
+    save = that_counts(committed, history)
+    stored = StoredCheckpoint(store, save, read_manifest(store, save))
     manifest = stored.manifest
-    problem = damage(stored, present)
-    return IterationEntry(
+    is_release = save.iteration == file_names.RELEASE
+    remark = f"iteration {manifest.iteration}; a load takes its weights alone" if is_release else ""
+    state = COMMITTED
+    if problem := damage(stored, present):
+        state, remark = DAMAGED, problem
+    elif not is_release and (reason := off_lineage(save, facts, history)):
+        state, remark = OFF_LINEAGE, reason
+    entry = IterationEntry(
         directory=stored.directory,
-        iteration=manifest.iteration,
-        state=DAMAGED if problem else COMMITTED,
-        remark=problem,
+        iteration=None if is_release else manifest.iteration,
+        state=state,
+        remark=remark,
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
-        committed_at=manifest.committed_at,
+        commit=CommitFacts(
+            iteration=manifest.iteration,
+            save_id=manifest.save_id,
+            ancestors=manifest.ancestors,
+            committed_at=manifest.committed_at,
+            metrics=manifest.metrics,
+            cost=manifest.cost,
+        ),
     )
+    others = [other.save_id for other in committed if other != save]
+    return _with_remark(entry, f"also holds {_first_few(others)}") if others else entry
 
 
-def damage(stored: StoredCheckpoint, present: set[str]) -> str:
-    """Return the files that are missing or have another length; empty if none. Reads no file."""
+def _with_remark(entry: IterationEntry, remark: str) -> IterationEntry:
+    remarks = filter(None, (entry.remark, remark))
+    return dataclasses.replace(entry, remark="; ".join(remarks))
+
+
+def off_lineage(save: Save, facts: Facts, history: History | None) -> str:
+    """Return the reason why a committed save does not count; empty if it counts.
+
+    Args:
+        history: of the newest run; None if no run is known.
+    """
+    if history is None or history.holds(save):
+        return ""
+    if save.run not in facts.runs:
+        return "no run of this directory has saved it"
+    if not history.ancestors:
+        return f"run {history.run} began from scratch"
+    chain = [history.run, *(ancestor.run for ancestor in history.ancestors)]
+    # The run that left the save's run; for a run outside the chain, the newest one.
+    index = chain.index(save.run) - 1 if save.run in chain else 0
+    left_at = history.ancestors[index].left_at
+    return f"run {chain[index]} went on from iteration {left_at}"
+
+
+def damage(stored: StoredCheckpoint, present: Mapping[str, Entry]) -> str:
+    """Return the files that are missing or have another length; empty if none. Reads no file.
+
+    Args:
+        present: the entries of the checkpoint's directory by name, with sizes.
+    """
     shards = stored.manifest.shards
     files = [file_names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]
     missing = [file for file in files if file not in present]
-    present_shards = [shard for shard in shards if shard.file in present]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        sizes = pool.map(
-            lambda shard_entry: stored.storage.size(f"{stored.directory}/{shard_entry.file}"),
-            present_shards,
-        )
-        changed = [
-            f"{shard.file} ({nbytes} bytes instead of {shard.nbytes})"
-            for shard, nbytes in zip(present_shards, sizes, strict=True)
-            if nbytes != shard.nbytes
-        ]
+    changed = [
+        f"{shard.file} ({present[shard.file].nbytes} bytes instead of {shard.nbytes})"
+        for shard in shards
+        if shard.file in present and present[shard.file].nbytes != shard.nbytes
+    ]
     problems = {"missing": missing, "of another length": changed}
     return "; ".join(
         f"{problem}: {_first_few(affected)}" for problem, affected in problems.items() if affected
@@ -280,41 +306,45 @@ def damage(stored: StoredCheckpoint, present: set[str]) -> str:
 
 
 def _uncommitted(
-    storage: Storage, directory: str, iteration: int | None, present: set[str]
+    store: Store,
+    directory: str,
+    iteration: int | None,
+    present: Mapping[str, Entry],
+    failed: Mapping[str, str],
 ) -> IterationEntry:
-    """Return an entry that describes the progress of each attempt to save this iteration."""
+    """Return an entry that describes the progress of each attempt to save this iteration.
+
+    Args:
+        failed: the reasons of saves whose end says that they failed.
+    """
     saves: dict[str, list[str]] = defaultdict(list)
     for name in sorted(present):
-        save_id = file_names.save_id_of(name)
-        if save_id is not None and name.endswith(_OF_RANKS):
+        if save_id := file_names.save_of(name):
             saves[save_id].append(name)
     if not saves:
         return IterationEntry(directory, iteration, NOT_COMMITTED, "no files of ours in it")
     remarks, ranks, nbytes = [], None, 0
     for save_id, own_files in saves.items():
-        shards = [name for name in own_files if name.endswith(".safetensors")]
-        nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
-        failed = [name for name in own_files if name.endswith(".failed")]
-        if failed:
-            note = storage.read(f"{directory}/{failed[0]}", 0, _SMALL_NBYTES)
-            reason = for_listing(note.decode(errors="replace"))
-            remarks.append(f"the save failed: {reason}")
+        shards = [name for name in own_files if file_names.is_shard_name(name)]
+        nbytes += sum(present[name].nbytes for name in shards)
+        if save_id in failed:
+            remarks.append(f"{save_id} failed: {for_listing(failed[save_id])}")
             continue
-        ranks = _world_size(storage, directory, shards)
+        ranks = _world_size(store, directory, shards)
         durable = file_names.ranks_with_record(own_files, save_id, ranks or _MAX_RANKS)
-        remark = f"no {file_names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
+        remark = f"{save_id}: {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
         remarks.append(f"{remark}, missing: {_first_few(missing)}" if missing else remark)
-    return IterationEntry(directory, iteration, NOT_COMMITTED, "; ".join(remarks), ranks, nbytes)
+    state = FAILED if saves.keys() == failed.keys() else NOT_COMMITTED
+    return IterationEntry(directory, iteration, state, "; ".join(remarks), ranks, nbytes)
 
 
-def _world_size(storage: Storage, directory: str, shards: list[str]) -> int | None:
+def _world_size(store: Store, directory: str, shards: list[str]) -> int | None:
     """Return the world size in the first complete shard; a shard's header is written last."""
     for name in (f"{directory}/{shard}" for shard in shards):
         try:
-            nbytes = header_nbytes(storage.read(name, 0, 8), name)
-            header = storage.read(name, 0, min(nbytes, storage.size(name)))
-            world_size = decode_header(header, name).metadata.world_size
+            nbytes = header_nbytes(store.get(name, 0, 8), name)
+            world_size = decode_header(store.get(name, 0, nbytes), name).metadata.world_size
         except CorruptCheckpointError:
             continue
         # A damaged file may claim so many ranks that a list of them would not fit into memory.

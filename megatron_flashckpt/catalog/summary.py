@@ -10,6 +10,7 @@ import msgspec
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
 
@@ -42,6 +43,8 @@ class Summary(msgspec.Struct, frozen=True):
     place: str
     iteration: int
     save_id: str
+    ancestors: tuple[Ancestor, ...]
+    """Runs from which the run of the save descends, the nearest first, and where each was left."""
     version: int
     world_size: int
     tracked: bool
@@ -71,9 +74,10 @@ def summary_of(stored: StoredCheckpoint) -> Summary:
         place=stored.place,
         iteration=manifest.iteration,
         save_id=manifest.save_id,
+        ancestors=manifest.ancestors,
         version=manifest.version,
         world_size=manifest.world_size,
-        tracked=tracked_iteration(stored.storage) == manifest.iteration,
+        tracked=tracked_iteration(stored.store) == manifest.iteration,
         metrics=manifest.metrics,
         differing=manifest.differing,
         nbytes=sum(shard.nbytes for shard in manifest.shards),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.file_format.file_names import MANIFEST
 from megatron_flashckpt.layout.completeness import incomplete
 
 #: Files read at the same time, which hides the latency of network storage; 4 MiB of memory each.
@@ -26,14 +25,14 @@ def verify(
     """Return all damage, in the order of the files; an empty list means intact.
 
     The checks: every element of every tensor is stored exactly once; the digest of
-    `common-<id>.msgpack`; size, header digest and header identity of each shard file; the digest of
+    the common file; size, header digest and header identity of each shard file; the digest of
     every chunk. If a header is damaged, the data of its file cannot be checked.
 
     Args:
         on_read: called from several threads with the number of bytes that were just checked.
     """
     damages: list[FlashCkptError] = [
-        CorruptCheckpointError(f"{stored.place}/{MANIFEST}: {problem}; {OLDER}")
+        CorruptCheckpointError(f"{stored.end_place}: {problem}; {OLDER}")
         for problem in incomplete(stored.sources())
     ]
     try:

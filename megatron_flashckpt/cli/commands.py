@@ -18,8 +18,8 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__
-from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.summary import FileSummary, Summary, TensorSummary, summary_of
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report
@@ -50,8 +50,8 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     for_command,
 )
-from megatron_flashckpt.file_format.file_names import iteration_dir
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.file_format.file_names import iteration_dir, run_of
+from megatron_flashckpt.storage.store import Store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,11 +161,11 @@ def _iteration(text: str) -> int:
 
 def _inspect(args: argparse.Namespace, out: Console) -> int:
     with busy("reading the manifest"):
-        storage = listing.save_directory(args.directory)
+        store = listing.save_directory(args.directory)
         iteration = args.iteration
         if iteration is None:
-            iteration = listing.chosen_iteration(storage)
-        summary = summary_of(listing.open_checkpoint(storage, iteration))
+            iteration = listing.chosen_iteration(store)
+        summary = summary_of(open_checkpoint(store, iteration))
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
@@ -173,6 +173,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
     facts = {
         "checkpoint": summary.place,
         "save": f"{summary.save_id}, format version {summary.version}",
+        "run": _run(summary),
         "tracker": "names this checkpoint" if summary.tracked else "does not name this checkpoint",
         "size": f"{human_size(summary.nbytes)} in {counted(len(summary.files), 'file')}",
         **({"metrics": ", ".join(metrics)} if summary.metrics else {}),
@@ -184,6 +185,14 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
     out.print()
     print_table(out, _tables_of_files(summary.files))
     return 0
+
+
+def _run(summary: Summary) -> str:
+    """Return the run of the save, and the runs from which it descends."""
+    descent = ", ".join(
+        f"{ancestor.run} up to iteration {ancestor.left_at}" for ancestor in summary.ancestors
+    )
+    return f"{run_of(summary.save_id)}, which continues {descent or 'no other run'}"
 
 
 def _print_tensors(tensors: Sequence[TensorSummary], out: Console) -> None:
@@ -243,16 +252,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _verify(args: argparse.Namespace, out: Console) -> int:
-    storage = listing.save_directory(args.directory)
+    store = listing.save_directory(args.directory)
     if args.all:
-        iterations = listing.loadable_iterations(storage)
+        iterations = listing.loadable_iterations(store)
     elif args.iteration is not None:
         iterations = [args.iteration]
     else:
-        iterations = [listing.chosen_iteration(storage)]
+        iterations = [listing.chosen_iteration(store)]
     verdicts = []
     for iteration in iterations:
-        verdict = _verdict(storage, iteration, among_others=args.all)
+        verdict = _verdict(store, iteration, among_others=args.all)
         verdicts.append(verdict)
         if not args.json:
             _print_verdict(verdict, out)
@@ -261,7 +270,7 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
     return 0 if all(verdict.intact for verdict in verdicts) else 1
 
 
-def _verdict(storage: Storage, iteration: int, among_others: bool) -> Verdict:
+def _verdict(store: Store, iteration: int, among_others: bool) -> Verdict:
     """Return the result for one checkpoint, after reading all of it.
 
     Args:
@@ -270,7 +279,7 @@ def _verdict(storage: Storage, iteration: int, among_others: bool) -> Verdict:
     files = nbytes = None
     try:
         with busy("reading the manifest"):
-            stored = listing.open_checkpoint(storage, iteration)
+            stored = open_checkpoint(store, iteration)
     except FlashCkptError as error:
         if isinstance(error, NotCommittedError) and not among_others:
             raise
@@ -308,6 +317,9 @@ def _print_verdict(verdict: Verdict, out: Console) -> None:
 
 
 def _agent(args: argparse.Namespace, out: Console) -> int:
+    # The other commands do without the agent's modules, so that they start quickly.
+    from megatron_flashckpt.agent import foreground
+
     config = load_config()
     if args.foreground:
         foreground.become(args.save, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.agent import claim, log, socket_dir
+from megatron_flashckpt.agent import alive, log, socket_dir
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.cli import report
@@ -20,19 +20,15 @@ from megatron_flashckpt.cli.console import (
     Columns,
     busy,
     clock,
-    complain,
     human_size,
     json_help,
     print_table,
     say,
 )
 from megatron_flashckpt.config import load_config
-from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
+from megatron_flashckpt.errors import NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.storage.base import Storage
-
-#: Names of a writer's states in JSON, in the order of `claim.TRAINING` and the following ones.
-_STATES = ("training", "finishing", "idle", "ended")
+from megatron_flashckpt.storage.store import Store
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +38,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None
     """None for Megatron's `release`."""
     state: str
+    save_id: str | None
+    """The save that counts in this directory; None if no save is committed."""
     committed_at: float | None
-    """Seconds since 1970; None if the directory has no manifest that can be read."""
+    """Seconds since 1970; None if no save is committed."""
     ranks: int | None
     nbytes: int | None
     layout: str
@@ -54,15 +52,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     remark: str
 
 
-class Claimant(msgspec.Struct, frozen=True, kw_only=True):
-    """Run that has claimed the save directory, as `ls --json` prints it."""
+class Writer(msgspec.Struct, frozen=True, kw_only=True):
+    """Run that trains into the save directory, or was killed, as `ls --json` prints it."""
 
-    run_id: str
+    run: str
     host: str
     agent_pid: int
     renewed_at: float
     """Seconds since 1970 on the writer's host."""
     state: str
+    """`training`, or `finishing` if only staged saves are still written."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +71,8 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     tracker: str | None
     """Contents of the tracker; None if the file is missing."""
     checkpoints: list[Entry]
-    claim: Claimant | None
+    writer: Writer | None
+    """None if the newest run has ended."""
 
 
 def add_parser(
@@ -95,21 +95,22 @@ def run(args: argparse.Namespace, out: Console) -> int:
     Raises:
         NotCommittedError: the directory holds no checkpoint of any format.
     """
-    storage = listing.save_directory(args.directory)
+    store = listing.save_directory(args.directory)
     with busy("reading the checkpoints"):
-        found = listing.checkpoints(storage)
-        tracker = tracker_text(storage)
+        found = listing.checkpoints(store)
+        tracker = tracker_text(store)
         tracked = iteration_in(tracker or "")
         tracked_name = tracker if tracked is None else iteration_dir(tracked)
         if not found:
-            raise NotCommittedError(_nothing(args.directory, storage, tracker))
-        kept_by = report.kept_by(storage, tracked)
+            raise NotCommittedError(_nothing(args.directory, store, tracker))
+        kept_by = report.kept_by(found, tracked)
     entries = [
         Entry(
             directory=entry.directory,
             iteration=entry.iteration,
             state=entry.state,
-            committed_at=entry.committed_at,
+            save_id=None if entry.commit is None else entry.commit.save_id,
+            committed_at=None if entry.commit is None else entry.commit.committed_at,
             ranks=entry.ranks,
             nbytes=entry.nbytes,
             layout=entry.layout,
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
             directory=args.directory,
             tracker=tracker,
             checkpoints=entries,
-            claim=_claimant(storage),
+            writer=_writer(store),
         )
         say(out, json.dumps(msgspec.to_builtins(result), indent=2))
         return 0
@@ -136,14 +137,14 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, f"* named by {TRACKER}")
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is missing")
-    if (writer := _claim(storage)) is not None:
-        say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
+    if (writer := alive.newest(store)) is not None:
+        say(out, f"saved to by {writer.writer}, {writer.doing}")
     for line in _logs(args.directory, writer):
         say(out, line)
     return 0
 
 
-def _logs(directory: str, writer: claim.Claim | None) -> Iterator[str]:
+def _logs(directory: str, writer: alive.Alive | None) -> Iterator[str]:
     """Yield a line for each log of an agent: this node's own, and those beside the checkpoints."""
     runtime_dir = load_config().runtime_dir
     own = socket_dir.log_on_this_node(os.path.abspath(directory), runtime_dir)
@@ -155,13 +156,13 @@ def _logs(directory: str, writer: claim.Claim | None) -> Iterator[str]:
         yield f"log beside the checkpoints: {path}"
 
 
-def _nothing(directory: str, storage: Storage, tracker: str | None) -> str:
+def _nothing(directory: str, store: Store, tracker: str | None) -> str:
     """Return the message on a directory without checkpoints."""
     fact = "" if tracker is None else f", although {TRACKER} names {tracker!r}"
-    if (writer := _claim(storage)) is not None and writer.state != claim.ENDED:
+    if (writer := alive.newest(store)) is not None:
         return (
-            f"{directory}: holds no checkpoint yet{fact}; it is claimed by {writer.writer}"
-            f"{claim.DOING[writer.state]}: wait until a save is committed"
+            f"{directory}: holds no checkpoint yet{fact}; {writer.writer} saves there, "
+            f"{writer.doing}: wait until a save is committed"
         )
     return f"{directory}: holds no checkpoint{fact}; give Megatron's --save directory"
 
@@ -172,25 +173,16 @@ def _rules(entry: listing.IterationEntry, kept_by: dict[int, list[str]] | None) 
     return kept_by.get(entry.iteration)
 
 
-def _claim(storage: Storage) -> claim.Claim | None:
-    """Return the claim to the directory; None without one, and after a line on a damaged one."""
-    try:
-        return claim.read(storage)
-    except CorruptCheckpointError as error:
-        complain(str(error), 0)
-        return None
-
-
-def _claimant(storage: Storage) -> Claimant | None:
-    writer = _claim(storage)
+def _writer(store: Store) -> Writer | None:
+    writer = alive.newest(store)
     if writer is None:
         return None
-    return Claimant(
-        run_id=writer.run_id,
+    return Writer(
+        run=writer.run,
         host=writer.host,
         agent_pid=writer.pid,
         renewed_at=writer.renewed_at,
-        state=_STATES[writer.state],
+        state=writer.state,
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt.catalog import history, listing
-from megatron_flashckpt.catalog.retention import committed, survey, why_kept
+from megatron_flashckpt.catalog.retention import why_kept
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.cli.console import (
     Columns,
@@ -33,10 +33,7 @@ from megatron_flashckpt.cli.console import (
 )
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import FlashCkptError, NotCommittedError, for_listing
-from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.layout.save_cost import SaveCost
-from megatron_flashckpt.storage.base import Storage
 
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -73,39 +70,43 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Problem of a checkpoint whose save did not fail."""
 
 
-def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
+def rows(
+    entries: list[listing.IterationEntry],
+    past: list[history.PastSave],
+    reasons: dict[int, list[str]],
+) -> list[Row]:
     """Return all saves in storage and in the history, in the order in which they ended.
 
     Args:
+        entries: the iteration directories.
+        past: the history.
         reasons: rules that keep a checkpoint, by iteration.
     """
-    commits, unreadable = survey(storage, storage.list(""))
-    stored = {commit.save_id: commit for commit in commits}
-    # Of two lines with one save id the later wins: an agent that replaced another one wrote it.
-    former_saves = {
-        save.save_id: save for save in history.read(storage) if save.save_id not in stored
-    }
-    entries = {entry.iteration: entry for entry in listing.checkpoints(storage)}
+    stored = {entry.commit.save_id: entry for entry in entries if entry.commit is not None}
+    by_iteration = {entry.iteration: entry for entry in entries}
     result = []
-    for commit in stored.values():
-        entry = entries.get(commit.iteration)
+    for entry in stored.values():
+        commit = entry.commit
+        assert commit is not None
         result.append(
             Row(
                 iteration=commit.iteration,
                 save_id=commit.save_id,
-                state=listing.COMMITTED if entry is None else entry.state,
+                state=entry.state,
                 ended_at=commit.committed_at,
                 cost=commit.cost,
                 gb_per_s=_speed(commit.cost),
                 kept_by=tuple(reasons.get(commit.iteration, ())),
-                remark="" if entry is None else entry.remark,
+                remark=entry.remark,
             )
         )
+    # Of two lines with one save id the later wins: an agent that replaced another one wrote it.
+    former_saves = {save.save_id: save for save in past if save.save_id not in stored}
     for save in former_saves.values():
         if save.error is not None:
             state, remark = FAILED, ""
         else:
-            state, remark = _state_and_remark(save, entries.get(save.iteration), storage)
+            state, remark = _state_and_remark(by_iteration.get(save.iteration))
         result.append(
             Row(
                 iteration=save.iteration,
@@ -121,37 +122,33 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
     listed = {row.iteration for row in result if row.state not in (REMOVED, REPLACED)}
     result += [
         Row(
-            iteration=iteration,
+            iteration=entry.iteration,
             save_id=None,
-            state=listing.UNREADABLE,
+            state=entry.state,
             ended_at=None,
-            remark=for_listing(str(error)),
+            remark=entry.remark,
         )
-        for iteration, error in unreadable.items()
-        if iteration not in listed
+        for entry in entries
+        if entry.state == listing.UNREADABLE
+        and entry.iteration is not None
+        and entry.iteration not in listed
     ]
     return sorted(result, key=lambda row: (row.ended_at or 0.0, row.iteration))
 
 
-def _state_and_remark(
-    save: history.PastSave, entry: listing.IterationEntry | None, storage: Storage
-) -> tuple[str, str]:
-    """Return state and remark of a committed save whose manifest is gone, replaced or unreadable.
+def _state_and_remark(entry: listing.IterationEntry | None) -> tuple[str, str]:
+    """Return state and remark of a committed save that does not count in its directory.
 
     Args:
         entry: the directory of the iteration, if it still exists.
     """
     if entry is None:
         return REMOVED, ""
-    if entry.state in (listing.COMMITTED, listing.DAMAGED):
-        return REPLACED, "a later save wrote this iteration again"
+    if entry.commit is not None:
+        return REPLACED, f"{entry.commit.save_id} has saved this iteration again"
     if entry.state == listing.MEGATRON:
         return REPLACED, f"{entry.directory} is in Megatron's own format '{entry.remark}'"
-    try:
-        names = storage.list(entry.directory)
-    except FlashCkptError:
-        return entry.state, entry.remark
-    if save.save_id in map(file_names.save_id_of, names):
+    if entry.state == listing.UNREADABLE:
         return entry.state, entry.remark
     return REMOVED, ""
 
@@ -160,12 +157,18 @@ def _speed(cost: SaveCost | None) -> float | None:
     return cost.nbytes / 1e9 / cost.durable_s if cost is not None and cost.durable_s > 0 else None
 
 
-def kept_by(storage: Storage, tracked: int | None) -> dict[int, list[str]] | None:
+def kept_by(
+    entries: list[listing.IterationEntry], tracked: int | None
+) -> dict[int, list[str]] | None:
     """Return by iteration the configured rules that keep it; None without rules."""
     rules = load_config().retention
     if rules == Retention() or tracked is None:
         return None
-    commits: list[CommitFacts] = committed(storage, storage.list(""))
+    commits = [
+        entry.commit
+        for entry in entries
+        if entry.commit is not None and entry.state != listing.OFF_LINEAGE
+    ]
     return why_kept(
         commits, rules, retain_interval=None, tracked=tracked, previous=None, now=time.time()
     )
@@ -187,9 +190,10 @@ def run(args: argparse.Namespace, out: Console) -> int:
         NotCommittedError: the directory has no record of a save.
     """
     with busy("reading the checkpoints"):
-        storage = listing.save_directory(args.directory)
-        reasons = kept_by(storage, tracked_iteration(storage))
-        report_rows = rows(storage, reasons or {})
+        store = listing.save_directory(args.directory)
+        entries = [entry for entry in listing.checkpoints(store) if entry.iteration is not None]
+        reasons = kept_by(entries, tracked_iteration(store))
+        report_rows = rows(entries, history.read(store), reasons or {})
     if not report_rows:
         raise NotCommittedError(
             f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "

@@ -21,7 +21,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import RELEASE
 from megatron_flashckpt.convert.common.overlap import refuse_overlap
 from megatron_flashckpt.convert.readers.dlrover import is_dlrover, open_dlrover
-from megatron_flashckpt.convert.readers.flashckpt import open_ours
+from megatron_flashckpt.convert.readers.flashckpt import is_ours, open_ours
 from megatron_flashckpt.convert.readers.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.readers.torch_dist import CONFIG, open_torch_dist
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
@@ -37,18 +37,13 @@ from megatron_flashckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from megatron_flashckpt.file_format.file_names import (
-    MANIFEST,
-    TRACKER,
-    iteration_dir,
-    parse_iteration_dir,
-)
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 
 _T = TypeVar("_T")
 
@@ -60,7 +55,7 @@ class Source:
     name: str
     recognises: Callable[[Path], bool]
     """Returns True for a checkpoint directory in this format."""
-    open: Callable[[RetryingStorage, Path, int, Options], Contents]
+    open: Callable[[RetryingStore, Path, int, Options], Contents]
     """Returns the contents of a checkpoint, from its save directory, its own directory and its
     iteration (0 for a release)."""
 
@@ -69,35 +64,35 @@ def _with_retries(open_format: Callable[[Path, int, Options], Contents]) -> Any:
     """Return `Source.open` for a reader that uses no storage: reads are retried as a whole."""
 
     def open_with_retries(
-        storage: RetryingStorage, directory: Path, iteration: int, options: Options
+        store: RetryingStore, directory: Path, iteration: int, options: Options
     ) -> Contents:
-        contents = _retry(storage, directory, lambda: open_format(directory, iteration, options))
+        contents = _retry(store, directory, lambda: open_format(directory, iteration, options))
         return dataclasses.replace(
             contents,
-            tensors=[_retrying(tensor, storage, directory) for tensor in contents.tensors],
-            doubles=tuple(_retrying(tensor, storage, directory) for tensor in contents.doubles),
+            tensors=[_retrying(tensor, store, directory) for tensor in contents.tensors],
+            doubles=tuple(_retrying(tensor, store, directory) for tensor in contents.doubles),
         )
 
     return open_with_retries
 
 
-def _retrying(tensor: GlobalTensor, storage: RetryingStorage, directory: Path) -> GlobalTensor:
+def _retrying(tensor: GlobalTensor, store: RetryingStore, directory: Path) -> GlobalTensor:
     """Return `tensor` with reads that are retried after transient errors."""
 
     def read(box: Box) -> torch.Tensor:
-        return _retry(storage, directory, lambda: tensor.read(box))
+        return _retry(store, directory, lambda: tensor.read(box))
 
     return dataclasses.replace(tensor, read=read)
 
 
-def _retry(storage: RetryingStorage, directory: Path, attempt: Callable[[], _T]) -> _T:
+def _retry(store: RetryingStore, directory: Path, attempt: Callable[[], _T]) -> _T:
     """Return `attempt()`, a read in `directory`, repeated after errors that may pass.
 
     Raises:
         StorageError: the last attempt failed, too.
     """
     try:
-        return storage.with_retries(attempt)
+        return store.with_retries(attempt)
     except OSError as error:
         if isinstance(error, FlashCkptError) or not may_pass(error):
             raise
@@ -112,8 +107,8 @@ def _retry(storage: RetryingStorage, directory: Path, attempt: Callable[[], _T])
 SOURCES = (
     Source(
         "flashckpt",
-        lambda directory: (directory / MANIFEST).exists(),
-        lambda storage, directory, iteration, options: open_ours(storage, iteration, options),
+        is_ours,
+        lambda store, directory, iteration, options: open_ours(store, iteration, options),
     ),
     Source(
         "torch_dist",
@@ -161,12 +156,12 @@ def open_source(root: Path, iteration: int | None, options: Options) -> OpenChec
         NotCommittedError: no such checkpoint.
         FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
-    storage = RetryingStorage(open_storage(root))
-    directory, number = _directory(storage, root, iteration)
+    store = RetryingStore(open_store(root), total_s=load_patience_s())
+    directory, number = _directory(store, root, iteration)
     for source in SOURCES:
-        if _retry(storage, directory, functools.partial(source.recognises, directory)):
+        if _retry(store, directory, functools.partial(source.recognises, directory)):
             with _named_arguments(str(directory)):
-                contents = source.open(storage, directory, number, options)
+                contents = source.open(store, directory, number, options)
             if not hasattr(contents.args, "__dict__"):
                 raise CorruptCheckpointError(
                     f"{directory}: holds {contents.args!r} instead of training arguments; convert "
@@ -241,12 +236,12 @@ def _named_arguments(place: str) -> Iterator[None]:
         ) from error
 
 
-def _directory(storage: RetryingStorage, root: Path, iteration: int | None) -> tuple[Path, int]:
+def _directory(store: RetryingStore, root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
-        if empty := foreign.dlrover_empty(storage, iteration):
+        if empty := foreign.dlrover_empty(store, iteration):
             raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
-        if not _retry(storage, directory, directory.is_dir):
+        if not _retry(store, directory, directory.is_dir):
             raise NotCommittedError(
                 f"{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints of a save "
                 "directory"
@@ -259,7 +254,7 @@ def _directory(storage: RetryingStorage, root: Path, iteration: int | None) -> t
             f"{root}: is one checkpoint; give its save directory: "
             f"{root.absolute().parent} --iteration {iteration_of_root}"
         )
-    text = tracker_text(storage)
+    text = tracker_text(store)
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so the iteration to convert is unknown; give Megatron's "
@@ -270,7 +265,7 @@ def _directory(storage: RetryingStorage, root: Path, iteration: int | None) -> t
     number = iteration_in(text)
     if number is None:
         raise ConfigError(f"{tracker}: {text!r} is not an iteration; choose one with --iteration N")
-    return _directory(storage, root, number)
+    return _directory(store, root, number)
 
 
 def _weights_only(contents: Contents) -> Contents:

@@ -14,7 +14,7 @@ import errno
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 #: Type of an entry. `link`: a symbolic link, whatever its target. `other`: a pipe or a device.
@@ -130,6 +130,22 @@ class Store(Protocol):
         On one node a directory keeps its identity, also if it was mounted again. A copy has another
         one. See `PosixStore.identity` for what it consists of.
         """
+
+
+def read_whole(store: Store, name: str, limit: int) -> bytes:
+    """Return the contents of an object that never has more than `limit` bytes.
+
+    Raises:
+        FileNotFoundError: the object is missing.
+        CorruptCheckpointError: the object is larger (a sparse file can claim any size).
+    """
+    entry = store.stat(name)
+    if entry is not None and entry.nbytes > limit:
+        raise CorruptCheckpointError(
+            f"{store.place}/{name}: {entry.nbytes} bytes long, but such an object has at most "
+            f"{limit}; this package did not write it"
+        )
+    return store.get(name)
 
 
 def check_name(name: str, place: str) -> None:

@@ -13,12 +13,11 @@ from megatron_flashckpt.catalog.listing import (
     MEGATRON,
     checkpoints,
     loadable_iterations,
-    open_checkpoint,
 )
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.errors import NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.load.named_checkpoint import named_in
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import make
 
 
@@ -35,14 +34,14 @@ def test_the_first_missing_rank_of_a_dlrover_checkpoint_is_named(
 ) -> None:
     for name in names:
         (tmp_path / "iter_0000010" / name).mkdir(parents=True)
-    assert dlrover_remark(PosixStorage(tmp_path), "iter_0000010") == remark
+    assert dlrover_remark(PosixStore(tmp_path), "iter_0000010") == remark
 
 
 def test_a_directory_with_the_name_of_a_far_rank_needs_no_memory(tmp_path: Path) -> None:
     (tmp_path / "iter_0000010/rank_01000000").mkdir(parents=True)
     tracemalloc.start()
     try:
-        dlrover_remark(PosixStorage(tmp_path), "iter_0000010")
+        dlrover_remark(PosixStore(tmp_path), "iter_0000010")
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -73,12 +72,11 @@ def test_a_damaged_file_of_another_program_ends_no_command(
         else:
             (tmp_path / name).write_bytes(contents)
     (tmp_path / TRACKER).write_text("5")
-    storage = PosixStorage(tmp_path)
-    assert megatron_format(storage, "iter_0000005") == "?"
-    assert dlrover_empty(storage, 5) is None
-    states = [(entry.iteration, entry.state) for entry in checkpoints(storage)]
+    store = PosixStore(tmp_path)
+    assert megatron_format(store, "iter_0000005") == "?"
+    assert dlrover_empty(store, 5) is None
+    states = [(entry.iteration, entry.state) for entry in checkpoints(store)]
     assert states == [(5, MEGATRON), (8, COMMITTED)]
-    assert loadable_iterations(storage) == [committed]
+    assert loadable_iterations(store) == [committed]
     with pytest.raises(NotCommittedError, match="Megatron's own format"):
-        open_checkpoint(storage, 5)
-    assert named_in(storage, None).iteration is None, "Megatron's own loader reports it"
+        open_checkpoint(store, 5)

@@ -13,7 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.catalog.stored_checkpoint import (
+    StoredCheckpoint,
+    open_checkpoint,
+    read_manifest,
+)
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -21,17 +26,21 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     RenamedCheckpointError,
 )
+from megatron_flashckpt.file_format.file_names import next_attempt, save_name
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.load.chunk_reader import Part
 from megatron_flashckpt.load.chunk_reader import read_all as read_stored
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import (
+    SAVE_ID,
     TP,
     WORLD,
     MadeSave,
     expected,
+    fail,
     make,
     read,
     read_all,
@@ -176,19 +185,44 @@ def test_a_missing_tensor_is_refused_before_any_read(made: MadeSave) -> None:
         read(made.stored(), [*made.pieces[0], absent])
 
 
-def test_an_iteration_without_manifest_does_not_exist(made: MadeSave) -> None:
+def test_an_iteration_without_an_end_does_not_exist(made: MadeSave) -> None:
     message = "iteration 11 was not committed, or was removed since; choose another"
     with pytest.raises(NotCommittedError, match=message):
-        read_manifest(PosixStorage(made.root), 11)
+        open_checkpoint(PosixStore(made.root), 11)
 
 
 def test_the_manifest_of_another_iteration_is_refused(made: MadeSave) -> None:
-    storage = PosixStorage(made.root)
+    store = PosixStore(made.root)
+    encoded = read_manifest(store, Save(10, made.save_id))
     with pytest.raises(
         RenamedCheckpointError,
         match=r"iter_0000011: holds iteration 10, .*rename it to iter_0000010",
     ):
-        StoredCheckpoint(storage, 11, read_manifest(storage, 10))
+        StoredCheckpoint(store, Save(11, made.save_id), encoded)
+
+
+def test_the_manifest_of_another_save_is_refused(made: MadeSave) -> None:
+    encoded = made.manifest.read_bytes()
+    other = Save(made.iteration, next_attempt(made.save_id))
+    with pytest.raises(CorruptCheckpointError, match=f"is the end of {made.save_id}"):
+        StoredCheckpoint(PosixStore(made.root), other, encoded)
+
+
+def test_of_several_saves_the_one_of_the_newest_history_is_opened(tmp_path: Path) -> None:
+    """A run that was set back saves iteration 10 under a higher number; then the first one lives."""
+    first, second, third = "000001-aaaa", "000002-bbbb", "000003-cccc"
+    make(tmp_path, 10, save_name(first, 1))
+    make(tmp_path, 10, save_name(second, 1))
+    store = PosixStore(tmp_path)
+    assert open_checkpoint(store, 10).save.run == second, "the highest, of unrelated runs"
+    make(tmp_path, 20, save_name(third, 1), ancestors=(Ancestor(first, 10),))
+    assert open_checkpoint(store, 10).save.run == first
+
+
+def test_a_failed_iteration_is_refused_with_its_reason(tmp_path: Path) -> None:
+    fail(tmp_path, 10, SAVE_ID, "the disk is full")
+    with pytest.raises(NotCommittedError, match="iteration 10 was not committed: the disk is full"):
+        open_checkpoint(PosixStore(tmp_path), 10)
 
 
 # ---------------------------------------------------------------------- flipped bits
@@ -283,5 +317,5 @@ def test_a_shard_removed_during_a_read_is_reported_as_missing(tmp_path: Path) ->
     stored = made.stored()
     shard = stored.shard(1)
     made.shard(1).unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"rank_00001-\w+\.safetensors: is missing; "):
+    with pytest.raises(CorruptCheckpointError, match=r"rank_00001\.safetensors: is missing; "):
         stored.chunk(shard, 0)

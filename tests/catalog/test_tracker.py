@@ -14,7 +14,7 @@ from megatron_flashckpt.catalog.tracker import (
 )
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 NAMED = {
     b"12": 12,
@@ -34,15 +34,15 @@ def test_a_tracker_names_the_iteration_in_its_text(
     tmp_path: Path, contents: bytes, iteration: int | None
 ) -> None:
     (tmp_path / TRACKER).write_bytes(contents)
-    storage = open_storage(tmp_path)
-    assert tracked_iteration(storage) == tracked_before_commit(storage) == iteration
-    assert len(tracker_text(storage) or "") <= 4096
+    store = open_store(tmp_path)
+    assert tracked_iteration(store) == tracked_before_commit(store) == iteration
+    assert len(tracker_text(store) or "") <= 4096
 
 
 def test_without_a_tracker_there_is_no_text(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path)
-    assert tracker_text(storage) is tracked_iteration(storage) is tracked_before_commit(storage)
-    assert tracker_text(storage) is None
+    store = open_store(tmp_path)
+    assert tracker_text(store) is tracked_iteration(store) is tracked_before_commit(store)
+    assert tracker_text(store) is None
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
@@ -52,10 +52,10 @@ def test_a_tracker_that_is_no_file_stops_loads_but_not_commits(tmp_path: Path, k
     else:
         (tmp_path / "other").write_text("5")
         (tmp_path / TRACKER).symlink_to("other")
-    storage = open_storage(tmp_path)
+    store = open_store(tmp_path)
     with pytest.raises(StorageError):
-        tracked_iteration(storage)
-    assert tracked_before_commit(storage) is None
+        tracked_iteration(store)
+    assert tracked_before_commit(store) is None
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -65,7 +65,7 @@ def test_a_tracker_that_cannot_be_read_now_stops_commits_too(
     def refuse(*_: object) -> bytes:
         raise StorageError(number, "refused")
 
-    storage = open_storage(tmp_path)
-    monkeypatch.setattr(storage, "read", refuse)
+    store = open_store(tmp_path)
+    monkeypatch.setattr(store, "get", refuse)
     with pytest.raises(StorageError):
-        tracked_before_commit(storage)
+        tracked_before_commit(store)

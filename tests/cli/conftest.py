@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_flashckpt.agent.alive import Alive
 from megatron_flashckpt.cli.commands import main
 
 Run = Callable[..., "CommandResult"]
@@ -46,6 +48,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
     return tmp_path / "save"
+
+
+def sign_of(run: str, **changes: object) -> Alive:
+    """Return the sign of life of a run on another host."""
+    alive = Alive(
+        run=run,
+        state="training",
+        renewed=0,
+        renewed_at=77.0,
+        host="elsewhere",
+        pid=1234,
+        started=0,
+        machine="another machine",
+    )
+    return msgspec.structs.replace(alive, **changes)
 
 
 def only_line(ran: CommandResult, pattern: str, status: int = 1) -> None:

@@ -18,22 +18,33 @@ import pytest
 from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
 from megatron_flashckpt import FORMAT_VERSION, __version__, config
-from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent import alive
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import counted, printable, progress_bar
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.file_format.file_names import (
+    LAST_OF_FORMAT_1,
+    MANIFEST_OF_FORMAT_1,
     TRACKER,
-    failure_name,
     record_name,
-    removal_name,
+    save_name,
+    shard_name,
 )
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.test_fence import OLD, claim_of
-from tests.cli.conftest import Run, only_line
-from tests.support.checkpoints import MadeSave, make, persist, pieces_of_rank, snapshot
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.cli.conftest import Run, only_line, sign_of
+from tests.support.checkpoints import (
+    RUN,
+    SAVE_ID,
+    MadeSave,
+    fail,
+    make,
+    persist,
+    pieces_of_rank,
+    snapshot,
+)
 from tools import reference_pages
 
 #: A time of a commit, in the local time in which tables show it.
@@ -70,66 +81,86 @@ def test_ls_names_the_retention_rules_that_keep_each_checkpoint(
     assert kept == ["every 10", "nothing", "tracker, every 10"]
 
 
-def test_ls_reports_an_interrupted_removal(run: Run, save: Path) -> None:
-    made = make(save, 10)
-    make(save, 20)
-    manifest = save / "iter_0000010/manifest.json"
-    manifest.rename(save / removal_name(10, made.save_id))
-    assert run("ls", save).row("10", "not committed")[-1] == (
-        "its removal was interrupted; the next commit completes it"
-    )
-
-
 def test_ls_shows_the_progress_of_an_uncommitted_save(run: Run, save: Path) -> None:
     make(save, 10)
-    storage = PosixStorage(save)
     for rank in (0, 2):
-        persist(storage, 20, "0123456789ab", rank, 4, pieces_of_rank(rank))
+        persist(PosixStore(save), 20, SAVE_ID, rank, 4, pieces_of_rank(rank))
     assert run("ls", save).row("20", "not committed")[-1] == (
-        "no manifest.json; 2 of 4 ranks are durable, missing: 1, 3"
+        f"{SAVE_ID}: 2 of 4 ranks are durable, missing: 1, 3"
     )
 
 
 def test_ls_reads_the_ranks_of_a_node_from_its_record_name(run: Run, save: Path) -> None:
-    make(save, 10)
-    storage, save_id = PosixStorage(save), "0123456789ab"
-    persist(storage, 20, save_id, 0, 6, pieces_of_rank(0))
+    persist(PosixStore(save), 20, SAVE_ID, 0, 6, pieces_of_rank(0))
     directory = save / "iter_0000020"
-    (directory / record_name(0, save_id)).rename(directory / record_name(1, save_id, 3))
+    record = directory / record_name(range(1), SAVE_ID)
+    record.rename(directory / record_name(range(1, 4), SAVE_ID))
     # A record name that claims more ranks than the job has, or than fit into memory, is ignored.
-    for name in (record_name(0, save_id, 7), f"ranks_00000-99999999999-{save_id}.commit"):
-        (directory / name).touch()
+    for ranks in (range(7), range(10**10)):
+        (directory / record_name(ranks, SAVE_ID)).touch()
     assert run("ls", save).row("20", "not committed")[-1] == (
-        "no manifest.json; 3 of 6 ranks are durable, missing: 0, 4, 5"
+        f"{SAVE_ID}: 3 of 6 ranks are durable, missing: 0, 4, 5"
     )
 
 
-def test_ls_distinguishes_attempts_of_one_iteration(run: Run, save: Path) -> None:
-    storage = PosixStorage(save)
-    persist(storage, 20, "00000000aaaa", 0, 2, pieces_of_rank(0))
-    persist(storage, 20, "00000000bbbb", 1, 2, pieces_of_rank(1))
+def test_ls_shows_every_attempt_of_one_iteration_and_why_it_failed(run: Run, save: Path) -> None:
+    first, second, third = (save_name(RUN, 1, attempt) for attempt in (1, 2, 3))
+    reason = "/disk: cannot write (No space left on device); free space there"
+    fail(save, 20, first, reason)
+    fail(save, 20, third, "another")
+    failed = f"{first} failed: {reason}"
+    assert run("ls", save).row("20", "failed")[-1] == f"{failed}; {third} failed: another"
+    persist(PosixStore(save), 20, second, 1, 2, pieces_of_rank(1))
     assert run("ls", save).row("20", "not committed")[-1] == (
-        "no manifest.json; 1 of 2 ranks are durable, missing: 1; "
-        "no manifest.json; 1 of 2 ranks are durable, missing: 0"
-    )
-
-
-def test_ls_shows_why_a_save_failed(run: Run, save: Path) -> None:
-    note = save / "iter_0000020" / failure_name(3, "0123456789ab")
-    note.parent.mkdir(parents=True)
-    note.write_text("/disk: cannot write (No space left on device); free space there")
-    assert run("ls", save).row("20", "not committed")[-1] == (
-        "the save failed: /disk: cannot write (No space left on device); free space there"
+        f"{failed}; {second}: 1 of 2 ranks are durable, missing: 0; {third} failed: another"
     )
 
 
 def test_ls_shows_a_shard_without_header_as_not_durable(run: Run, save: Path) -> None:
-    torn = save / "iter_0000020/rank_00000-0123456789ab.safetensors"
+    torn = save / "iter_0000020" / shard_name(0, SAVE_ID)
     torn.parent.mkdir(parents=True)
     torn.write_bytes(bytes(5000))
     assert run("ls", save).row("20", "not committed") == (
-        ["20", "not committed", "4.9 KiB", "no manifest.json; 0 of ? ranks are durable"]
+        ["20", "not committed", "4.9 KiB", f"{SAVE_ID}: 0 of ? ranks are durable"]
     )
+
+
+def test_ls_names_the_run_that_left_a_checkpoint_behind(run: Run, save: Path) -> None:
+    first, second = "000001-aaaa", "000002-bbbb"
+    for sequence, iteration in enumerate((10, 20, 30), 1):
+        make(save, iteration, save_name(first, sequence))
+    for sequence, iteration in enumerate((15, 20), 1):
+        make(save, iteration, save_name(second, sequence), ancestors=(Ancestor(first, 10),))
+    ran = run("ls", save)
+    assert ran.row("10")[1] == ran.row("15")[1] == "committed"
+    assert ran.row("*", "20")[2] == "committed"
+    assert ran.row("*", "20")[-1] == f"also holds {save_name(first, 2)}"
+    assert ran.row("30", "of another history")[-1] == f"run {second} went on from iteration 10"
+    make(save, 40, save_name("000003-cccc", 1))
+    assert run("ls", save).row("15", "of another history")[-1] == (
+        "run 000003-cccc began from scratch"
+    )
+
+
+def test_ls_tells_a_linked_and_a_renamed_directory(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    (save / "iter_0000020").symlink_to(made.directory)
+    made.directory.rename(save / "iter_0000030")
+    (save / "iter_0000010").symlink_to(save / "iter_0000030")
+    ran = run("ls", save)
+    link = "is a symbolic link to another directory"
+    assert ran.row("*", "10")[-1] == link
+    assert ran.row("20", "unreadable")[-1].endswith(link)
+    assert "holds iteration 10, so this directory was renamed" in ran.row("30", "unreadable")[-1]
+
+
+def test_a_checkpoint_of_format_1_names_the_commit_that_converts_it(run: Run, save: Path) -> None:
+    make(save, 10)
+    (save / "iter_0000005").mkdir()
+    (save / "iter_0000005" / MANIFEST_OF_FORMAT_1).write_text("{}")
+    assert LAST_OF_FORMAT_1 in run("ls", save).row("5", "format 1")[-1]
+    assert run("ls", save).row("*", "10")[2] == "committed"
+    only_line(run("inspect", save, "--iteration", 5), rf".*iter_0000005: .*{LAST_OF_FORMAT_1}.*")
 
 
 @pytest.mark.parametrize(
@@ -222,13 +253,10 @@ def test_a_directory_without_checkpoints_is_an_error_of_ls(
     (save / TRACKER).write_text("20")
     fact = rf"although {TRACKER} names '20'"
     only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
-    storage = PosixStorage(save)
-    claims.put(storage, claim_of(OLD, state=claims.ENDED))
-    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
-    claims.put(storage, claim_of(OLD, state=claims.TRAINING))
+    alive.put(PosixStore(save), sign_of("000001-aaaa"))
     only_line(
         run("ls", save, *output),
-        rf"{save}: holds no checkpoint yet, {fact}; it is claimed by run aaaaaaaa \(.*\), which is "
+        rf"{save}: holds no checkpoint yet, {fact}; run 000001-aaaa \(.*\) saves there, which is "
         r"training or was killed: wait until a save is committed",
     )
 
@@ -237,11 +265,12 @@ def test_a_directory_without_checkpoints_is_an_error_of_ls(
 
 
 def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> None:
-    made = make(save)
+    made = make(save, ancestors=(Ancestor("000000-0001", 3),))
     ran = run("inspect", save)
     assert (ran.status, ran.err) == (0, "")
     assert ran.row("checkpoint") == ["checkpoint", str(made.directory)]
     assert ran.row("save")[1] == f"{made.save_id}, format version {FORMAT_VERSION}"
+    assert ran.row("run")[1] == f"{RUN}, which continues 000000-0001 up to iteration 3"
     assert ran.row("tracker")[1] == "names this checkpoint"
     assert ran.row("tensor_model_parallel_size")[1] == "2"
     # 2 x 6 x 5 elements of 2 bytes, from two tensor-parallel ranks; replicas share some boxes.
@@ -374,10 +403,10 @@ def test_verify_reports_a_tensor_with_missing_elements(run: Run, save: Path, los
         gone = {victim.box} if lost == "a box" else set()
         ranks[rank] = [p for p in pieces if p.box not in gone and p is not victim]
     assert victim.box in boxes
-    make(save, ranks=ranks)
+    made = make(save, ranks=ranks)
     ran = run("verify", save)
     assert ran.status == 1
-    assert ran.lines[0].startswith(f"damaged: {save}/iter_0000010/manifest.json: weight/layers.w: ")
+    assert ran.lines[0].startswith(f"damaged: {made.manifest}: weight/layers.w: ")
     assert ran.lines[0].endswith("; choose an older one with --iteration")
 
 
@@ -632,8 +661,8 @@ def test_a_missing_iteration_gives_a_one_line_error(run: Run, save: Path, comman
     ran = run(command, save, "--iteration", 11)
     only_line(
         ran,
-        r".*iter_0000011/manifest\.json: does not exist: iteration 11 was not committed, or was "
-        r"removed since; choose another iteration with --iteration",
+        r".*iter_0000011: holds no end of a save: iteration 11 was not committed, or was removed "
+        r"since; choose another iteration with --iteration",
     )
 
 
@@ -657,7 +686,7 @@ def test_megatrons_own_format_gives_a_one_line_error(run: Run, save: Path, comma
 
 def test_inspect_prints_a_one_line_error_for_a_damaged_manifest(run: Run, save: Path) -> None:
     make(save).manifest.write_text("{\n\n")
-    only_line(run("inspect", save), r".*manifest\.json: is not a manifest .*--iteration")
+    only_line(run("inspect", save), r".*\.end: is not a manifest .*--iteration")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

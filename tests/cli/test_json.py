@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent import alive
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import CLAIM, TRACKER
-from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.test_fence import OLD, claim_of
-from tests.cli.conftest import Run
-from tests.support.checkpoints import make, snapshot
+from megatron_flashckpt.file_format.file_names import TRACKER, alive_file
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.cli.conftest import Run, sign_of
+from tests.support.checkpoints import SAVE_ID, make, snapshot
+
+WRITER = "000009-beef"
 
 
 def test_ls_prints_every_checkpoint_as_json(
@@ -26,27 +26,28 @@ def test_ls_prints_every_checkpoint_as_json(
         made.change_manifest(lambda manifest: manifest.update(committed_at=1234.5))
     (save / "iter_0000030/mp_rank_00").mkdir(parents=True)
     (save / "iter_0000040").mkdir()
-    claims.put(PosixStorage(save), claim_of(OLD, renewed_at=77.0, state=claims.ENDED))
+    alive.put(PosixStore(save), sign_of(WRITER))
     monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "15")
     before = snapshot(save)
     ran = run("ls", save, "--json")
     assert (ran.status, ran.err) == (0, "")
     assert snapshot(save) == before
     document = json.loads(ran.out)
-    assert document.keys() == {"directory", "tracker", "checkpoints", "claim"}
+    assert document.keys() == {"directory", "tracker", "checkpoints", "writer"}
     assert (document["directory"], document["tracker"]) == (str(save), "20")
-    assert document["claim"] == {
-        "run_id": OLD.run_id,
+    assert document["writer"] == {
+        "run": WRITER,
         "host": "elsewhere",
-        "agent_pid": os.getpid(),
+        "agent_pid": 1234,
         "renewed_at": 77.0,
-        "state": "ended",
+        "state": "training",
     }
     ours, tracked, stock, empty = document["checkpoints"]
     assert tracked == {
         "directory": "iter_0000020",
         "iteration": 20,
         "state": "committed",
+        "save_id": SAVE_ID,
         "committed_at": 1234.5,
         "ranks": 4,
         "nbytes": sum(made.shard(rank).stat().st_size for rank in range(4)),
@@ -64,35 +65,25 @@ def test_ls_prints_every_checkpoint_as_json(
     assert {entry["kept_by"] for entry in document["checkpoints"]} == {None}
 
 
-def test_ls_prints_a_missing_tracker_and_a_missing_claim_as_null(run: Run, save: Path) -> None:
+def test_ls_prints_a_missing_tracker_and_a_missing_writer_as_null(run: Run, save: Path) -> None:
     make(save)
     (save / TRACKER).unlink()
     document = json.loads(run("ls", save, "--json").out)
-    assert (document["tracker"], document["claim"]) == (None, None)
+    assert (document["tracker"], document["writer"]) == (None, None)
     assert [entry["tracked"] for entry in document["checkpoints"]] == [False]
 
 
-def test_a_damaged_claim_hides_no_checkpoint(run: Run, save: Path) -> None:
+def test_a_damaged_sign_of_life_hides_no_checkpoint(run: Run, save: Path) -> None:
     make(save)
-    (save / CLAIM).write_bytes(b"x" * 1024)
+    file = save / alive_file(WRITER)
+    file.parent.mkdir()
+    file.write_bytes(b"x" * 1024)
     for output in ([], ["--json"]):
         ran = run("ls", save, *output)
         assert ran.status == 0
-        assert re.fullmatch(rf"flashckpt: {save}/{CLAIM}: is not a claim .*\n", ran.err)
-    assert json.loads(ran.out)["claim"] is None
+        assert re.fullmatch(rf"flashckpt: {file}: does not tell .*\n", ran.err)
+    assert json.loads(ran.out)["writer"] is None
     assert len(json.loads(ran.out)["checkpoints"]) == 1
-
-
-def test_every_state_of_a_writer_has_a_name(run: Run, save: Path) -> None:
-    make(save)
-    for state, name in (
-        (claims.TRAINING, "training"),
-        (claims.FINISHING, "finishing"),
-        (claims.IDLE, "idle"),
-        (claims.ENDED, "ended"),
-    ):
-        claims.put(PosixStorage(save), claim_of(OLD, state=state))
-        assert json.loads(run("ls", save, "--json").out)["claim"]["state"] == name
 
 
 def test_verify_prints_a_verdict_per_checkpoint_as_json(run: Run, save: Path) -> None:
@@ -137,7 +128,7 @@ def test_the_help_names_all_fields_of_the_json(
     for iteration in (5, 10, 20):
         damaged = make(save, iteration)
     damaged.shard(1).unlink()
-    claims.put(PosixStorage(save), claim_of(OLD, state=claims.ENDED))
+    alive.put(PosixStore(save), sign_of(WRITER))
     options = ["--latest", "1", "--dry-run"] if command == "prune" else []
     document = json.loads(run(command, save, *options, "--json").out)
     if command == "inspect":

@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from megatron_flashckpt.cli.console import table_lines
-from megatron_flashckpt.file_format.file_names import failure_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import order
 from tests.cli.conftest import CommandResult, Run
 from tests.support import terminal
-from tests.support.checkpoints import make
+from tests.support.checkpoints import SAVE_ID, fail, make
 
 WIDTHS = (80, 120, 200)
 #: The longest key of a Megatron GPT, of 58 characters.
@@ -88,27 +87,23 @@ def test_ls_has_a_line_per_checkpoint_and_its_remark_below(
     for iteration in (8, 12):
         large(save, iteration)
     reason = "/disk: cannot write (No space left on device); " + "free space there; " * 10
-    note = save / "iter_0000016" / failure_name(3, "0123456789ab")
-    note.parent.mkdir()
-    note.write_text(reason)
+    fail(save, 16, SAVE_ID, reason)
     ran = shown(columns, "ls", save)
     titles = re.split(r"\s{2,}", ran.lines[0].strip())
     assert titles[:3] == ["iteration", "state", "date"]
     assert ("layout" in titles) == (columns > 80)
-    assert ran.lines[4] == f"  the save failed: {reason.strip()}"
+    assert ran.lines[4] == f"  {SAVE_ID} failed: {reason.strip()}"
     table = ran.lines[:4]
     assert all(len(line) <= columns for line in table)
     assert [line.lstrip("* ").split()[0] for line in table[1:]] == ["8", "12", "16"]
     assert table[2].startswith("*"), "the tracked one"
     # Programs find the remark in the row.
-    assert run("ls", save).row("16")[-1] == f"the save failed: {reason.strip()}"
+    assert run("ls", save).row("16")[-1] == f"{SAVE_ID} failed: {reason.strip()}"
 
 
 def test_rows_in_a_pipe_are_whole_however_long(run: Run, save: Path) -> None:
     make(save, 10)
-    note = save / "iter_0000016" / failure_name(3, "0123456789ab")
-    note.parent.mkdir()
-    note.write_text("word " * 800)
+    fail(save, 16, SAVE_ID, "word " * 800)
     assert run("ls", save).row("16")[-1].count("word") == 800
 
 

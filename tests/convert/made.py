@@ -12,22 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.agent.shard_writer import write_shard
-from megatron_flashckpt.agent.tidying import CommittedSave, tidy
+from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import iteration_dir, records_of
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 
 ITERATION = 10
-SAVE_ID = "0123456789ab"
+SAVE_ID = "000001-0a1b.00001.1"
 LAYERS, EXPERTS = 2, 3
 #: Global shape, and the number of equal boxes along each axis.
 MODEL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -157,8 +158,8 @@ def differing(one: list[GlobalTensor], other: list[GlobalTensor]) -> list[str]:
 
 def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
     """Write `made` as a job would, with the bytes of each box split over `replicas` ranks."""
-    storage = PosixStorage(root)
-    pending = PendingSave(storage, made.iteration, SAVE_ID, 0.0)
+    store = PosixStore(root)
+    metas = []
     boxes = [(tensor, box) for tensor in made.tensors for box in tensor.boxes]
     sizes = [(torch.Size(box[1]).numel(), tensor.dtype_of(box).itemsize) for tensor, box in boxes]
     for rank in range(replicas):
@@ -180,8 +181,8 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
         pieces.append((framed.piece, framed.tensor))
         pieces = [pieces[position] for position in order([piece for piece, _ in pieces])]
         layout = PlanCache().layout([piece for piece, _ in pieces])
-        pending.metas[rank] = SlotMeta(
-            root=storage.place,
+        meta = SlotMeta(
+            root=store.place,
             rank=rank,
             world_size=replicas,
             coordinates=Coordinates(dp=rank),
@@ -192,9 +193,13 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
             description={},
         )
         data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in pieces)
-        write_shard(storage, made.iteration, SAVE_ID, pending.metas[rank], iter([memoryview(data)]))
-    commit(pending)
-    tidy(CommittedSave.of(pending))
+        write_shard(store, made.iteration, SAVE_ID, meta, iter([memoryview(data)]))
+        metas.append(meta)
+    directory = iteration_dir(made.iteration)
+    names = [entry.name for entry in store.list(directory)]
+    propose_manifest(store, made.iteration, SAVE_ID, metas[0], names)
+    moved_tracker(store, Save(made.iteration, SAVE_ID))
+    store.delete([f"{directory}/{name}" for name in records_of(names, SAVE_ID, replicas)])
 
 
 def with_tensor(made: Contents, name: str, value: torch.Tensor) -> Contents:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.damage_check import masters_that_differ
@@ -22,7 +22,7 @@ from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.convert.made import held, save_as_ranks
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.support.checkpoints import snapshot
@@ -87,7 +87,7 @@ def _layer(number: int) -> Box:
 
 
 def opened(root: Path) -> Contents:
-    return open_ours(PosixStorage(root), ITERATION, Options())
+    return open_ours(PosixStore(root), ITERATION, Options())
 
 
 def test_each_layer_keeps_its_type_in_our_format(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_each_layer_keeps_its_type_in_our_format(tmp_path: Path) -> None:
     source = open_source(tmp_path / "ranks", ITERATION, Options())
     convert(source, tmp_path / "again", "flashckpt", Options(shard_nbytes=1000))
     assert_same(opened(tmp_path / "again"), made)
-    storage = PosixStorage(tmp_path / "again")
-    assert verify(StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))) == []
+    store = PosixStore(tmp_path / "again")
+    assert verify(open_checkpoint(store, ITERATION)) == []
 
 
 def made_with_random_state(made: Contents) -> Contents:

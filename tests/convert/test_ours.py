@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
@@ -20,7 +20,7 @@ from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
@@ -29,7 +29,7 @@ from tests.support.megatron_jobs import same
 def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     made = contents()
     directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
-    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
     assert differing(made.tensors, reopened.tensors) == []
     assert [tensor.boxes for tensor in reopened.tensors] == [
         tensor.boxes for tensor in made.tensors
@@ -46,8 +46,8 @@ def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_conversion_writes_an_intact_checkpoint_for_all_ranks(tmp_path: Path) -> None:
     write_ours(contents(), tmp_path, Options())
-    storage = PosixStorage(tmp_path)
-    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    store = PosixStore(tmp_path)
+    stored = open_checkpoint(store, ITERATION)
     assert verify(stored) == []
     places = {(shard.coordinates.pp, shard.coordinates.tp) for shard in stored.manifest.shards}
     assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
@@ -57,7 +57,7 @@ def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
     made = contents(data_parallel_random_init=True)
     states = {place: [*of_place, {"mark": place}] for place, of_place in made.rng.items()}
     write_ours(dataclasses.replace(made, rng=states), tmp_path, Options(shard_nbytes=500))
-    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
     assert same({place: of_place[:2] for place, of_place in reopened.rng.items()}, states)
 
 
@@ -85,8 +85,8 @@ def test_files_of_differing_replicas_have_the_coordinates_of_megatrons_ranks(
     vars(made.args).update(layout)
     states = {place: of_place * replicas for place, of_place in made.rng.items()}
     write_ours(dataclasses.replace(made, rng=states), tmp_path, Options())
-    storage = PosixStorage(tmp_path)
-    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    store = PosixStore(tmp_path)
+    stored = open_checkpoint(store, ITERATION)
     assert {shard.coordinates for shard in stored.manifest.shards} == expected
 
 
@@ -96,13 +96,13 @@ def test_a_box_is_assembled_from_the_shards_of_all_ranks(
 ) -> None:
     made = contents()
     save_as_ranks(made, tmp_path, replicas=7)
-    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
+    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
     assert differing(made.tensors, reopened.tensors) == []
 
 
 def test_a_region_across_boxes_equals_the_region_of_the_tensor(tmp_path: Path) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
-    for tensor in open_ours(PosixStorage(tmp_path), ITERATION, Options()).tensors:
+    for tensor in open_ours(PosixStore(tmp_path), ITERATION, Options()).tensors:
         shape = tuple(max(n - 2, 1) for n in tensor.shape)
         offset = tuple(min(1, n - extent) for n, extent in zip(tensor.shape, shape, strict=True))
         ranges = zip(offset, shape, strict=True)
@@ -120,12 +120,12 @@ def test_a_cached_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return chunk(self, shard, index, *rest)
 
     monkeypatch.setattr(StoredCheckpoint, "chunk", counting)
-    first, *_, last = open_ours(PosixStorage(tmp_path), ITERATION, Options()).tensors
+    first, *_, last = open_ours(PosixStore(tmp_path), ITERATION, Options()).tensors
     for _ in range(5):
         whole(first), whole(last)
     assert set(reads.values()) == {1}
     options = Options(memory_nbytes=1)
-    first, *_, last = open_ours(PosixStorage(tmp_path), ITERATION, options).tensors
+    first, *_, last = open_ours(PosixStore(tmp_path), ITERATION, options).tensors
     for _ in range(5):
         whole(first), whole(last)
     assert max(reads.values()) > 5
@@ -133,11 +133,11 @@ def test_a_cached_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_changed_byte_is_reported_before_it_is_used(tmp_path: Path) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
-    (file,) = tmp_path.glob("iter_*/rank_00001-*.safetensors")
+    (file,) = tmp_path.glob("iter_*/*.rank_00001.safetensors")
     damaged = bytearray(file.read_bytes())
     damaged[8192] ^= 1
     file.write_bytes(damaged)
-    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
     with pytest.raises(CorruptCheckpointError, match=r"rank_00001.*chunk 0 .*digest"):
         differing(reopened.tensors, reopened.tensors)
 
@@ -165,9 +165,10 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
     write_ours(contents(), tmp_path, Options(overwrite=True))
-    reopened = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
     assert differing(contents().tensors, reopened.tensors) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
+    names = ["flashckpt", "iter_0000010", TRACKER]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_conversion_never_moves_the_tracker_back(tmp_path: Path) -> None:

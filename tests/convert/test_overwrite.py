@@ -18,7 +18,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import OWN, TRACKER, iteration_dir, save_of
 from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, save_as_ranks
 from tests.support.checkpoints import snapshot
@@ -93,7 +93,7 @@ def where_the_checkpoint_really_is(save: Path) -> Path:
 def where_a_file_really_is(save: Path) -> Path:
     elsewhere = save.parent.parent / "disk"
     elsewhere.mkdir()
-    file = next((save / DIRECTORY).glob("rank_*"))
+    file = next((save / DIRECTORY).glob("*.rank_*"))
     shutil.copy2(file, elsewhere / "copy")
     (save / DIRECTORY / "copy").symlink_to(elsewhere / "copy")
     return elsewhere
@@ -217,20 +217,13 @@ def test_a_new_export_replaces_an_earlier_export_of_any_format(tmp_path: Path, m
         assert convert(model, alone, form) == 0
         names = [_names(root / iteration_dir(rebuilt.ITERATION)) for root in (to, alone)]
         assert names[0] == names[1], "a file of the earlier export is left"
-        assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
+        assert {*os.listdir(to)} == {*os.listdir(alone), OWN}, "runs of former conversions stay"
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the names of all files, without ids of saves."""
-    return sorted(
-        "-".join(part for part in path.name.split("-") if not _is_id(part))
-        for path in directory.rglob("*")
-        if path.is_file()
-    )
-
-
-def _is_id(part: str) -> bool:
-    return len(part.partition(".")[0]) == 12
+    """Return the names of all files, without those of their saves."""
+    files = (path.name for path in directory.rglob("*") if path.is_file())
+    return sorted(name.removeprefix(save_of(name) or "") for name in files)
 
 
 def put_file(directory: Path) -> str:
@@ -323,7 +316,7 @@ def another_format(directory: Path) -> None:
 
 
 def half_a_save(directory: Path) -> None:
-    (directory / "manifest.json").unlink()
+    next(directory.glob("*.end")).unlink()
 
 
 def false_list(directory: Path) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,14 +17,16 @@ import numpy as np
 import torch
 import xxhash
 
-from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.proposals import create_records, propose_manifest
 from megatron_flashckpt.agent.shard_writer import slot_shard
-from megatron_flashckpt.agent.tidying import CommittedSave, tidy
+from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.end import End, Failure, encode_failure
+from megatron_flashckpt.file_format.file_names import run_name, save_name
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -34,12 +35,15 @@ from megatron_flashckpt.load.chunk_reader import read_all as read_stored
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.store import Store
 
 TP, DP = 2, 2
 WORLD = TP * DP
 LAYERS = 2
-SAVE_ID = "0123456789ab"
+#: Run of the saves that a test makes, unless it names others.
+RUN = run_name(1, "0a1b")
+SAVE_ID = save_name(RUN, 1)
 #: Size limit of every file in a test, files with holes excepted.
 _SPARSE_NBYTES = 2**30
 DESCRIPTION = {
@@ -111,7 +115,7 @@ class MadeSave:
 
     @property
     def manifest(self) -> Path:
-        return self.directory / file_names.MANIFEST
+        return self.directory / file_names.end_name(self.save_id)
 
     @property
     def common(self) -> Path:
@@ -121,8 +125,8 @@ class MadeSave:
         return self.directory / file_names.shard_name(rank, self.save_id)
 
     def stored(self) -> StoredCheckpoint:
-        storage = PosixStorage(self.root)
-        return StoredCheckpoint(storage, self.iteration, read_manifest(storage, self.iteration))
+        store, save = PosixStore(self.root), Save(self.iteration, self.save_id)
+        return StoredCheckpoint(store, save, read_manifest(store, save))
 
     def change_manifest(self, change: Callable[[dict], object]) -> None:
         """Apply `change` to the manifest, seal it again and write it."""
@@ -153,36 +157,34 @@ def make(
     ranks: list[list[Piece]] | None = None,
     seed: int = 0,
     common: bytes | None = None,
+    ancestors: Ancestors = (),
 ) -> MadeSave:
-    """Return a committed checkpoint under `root`."""
+    """Return a committed checkpoint under `root`, which the tracker names."""
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
-    save = stage(root, iteration, save_id, pieces, seed, common)
-    commit(save)
-    tidy(CommittedSave.of(save))
+    store = PosixStore(root)
+    metas = [
+        persist(store, iteration, save_id, rank, len(pieces), held, seed, common, ancestors)
+        for rank, held in enumerate(pieces)
+    ]
+    directory = file_names.iteration_dir(iteration)
+    names = [entry.name for entry in store.list(directory)]
+    end, _ = propose_manifest(store, iteration, save_id, metas[0], names)
+    assert end.end is End.COMMITTED
+    moved_tracker(store, Save(iteration, save_id))
+    records = file_names.records_of(names, save_id, len(pieces))
+    store.delete([f"{directory}/{name}" for name in records])
     return MadeSave(root, iteration, save_id, pieces, seed)
 
 
-def stage(
-    root: Path,
-    iteration: int,
-    save_id: str,
-    ranks: list[list[Piece]],
-    seed: int = 0,
-    common: bytes | None = None,
-) -> PendingSave:
-    """Return a save with durable shards and records, as the agent of rank 0 has it."""
-    storage = PosixStorage(root)
-    metas = [
-        persist(storage, iteration, save_id, rank, len(ranks), held, seed, common)
-        for rank, held in enumerate(ranks)
-    ]
-    return PendingSave(
-        storage, iteration, save_id, time.monotonic(), metas={0: metas[0]}, persisted={0}
-    )
+def fail(root: Path, iteration: int, save_id: str, reason: str) -> Path:
+    """Return the end of a failed save under `root`."""
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
+    PosixStore(root).create(name, encode_failure(Failure(failed=reason)))
+    return root / name
 
 
 def persist(
-    storage: PosixStorage,
+    store: Store,
     iteration: int,
     save_id: str,
     rank: int,
@@ -190,11 +192,12 @@ def persist(
     pieces: list[Piece],
     seed: int = 0,
     common: bytes | None = None,
+    ancestors: Ancestors = (),
 ) -> SlotMeta:
     """Make one rank's shard and commit record durable from a real slot."""
     layout = PlanCache().layout(pieces)
     meta = SlotMeta(
-        root=storage.place,
+        root=store.place,
         rank=rank,
         world_size=world_size,
         coordinates=Coordinates(tp=rank % TP, dp=rank // TP),
@@ -203,6 +206,7 @@ def persist(
         placement=layout.placement,
         common=(common or b"common of %d" % iteration) if rank == 0 else b"",
         description=DESCRIPTION,
+        ancestors=ancestors,
     )
     encoded = msgspec.msgpack.encode(meta)
     slab = Slab.create(1, len(encoded), layout.nbytes, str(rank))
@@ -213,9 +217,9 @@ def persist(
         slot.set_meta(encoded)
         with slot.data() as data:
             data[:] = b"".join(content(piece, seed) for piece in pieces)
-        shard = slot_shard(storage, slot, header, slot.meta)
+        shard = slot_shard(store, slot, header, slot.meta)
         assert shard.record is not None
-        put_records(storage, [shard.record])
+        create_records(store, [shard.record])
     finally:
         slab.close()
     return meta

@@ -2,7 +2,7 @@
 
 A result in a foreign format has a list of its files, `.flashckpt-export.json`. The list identifies
 a file by name, size and the second of its last write. A converted checkpoint in our own format is
-marked in its manifest, and its files have the id of their save.
+marked in its manifest, and its files have the name of their save.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from megatron_flashckpt.errors import UNDECODABLE, ConfigError, FlashCkptError
-from megatron_flashckpt.file_format import manifest
-from megatron_flashckpt.file_format.file_names import MANIFEST, common_name
-from megatron_flashckpt.storage.base import read_whole
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import read_whole
 
 MARKER = ".flashckpt-export.json"
 CONVERTED_FROM = "converted_from"
@@ -110,7 +109,7 @@ _MARKER = msgspec.json.Decoder(_Marker)
 def _listed(directory: Path) -> set[Path] | None:
     """Return the files that `MARKER` lists and that are unchanged; None without a list."""
     try:
-        encoded = read_whole(open_storage(directory), MARKER, _MAX_MARKER_NBYTES)
+        encoded = read_whole(open_store(directory), MARKER, _MAX_MARKER_NBYTES)
         listed = _MARKER.decode(encoded)
     except (FlashCkptError, OSError, *UNDECODABLE):
         return None
@@ -133,19 +132,20 @@ def _is_unchanged(path: Path, file: _File) -> bool:
 
 def _of_our_format(directory: Path) -> set[Path]:
     """Return the files of a converted checkpoint of ours; empty if it is not one."""
+    store = open_store(directory.parent)
+    written: set[str] = set()
     try:
-        encoded = read_whole(open_storage(directory), MANIFEST, manifest.MAX_MANIFEST_NBYTES)
-        stored_manifest = manifest.decode_manifest(encoded, str(directory / MANIFEST))
+        names = [entry.name for entry in store.list(directory.name, sizes=False)]
+        for save_id in file_names.ends_in(names):
+            end = file_names.end_name(save_id)
+            encoded = read_whole(store, f"{directory.name}/{end}", manifest.MAX_MANIFEST_NBYTES)
+            stored = manifest.decode_manifest(encoded, str(directory / end))
+            if CONVERTED_FROM in stored.description:
+                written |= {end, file_names.common_name(save_id)}
+                written |= {shard.file for shard in stored.shards}
     except (FlashCkptError, OSError):
         return set()
-    if CONVERTED_FROM not in stored_manifest.description:
-        return set()
-    names = [
-        MANIFEST,
-        common_name(stored_manifest.save_id),
-        *(shard.file for shard in stored_manifest.shards),
-    ]
-    return {path for name in names if _is_file(path := directory / name)}
+    return {path for name in written if _is_file(path := directory / name)}
 
 
 def _is_file(path: Path) -> bool:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.catalog.directory import put_tracked
+from megatron_flashckpt.catalog.lineage import Tracked
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.convert.common import former_export
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import ConfigError, FlashCkptError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +131,21 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
     )
 
 
-def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
+def move_tracker(root: Path, iteration: int, *, megatron: bool = False, save_id: str = "") -> None:
     """Let the tracker of `root` name `iteration`, unless it names a later one.
 
     Called when the checkpoint is complete.
+
+    Args:
+        save_id: the save, if the checkpoint is of our own format.
     """
-    storage = open_storage(root)
-    tracked = tracked_iteration(storage)
+    store = open_store(root)
+    tracked = tracked_iteration(store)
     if tracked is None or tracked <= iteration:
         new_text = RELEASE if megatron and iteration == 0 else str(iteration)
-        storage.put(TRACKER, new_text.encode())
+        store.put(TRACKER, new_text.encode())
+        if save_id:
+            put_tracked(store, Tracked(iteration, save_id))
 
 
 def checkpoint_directory(root: Path, iteration: int, *, megatron: bool = False) -> Path:

@@ -7,15 +7,17 @@ import functools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.file_names import common_name
+from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
@@ -24,7 +26,7 @@ from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.store import Store
 
 #: Headers of shard files in the cache, at most.
 _KEPT_HEADERS = 256
@@ -43,14 +45,28 @@ _Name = tuple[str, str, tuple[int, ...]]
 """Kind, key, global shape."""
 
 
-def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
+def is_ours(directory: Path) -> bool:
+    """Return whether an iteration directory holds a committed save of ours, of any format."""
+    names = [path.name for path in directory.glob("*")]
+    return file_names.MANIFEST_OF_FORMAT_1 in names or any(
+        _is_committed(directory / file_names.end_name(save_id))
+        for save_id in file_names.ends_in(names)
+    )
+
+
+def _is_committed(end: Path) -> bool:
+    with end.open("rb") as file:
+        return kind_of(file.read(HEAD_NBYTES)) is End.COMMITTED
+
+
+def open_ours(store: Store, iteration: int, options: Options) -> Contents:
     """Return the committed checkpoint of `iteration`.
 
     Raises:
         NotCommittedError: no such checkpoint.
         CorruptCheckpointError: an element is missing or stored twice, or bytes were changed.
     """
-    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    stored = open_checkpoint(store, iteration)
     stored.check_whole()
     chunks = _Chunks(stored, options.memory_nbytes)
     tensors: dict[_Name, dict[Box, list[_Run]]] = defaultdict(lambda: defaultdict(list))
@@ -71,7 +87,7 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
                 box = piece.offset, piece.shape
                 tensors[name][box].append(run)
                 dtypes[name][box] = torch_dtype(piece.dtype)
-    place = f"{stored.place}/{common_name(stored.manifest.save_id)}"
+    place = f"{stored.place}/{file_names.common_name(stored.manifest.save_id)}"
     common = side_state_codec.decode_dict(stored.common(), place, side_state.COMMON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import uuid
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
-from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.shard_writer import write_shard
-from megatron_flashckpt.agent.tidying import CommittedSave, tidy
+from megatron_flashckpt.agent.alive import Admission
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.runs import new_run, open_run
+from megatron_flashckpt.agent.shard_writer import durable_shard
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import choose
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.common.options import Options
@@ -24,7 +28,18 @@ from megatron_flashckpt.convert.common.output_dir import (
     move_tracker,
     new_directory,
 )
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import (
+    common_name,
+    end_name,
+    iteration_dir,
+    run_file,
+    run_number,
+    save_name,
+)
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Box
@@ -33,8 +48,8 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.job_description import describe
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import Store
 
 
 @dataclasses.dataclass
@@ -52,30 +67,76 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
     """
     directory = checkpoint_directory(root, contents.iteration)
-    with new_directory(directory, overwrite=options.overwrite, mark=False) as fresh:
-        _write(contents, open_storage(fresh.parent), options.shard_nbytes)
-    move_tracker(root, contents.iteration)
+    with (
+        new_directory(directory, overwrite=options.overwrite, mark=False) as fresh,
+        _new_run(open_store(root)) as run,
+    ):
+        save_id = save_name(run.name, 1)
+        _write(contents, open_store(fresh.parent), run, save_id, options.shard_nbytes)
+    move_tracker(root, contents.iteration, save_id=save_id)
     return directory
 
 
-def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
-    pending = PendingSave(storage, contents.iteration, uuid.uuid4().hex[:12], 0.0)
+@contextlib.contextmanager
+def _new_run(store: Store) -> Iterator[RunObject]:
+    """Yield a run that has made the converted checkpoint; its object is deleted after an error.
+
+    The run continues the checkpoint that a load would choose now. So what counts in the directory
+    still counts, and the converted checkpoint counts, too.
+
+    Raises:
+        OtherWriterError: a job trains into the directory; its later saves would not count.
+    """
+    facts = read_facts(store)
+    candidates = choose(facts).candidates
+    save = candidates[0].save if candidates else None
+    ancestors = () if save is None else facts.runs.get(save.run, ())
+    wanted = new_run(save, ancestors, "scratch" if save is None else "storage", world_size=0)
+    run = open_run(Admission(store, "refuse", 0.0, _no_agent), wanted)
+    try:
+        yield run
+    except BaseException:  # Ctrl-C, too
+        store.delete([run_file(run_number(run.name))])
+        raise
+
+
+def _no_agent() -> AgentClient:
+    raise AgentError("a conversion has no agent")
+
+
+def _write(
+    contents: Contents, store: Store, run: RunObject, save_id: str, shard_nbytes: int
+) -> None:
     shards = _shards(contents, shard_nbytes)
+    records = []
     for rank, shard in enumerate(shards):
         state = side_state.frame(_rank_state(contents, shard.coordinates), rank, len(shards))
         pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
         positions = order(pieces)
         layout = PlanCache().layout([pieces[position] for position in positions])
-        meta = _meta(contents, storage, layout, rank, len(shards), shard.coordinates)
-        pending.metas[rank] = meta
+        meta = _meta(store, layout, rank, len(shards), shard.coordinates)
         boxes = [*shard.boxes, None]
         tensors = (
             state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
             for position in positions
         )
-        write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
-    commit(pending)
-    tidy(CommittedSave.of(pending))
+        durable = durable_shard(store, contents.iteration, save_id, meta, _chunks(tensors))
+        assert durable.record is not None
+        records.append(durable.record)
+    common = side_state.encode_common(contents.common)
+    merged = manifest.merge(
+        records,
+        world_size=len(shards),
+        description={**describe(contents.args), CONVERTED_FROM: contents.place},
+        common_digest=xxhash.xxh3_64_hexdigest(common),
+        ancestors=run.ancestors,
+        committed_at=time.time(),
+    )
+    directory = iteration_dir(contents.iteration)
+    end = f"{directory}/{end_name(save_id)}"
+    manifest.check(merged, f"{store.place}/{end}")
+    store.create(f"{directory}/{common_name(save_id)}", common)
+    store.create(end, manifest.encode_manifest(merged))
 
 
 def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
@@ -149,23 +210,19 @@ def _piece(tensor: GlobalTensor, box: Box) -> Piece:
 
 
 def _meta(
-    contents: Contents,
-    storage: Storage,
-    layout: Layout,
-    rank: int,
-    world_size: int,
-    coordinates: Coordinates,
+    store: Store, layout: Layout, rank: int, world_size: int, coordinates: Coordinates
 ) -> SlotMeta:
+    """Return what a shard's header and record state."""
     return SlotMeta(
-        root=storage.place,
+        root=store.place,
         rank=rank,
         world_size=world_size,
         coordinates=coordinates,
         template_fingerprint=layout.template_fingerprint,
         template=layout.template,
         placement=layout.placement,
-        common=side_state.encode_common(contents.common) if rank == 0 else b"",
-        description={**describe(contents.args), CONVERTED_FROM: contents.place},
+        common=b"",
+        description={},
     )
 
 

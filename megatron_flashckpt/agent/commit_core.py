@@ -1,0 +1,421 @@
+"""The end of one save on one node: a state machine without input, output, clock or thread.
+
+A save has one name for its end (`file_names.end_name`). Whoever creates it first decides: only a
+node that holds rank 0's part and has read the records of all ranks proposes a manifest; any node
+may propose that the save failed. After every create the name is read back and obeyed. So nodes
+differ in what they may propose, and never need to know what another node does at the moment.
+
+`CommitCore.note` takes an observation; `CommitCore.next` returns the next action. The driver
+(`committer.py`) carries it out and notes what it saw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from megatron_flashckpt.file_format.end import End, Failure
+
+#: Seconds for which the node of rank 0 retries storage errors that may pass, so that a dead disk
+#: does not block slots for the whole commit timeout. Other nodes wait for its decision.
+PATIENCE_S = 20.0
+#: Records wait for the other ranks of their node, to share a file, for a quarter of the save's time
+#: so far, within these bounds in seconds.
+_PUBLISH_S = (2.0, 10.0)
+#: First and longest pause after an error that may pass, in seconds.
+_RETRY_S = (0.5, 8.0)
+#: Seconds for which an end is proposed against an error that does not pass.
+_LASTING_S = 5.0
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How often a node asks storage for the end of a save: a property of the store."""
+
+    shortest_s: float = 0.02
+    longest_s: float = 1.0
+
+
+# ---------------------------------------------------------------------- observations
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A rank of this node has a part in the save."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Connected:
+    """Ranks of this node that will stage their part soon."""
+
+    ranks: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Durable:
+    """A rank's shard is durable."""
+
+    rank: int
+    is_recorded: bool = False
+    """True if a former agent has written the record, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenUp:
+    """The save is to fail: a part cannot be written, or training went on without the save."""
+
+    failure: Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """The records of these ranks are in storage."""
+
+    ranks: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Looked:
+    """The save has no end yet, as this node sees it."""
+
+    recorded: frozenset[int] = frozenset()
+    """Ranks of all nodes with a record, if the look was for records, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The end exists and was read."""
+
+    end: End
+    failure: Failure | None = None
+    is_durable: bool = False
+    """True if this node has created the name, so that it survives a power loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeDurable:
+    """The name of the end survives a power loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unseen:
+    """Shards with records are not visible. They may come late, or were removed."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """The action raised an error; it may have taken effect."""
+
+    text: str
+    may_pass: bool
+    lasts: bool = False
+    """True if only a person can remove the cause."""
+
+
+Observation = (
+    Joined
+    | Connected
+    | Durable
+    | GivenUp
+    | Recorded
+    | Looked
+    | Ended
+    | MadeDurable
+    | Unseen
+    | Trouble
+)
+
+
+# ---------------------------------------------------------------------- actions
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Nothing to do before this time, unless something is observed."""
+
+    until: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteRecords:
+    """Create the records of these ranks. Answer: `Recorded` or `Trouble`."""
+
+    ranks: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Ask for the end by name; list the records, too, if `records`.
+
+    Answer: `Ended`, `Looked` or `Trouble`.
+    """
+
+    records: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """Propose a manifest, from the records of all ranks, if every shard is there.
+
+    Answer: `Ended`, `Unseen` or `Trouble`.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Fail:
+    """Delete the shards of the ranks in `discarded`, then propose that the save failed.
+
+    These ranks have no record, so no node can make a checkpoint of the save. On a full disk, their
+    space is needed for the end. Answer: `Ended` or `Trouble`.
+    """
+
+    failure: Failure
+    discarded: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeDurable:
+    """Make the name of the end, which another agent has created, survive a power loss.
+
+    Answer: `MadeDurable` or `Trouble`.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Conclude:
+    """The save is over on this node: tell the trainers and free the slots. The last action."""
+
+    end: End | None
+    """None: storage has not answered, so the end is unknown; nothing may be removed."""
+    failure: Failure | None
+
+
+Action = Wait | WriteRecords | Look | Commit | Fail | MakeDurable | Conclude
+
+
+class CommitCore:
+    """One save on one node. Not thread-safe.
+
+    Args:
+        place: the save's directory, for messages.
+        world_size: number of ranks of the job.
+        staged_at: when the first rank of this node had its part in host memory.
+        timeout_s: seconds after which this node proposes that the save failed.
+    """
+
+    def __init__(
+        self, place: str, world_size: int, staged_at: float, timeout_s: float, pace: Pace
+    ) -> None:
+        self.ranks: set[int] = set()
+        self.durable: set[int] = set()
+        self._place = place
+        self._world_size = world_size
+        self._staged_at = staged_at
+        self._timeout_s = timeout_s
+        self._pace = pace
+        self._connected: frozenset[int] = frozenset()
+        #: Ranks whose records may be in storage: a create that raised may have taken effect.
+        self._proposed: set[int] = set()
+        self._recorded: set[int] = set()
+        self._publish_by: float | None = None
+        #: Ranks of all nodes with a record, at the last look; only on the node of rank 0.
+        self._listed: frozenset[int] = frozenset()
+        self._failure: Failure | None = None
+        self._end: Ended | None = None
+        self._next_at = staged_at
+        self._pause_s = pace.shortest_s
+        self._unseen_since: float | None = None
+        self._trouble: Trouble | None = None
+        self._troubled_since = 0.0
+
+    # ------------------------------------------------------------------ for others
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether further shards of this node are useless."""
+        return self._end is not None or self._failure is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the end is known, and is no manifest: files may be removed."""
+        return self._end is not None and self._end.end is End.FAILED
+
+    @property
+    def ended_elsewhere(self) -> bool:
+        """Return whether another agent has decided the end."""
+        return self._end is not None and not self._end.is_durable
+
+    @property
+    def recorded(self) -> frozenset[int]:
+        """Ranks of this node whose records may be in storage."""
+        return frozenset(self._proposed)
+
+    @property
+    def holds_rank_0(self) -> bool:
+        """Return whether this node may propose a manifest."""
+        return 0 in self.ranks
+
+    @property
+    def awaits_others(self) -> bool:
+        """Return whether only the parts of other nodes, or their commit, are missing."""
+        return self.ranks <= self._recorded and len(self.ranks) < self._world_size
+
+    def waits_for(self) -> str:
+        """Return what the save is waiting for, as far as this node knows."""
+        writing = sorted(self.ranks - self.durable)
+        if writing:
+            plural = "s" if len(writing) > 1 else ""
+            return (
+                f"the shards of {len(writing)} rank{plural} ({_few(writing)}) are still being "
+                f"written: {self._place} is slow, or hangs"
+            )
+        if self._trouble is not None:
+            return f"storage does not answer as it should: {self._trouble.text}"
+        if not self.ranks <= self._recorded:
+            return f"the commit records of this node cannot be written: {self._place} is slow"
+        if not self.holds_rank_0:
+            return "its end, from the node of rank 0, is missing"
+        missing = sorted(set(range(self._world_size)) - self._listed)
+        if not missing:
+            return f"{self._place} does not answer"
+        return (
+            f"the commit records of {len(missing)} of {self._world_size} ranks ({_few(missing)}) "
+            "are missing"
+        )
+
+    # ------------------------------------------------------------------ the machine
+
+    def note(self, now: float, seen: Observation) -> None:
+        """Take an observation.
+
+        Args:
+            now: seconds of a clock that is never set.
+        """
+        if not isinstance(seen, (Trouble, Joined, Connected, Durable, GivenUp)):
+            self._trouble = None  # storage has answered
+        match seen:
+            case Joined(rank):
+                self.ranks.add(rank)
+                self._at_once(now)
+            case Connected(ranks):
+                self._connected = ranks
+            case Durable(rank, is_recorded):
+                self.durable.add(rank)
+                if is_recorded:
+                    self._proposed.add(rank)
+                    self._recorded.add(rank)
+                elif self._publish_by is None:
+                    shortest_s, longest_s = _PUBLISH_S
+                    waited_s = (now - self._staged_at) / 4
+                    self._publish_by = now + min(max(waited_s, shortest_s), longest_s)
+                self._at_once(now)
+            case GivenUp(failure):
+                self._failure = self._failure or failure
+                self._at_once(now)
+            case Recorded(ranks):
+                self._recorded |= ranks
+                self._publish_by = None
+                self._at_once(now)
+            case Looked(recorded):
+                if recorded > self._listed:
+                    self._pause_s = self._pace.shortest_s
+                self._listed = recorded or self._listed
+                self._later(now)
+            case Ended():
+                self._end = self._end or seen
+                self._at_once(now)
+            case MadeDurable():
+                assert self._end is not None
+                self._end = dataclasses.replace(self._end, is_durable=True)
+            case Unseen(text):
+                self._unseen_since = self._unseen_since or now
+                if now - self._unseen_since > PATIENCE_S:
+                    self._failure = self._failure or Failure(failed=text)
+                self._listed = frozenset()
+                self._later(now)
+            case Trouble():
+                self._note_trouble(now, seen)
+
+    def _note_trouble(self, now: float, trouble: Trouble) -> None:
+        if self._trouble is None:
+            self._troubled_since, self._pause_s = now, _RETRY_S[0]
+        self._trouble = trouble
+        self._next_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+        if self.awaits_others and not self.holds_rank_0:
+            return  # the node of rank 0 decides, and storage may answer it
+        is_long = self.holds_rank_0 and now - self._troubled_since > PATIENCE_S
+        if not trouble.may_pass or is_long:
+            self._failure = self._failure or Failure(failed=trouble.text, lasts=trouble.lasts)
+
+    def _at_once(self, now: float) -> None:
+        if self._trouble is None:
+            self._next_at, self._pause_s = now, self._pace.shortest_s
+
+    def _later(self, now: float) -> None:
+        self._next_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._pace.longest_s)
+
+    def next(self, now: float) -> Action:
+        """Return what to do next; only the driver calls this, and reports what it saw to `note`."""
+        if self._end is not None and (self._end.is_durable or not self.holds_rank_0):
+            return Conclude(self._end.end, self._end.failure)
+        has_expired = now - self._staged_at > self._timeout_s
+        if self._end is None and has_expired and self._failure is None:
+            is_final = self.awaits_others and self._trouble is None
+            self._failure = Failure(failed=self.gave_up(), is_final=is_final)
+        if self._is_given_up(now, has_expired=has_expired):
+            return self._concluded_blind()
+        if now < self._next_at:
+            return Wait(self._next_at)
+        if self._end is not None:
+            return MakeDurable()
+        if self._failure is not None:
+            return Fail(self._failure, frozenset(self.ranks - self._proposed))
+        unrecorded = self.durable - self._recorded
+        if unrecorded and (self._all_durable() or now >= (self._publish_by or now)):
+            self._proposed |= unrecorded
+            return WriteRecords(frozenset(unrecorded))
+        if self.holds_rank_0 and len(self._listed) == self._world_size:
+            return Commit()
+        return Look(records=self.holds_rank_0 and self.ranks <= self._recorded)
+
+    def _all_durable(self) -> bool:
+        """Return whether no rank of this node will need a record of its own soon."""
+        awaited = {rank for rank in self._connected if rank < self._world_size}
+        return self.ranks | awaited <= self.durable
+
+    def _is_given_up(self, now: float, *, has_expired: bool) -> bool:
+        """Return whether storage has failed for so long that this node does not wait for the end.
+
+        The end may exist. So nothing is removed, and a later commit closes the save.
+        """
+        if self._trouble is None or (self._failure is None and self._end is None):
+            return False
+        patience_s = 2 * PATIENCE_S if self._trouble.may_pass else _LASTING_S
+        return has_expired or now - self._troubled_since > patience_s
+
+    def _concluded_blind(self) -> Conclude:
+        if self._end is not None:  # only its durability is unknown
+            return Conclude(self._end.end, self._end.failure)
+        assert self._failure is not None
+        return Conclude(None, self._failure)
+
+    def gave_up(self) -> str:
+        """Return the error of a save that was not committed in time."""
+        return (
+            f"{self._place}: gave up after {self._timeout_s:.0f} s: {self.waits_for()}; look at "
+            "that storage and at the agent logs of the nodes of these ranks, or raise "
+            "'agent.commit_timeout_s'"
+        )
+
+
+def _few(ranks: Collection[int]) -> str:
+    listed = list(ranks)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(map(str, listed[:_SHOWN])) + more

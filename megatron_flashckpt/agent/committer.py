@@ -1,0 +1,386 @@
+"""The driver of the pending saves: carries out what `commit_core` decides, and tells the trainers.
+
+One thread creates and reads names in storage. The node's lock guards all state; no storage is
+asked while it is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent import proposals
+from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.runs import why_overtaken
+from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.catalog.directory import later_run
+from megatron_flashckpt.catalog.history import PastSave, append
+from megatron_flashckpt.error_classes import may_pass, will_last
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+
+logger = logging.getLogger(__name__)
+
+#: Longest pause of the driver, in seconds: a connected rank may have gone meanwhile.
+_TICK_S = 0.2
+#: Longest wait of a leaving agent for the removal of files that its commits and crashes left.
+_TIDY_S = 10.0
+#: Seconds after the commit timeout until a save is concluded whose storage does not even answer.
+_HUNG_S = 3.0
+#: Failed saves whose failed ranks are remembered. Few saves are pending at a time.
+_FAILURES_KNOWN = 16
+_GIVEN_UP = "a crash interrupted it; training resumed from another checkpoint"
+
+
+class Committer:
+    """Pending saves of this node's ranks, and the thread that brings them to their end."""
+
+    def __init__(self, node: Node, janitor: Janitor) -> None:
+        self._node = node
+        self._janitor = janitor
+        self.pending: dict[str, PendingSave] = {}
+        self._closing = False
+        #: Ranks of this node whose part has failed, by save. Ranks may fail one by one: a rank may
+        #: stage its part of a save after that save has failed.
+        self._failed: dict[str, set[int]] = {}
+        self._thread = threading.Thread(target=self._drive, name="commit", daemon=True)
+
+    def start(self) -> None:
+        """Start the driver."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; return when running work has ended or storage keeps it from ending."""
+        with self._node.changed:
+            self._closing = True
+            self._node.changed.notify_all()
+        if not self.pending and not self._node.is_stuck():
+            self._thread.join(_TIDY_S)
+            self._janitor.close(_TIDY_S)
+
+    # ------------------------------------------------------------------ what others report
+
+    def join(self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str) -> PendingSave:
+        """Return the pending save that a rank's slot belongs to. The caller holds the lock."""
+        now = time.monotonic()
+        save = self.pending.get(save_id)
+        if save is None:
+            store = self._node.store_at(meta.root)
+            place = f"{store.place}/{file_names.iteration_dir(header.iteration)}"
+            timeout_s = self._node.options.commit_timeout_s
+            machine = CommitCore(place, meta.world_size, now, timeout_s, Pace())
+            save = PendingSave(store, header.iteration, save_id, header.save_id, now, machine)
+            self.pending[save_id] = save
+        save.metas[number] = meta
+        save.core.note(now, core.Joined(number))
+        self._node.changed.notify_all()
+        return save
+
+    def note(self, save: PendingSave, seen: core.Observation) -> None:
+        """Report what happened to a save. The caller holds the lock."""
+        save.core.note(time.monotonic(), seen)
+        self._node.changed.notify_all()
+
+    def run_opened(self, resumed: str | None) -> None:
+        """Give up the pending saves that no rank of the newest run completes.
+
+        These are the saves that are not of its history, and saves of it that not all ranks of this
+        node have staged: all ranks have started anew, so no further part will be staged. The caller
+        holds the lock.
+
+        Args:
+            resumed: the save that training resumes from; its parts may come from other nodes.
+        """
+        history = self._node.history
+        for save in self.pending.values():
+            counts = history is not None and history.holds(save.save)
+            is_staged = save.metas.keys() >= self._node.ranks.keys()
+            if save.staged_as != resumed and not (counts and is_staged):
+                save.is_given_up = True
+                self.note(save, core.GivenUp(Failure(failed=_GIVEN_UP, is_final=True)))
+
+    # ------------------------------------------------------------------ what others ask
+
+    def is_pending(self, iteration: int) -> bool:
+        with self._node.changed:
+            return any(save.iteration == iteration for save in self.pending.values())
+
+    def pending_ids(self) -> set[str]:
+        with self._node.changed:
+            return set(self.pending)
+
+    def is_over(self, save: PendingSave) -> bool:
+        """Return whether further shards of `save` are useless."""
+        with self._node.changed:
+            return self.pending.get(save.save_id) is not save or save.core.is_over
+
+    def open_saves(self, number: int) -> set[str]:
+        """Return the saves of a rank that have no result yet. The caller holds the lock.
+
+        Saves that an earlier connection of the rank staged are included. The rank may look for a
+        save in storage as soon as that save is no longer open.
+        """
+        staged = {save.staged_as for save in self.pending.values() if number in save.metas}
+        return self._node.ranks[number].awaited | staged
+
+    def queue_result(self, rank: Trainer, outcome: p.Outcome) -> None:
+        """Report `outcome` at the trainer's next poll, if that trainer staged the save."""
+        if outcome.save_id in rank.awaited:
+            rank.awaited.remove(outcome.save_id)
+            rank.report(outcome)
+        else:
+            # The rank has one open save less: it may look for the save in storage now.
+            rank.signal()
+
+    def watch(self) -> None:
+        """Report slow saves; conclude saves whose storage does not even answer the driver."""
+        with self._node.changed:
+            for save in list(self.pending.values()):
+                waited = time.monotonic() - save.staged_at
+                if waited > self._node.options.slow_save_s and not save.called_slow:
+                    save.called_slow = True
+                    reason = save.core.waits_for()
+                    notice = f"not durable {waited:.0f} s after it was staged: {reason}"
+                    logger.warning("iteration %d: %s", save.iteration, notice)
+                    # Rank 0 gets the notice for the job, and the first slow rank gets it for its
+                    # node.
+                    slow = sorted(save.metas.keys() - save.core.durable)[:1]
+                    for number in {*slow, 0} & save.metas.keys():
+                        self._node.ranks[number].report(p.Notice(save.iteration, notice))
+                if waited > self._node.options.commit_timeout_s + _HUNG_S:
+                    self._conclude(save, None, Failure(failed=save.core.gave_up()))
+
+    # ------------------------------------------------------------------ the driver
+
+    def _drive(self) -> None:
+        while True:
+            with self._node.changed:
+                if self._closing:
+                    return
+                saves = list(self.pending.values())
+                if not saves:
+                    self._node.changed.wait(_TICK_S)
+                    continue
+            until = min(self._advance(save) for save in saves)
+            with self._node.changed:
+                is_unchanged = saves == list(self.pending.values())
+                pause_s = until - time.monotonic()
+                if is_unchanged and pause_s > 0:
+                    # A random pause keeps thousands of nodes from asking for one end at once.
+                    self._node.changed.wait(min(pause_s * random.uniform(1, 1.25), _TICK_S))
+
+    def _advance(self, save: PendingSave) -> float:
+        """Carry out actions of one save until it has to wait; return until when."""
+        while True:
+            with self._node.changed:
+                if self.pending.get(save.save_id) is not save:  # concluded without this thread
+                    return 0.0
+                now = time.monotonic()
+                save.core.note(now, core.Connected(frozenset(self._connected())))
+                action = save.core.next(now)
+            if isinstance(action, core.Wait):
+                return action.until
+            if isinstance(action, core.Conclude):
+                self._finish(save, action)
+                return 0.0
+            with self._node.traces.recording(save.iteration, save.save_id, None):
+                seen = self._carried_out(save, action)
+            with self._node.changed:
+                save.core.note(time.monotonic(), seen)
+
+    def _connected(self) -> set[int]:
+        """Return the ranks of this node whose trainers are connected. The lock is held."""
+        ranks = self._node.ranks.items()
+        return {number for number, rank in ranks if rank.connection is not None}
+
+    def _carried_out(self, save: PendingSave, action: core.Action) -> core.Observation:
+        """Carry out one action; return what was seen. Never raises."""
+        try:
+            return self._attempt(save, action)
+        except proposals.MissingShardsError as error:
+            logger.warning("iteration %d: trying again: %s", save.iteration, error)
+            return core.Unseen(str(error))
+        except (FlashCkptError, OSError) as error:
+            passes = may_pass(error) and not isinstance(error, CorruptCheckpointError)
+            if passes:
+                logger.warning("iteration %d: trying again: %s", save.iteration, error)
+            return core.Trouble(str(error), passes, will_last(error))
+        except Exception as error:  # otherwise the driver would end
+            logger.exception("iteration %d", save.iteration)
+            return core.Trouble(f"{save.place}: {type(error).__name__}: {error}", False)
+
+    def _attempt(self, save: PendingSave, action: core.Action) -> core.Observation:
+        store, iteration, save_id = save.store, save.iteration, save.save_id
+        match action:
+            case core.WriteRecords(ranks):
+                with self._node.changed:
+                    records = [save.records[rank] for rank in sorted(ranks)]
+                proposals.create_records(store, records)
+                return core.Recorded(ranks)
+            case core.Look(with_records):
+                if (overtaken := self._overtaken(save)) is not None:
+                    return core.GivenUp(overtaken)
+                if (ended := proposals.look(store, iteration, save_id)) is not None:
+                    return ended
+                if not with_records:
+                    return core.Looked()
+                names = [entry.name for entry in store.list(save.directory)]
+                return core.Looked(
+                    frozenset(file_names.ranks_with_record(names, save_id, save.world_size))
+                )
+            case core.Commit():
+                hit("commit.ready")
+                names = [entry.name for entry in store.list(save.directory)]
+                ended, merged = proposals.propose_manifest(
+                    store, iteration, save_id, save.metas[0], names
+                )
+                save.cost = merged.cost
+                return ended
+            case core.Fail(failure, discarded):
+                remove_own(store, iteration, save_id, discarded)
+                return proposals.propose_failure(store, iteration, save_id, failure)
+            case core.MakeDurable():
+                store.make_durable(save.end)
+                return core.MadeDurable()
+            case _:
+                raise AssertionError(action)
+
+    def _overtaken(self, save: PendingSave) -> Failure | None:
+        """Return why the save is useless if a later run has started elsewhere. Asked once."""
+        number = self._node.run_number
+        if save.has_looked_for_runs or not save.core.holds_rank_0 or not number:
+            return None
+        later = later_run(save.store, number)
+        save.has_looked_for_runs = True
+        if later is None:
+            return None
+        return Failure(failed=why_overtaken(save.store, later), is_final=True)
+
+    # ------------------------------------------------------------------ the result
+
+    def _finish(self, save: PendingSave, result: core.Conclude) -> None:
+        """Do what follows from the end of a save, then tell the trainers."""
+        end, failure = result.end, result.failure
+        previous: int | None = None
+        if end is End.COMMITTED and save.core.holds_rank_0:
+            previous, failure = self._track(save)
+        if failure is not None:
+            level = logging.INFO if save.is_given_up else logging.ERROR
+            logger.log(level, "iteration %d was not saved: %s", save.iteration, failure.failed)
+            hit("save.failed")
+        if end is End.FAILED:
+            # Free the space before trainers learn the result: on a full disk the next save needs
+            # it.
+            self._remove_own(save)
+        is_again = save.save_id != save.staged_as
+        if save.core.holds_rank_0 and not save.is_given_up and not (is_again and failure):
+            self._enter_into_history(save, failure)
+        with self._node.changed:
+            written = set(save.core.durable)
+            self._conclude(save, end, failure)
+            is_late = save.core.durable != written
+        if end is End.FAILED and is_late:
+            # These shards were written while the others were being removed.
+            self._remove_own(save)
+        self._node.traces.write(save.save_id)
+        if end is End.COMMITTED and failure is None and save.core.holds_rank_0:
+            self._janitor.after_commit(
+                CommittedSave.of(save.store, save.save, save.metas[0], previous)
+            )
+
+    def _track(self, save: PendingSave) -> tuple[int | None, Failure | None]:
+        """Move the tracker to a committed save, if loads will count it.
+
+        Returns:
+            The iteration that the tracker named before, and why the save does not count.
+        """
+        with self._node.changed:
+            history, number = self._node.history, self._node.run_number
+            leads = self._node.leads
+        try:
+            later = later_run(save.store, number) if number else None
+            if later is not None:
+                return None, Failure(failed=why_overtaken(save.store, later), is_final=True)
+            if history is not None and not (leads and history.holds(save.save)):
+                return None, None
+            return moved_tracker(save.store, save.save), None
+        except (FlashCkptError, OSError) as error:
+            # The end counts, not the tracker: loads of this package find the checkpoint.
+            text = f"the checkpoint is committed, but its tracker was not written: {error}"
+            logger.error("iteration %d: %s", save.iteration, text)
+            with self._node.changed:
+                self._node.ranks[0].report(p.Notice(save.iteration, text))
+            return None, None
+
+    def _remove_own(self, save: PendingSave) -> None:
+        remove_own(save.store, save.iteration, save.save_id, frozenset(save.metas))
+
+    def remove_late(self, save: PendingSave, number: int) -> None:
+        """Delete the shard of a rank that was written after its save had failed."""
+        with self._node.changed:
+            must_go = save.core.has_failed
+        if must_go:
+            remove_own(save.store, save.iteration, save.save_id, frozenset({number}))
+
+    def _enter_into_history(self, save: PendingSave, failure: Failure | None) -> None:
+        """Append the result of a save to the history, for people."""
+        past = PastSave(
+            iteration=save.iteration,
+            save_id=save.save_id,
+            ended_at=time.time(),
+            seconds=time.monotonic() - save.staged_at,
+            error=None if failure is None else failure.failed,
+            world_size=save.world_size,
+            cost=save.cost,
+        )
+        append(save.store, past, self._node.options.history)
+
+    def _conclude(self, save: PendingSave, end: End | None, failure: Failure | None) -> None:
+        """Mark the slots and queue the result for trainers, once. The caller holds the lock."""
+        if self.pending.get(save.save_id) is not save:
+            return  # concluded earlier, while storage did not answer
+        seconds = time.monotonic() - save.staged_at
+        if failure is None:
+            logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
+        del self.pending[save.save_id]
+        is_final = failure is not None and failure.is_final
+        outcome = p.Outcome(
+            save.iteration,
+            save.save_id,
+            None if failure is None else failure.failed,
+            seconds,
+            cost=save.cost,
+            failed_ranks=tuple(sorted(self._failed_ranks(save))),
+            lasts=failure is not None and failure.lasts,
+            held=failure is not None and not (is_final or save.is_given_up),
+        )
+        state = SlotState.DURABLE if failure is None else SlotState.FAILED
+        if save.is_given_up:
+            state = SlotState.EMPTY
+        for number in save.metas:
+            rank = self._node.ranks[number]
+            self.queue_result(rank, outcome)
+            if rank.slots is not None:
+                rank.slots.mark(save.staged_as, state, is_final=is_final)
+        hit("save.marked")
+        self._node.changed.notify_all()
+
+    def _failed_ranks(self, save: PendingSave) -> set[int]:
+        """Return the ranks of this node whose part has failed so far. The caller holds the lock."""
+        if not save.failed:
+            return set()
+        failed = self._failed.setdefault(save.save_id, set())
+        failed |= save.failed
+        while len(self._failed) > _FAILURES_KNOWN:
+            del self._failed[next(iter(self._failed))]
+        return failed

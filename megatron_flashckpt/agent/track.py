@@ -1,0 +1,45 @@
+"""Megatron's tracker, as the agent of rank 0 moves it, and its twin.
+
+The tracker belongs to Megatron and to people, who edit it. Its twin `flashckpt/tracker.json` repeats
+what this package last wrote, so that a lower tracker is recognized as a person's wish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from megatron_flashckpt.catalog import directory
+from megatron_flashckpt.catalog.lineage import Save, Tracked
+from megatron_flashckpt.catalog.tracker import tracked_iteration
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.tracing import phase
+
+
+def moved_tracker(store: Store, save: Save) -> int | None:
+    """Let the tracker name a committed save, unless it names a later one of the same run.
+
+    Called by the agent of rank 0 of the newest run, after a look for a later run.
+
+    Returns:
+        The iteration that the tracker named before; None if none.
+
+    Raises:
+        StorageError: the tracker cannot be written.
+    """
+    former = directory.tracked(store)
+    if former is not None:
+        named = Save(former.iteration, former.save_id)
+        if named.run == save.run and named.order > save.order:
+            return None
+    previous = None
+    with contextlib.suppress(FlashCkptError):  # a link or a directory in its place
+        previous = tracked_iteration(store)
+    with phase("tracker"):
+        store.put(file_names.TRACKER, str(save.iteration).encode())
+        hit("commit.tracker")
+        directory.put_tracked(store, Tracked(save.iteration, save.save_id))
+    hit("commit.tracked")
+    return previous
