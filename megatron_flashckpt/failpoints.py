@@ -85,19 +85,16 @@ POINTS = {
     "commit.manifest": ("agent.commit", "the manifest is durable; the tracker has not moved"),
     "commit.tracker": ("agent.commit", "the tracker names this checkpoint; no file is tidied up"),
     "save.failed": ("agent.commit_thread", "a save has failed for good; its files exist"),
-    "forget.file": ("agent.failed_save", "one more file of a failed save is removed"),
+    "forget.file": ("agent.janitor", "a node has removed its files of a failed save"),
     "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; trainers do not know"),
-    # The agent, tidying up after a commit. Its trainers may know the result.
-    "leftover.file": ("agent.cleanup", "one more orphaned file is removed"),
-    "commit.tidy": ("agent.tidying", "the directory holds only files of the checkpoint"),
-    "retain.chosen": ("catalog.retention", "an older checkpoint is selected; it is complete"),
-    "retain.hidden": (
-        "catalog.retention",
-        "its manifest is moved next to the tracker; its files exist",
-    ),
-    "retain.file": ("catalog.retention", "one more of its files is deleted"),
-    "retain.deleted": ("catalog.retention", "its directory is deleted; the moved manifest exists"),
-    "commit.done": ("agent.tidying", "the commit is complete, and storage is tidied up"),
+    # The janitor, after a commit. Trainers may know the result.
+    "leftover.ended": ("agent.janitor", "a save of a dead run has a failed end; its files exist"),
+    "leftover.deleted": ("agent.janitor", "the files of a failed save are deleted; its end is not"),
+    "commit.tidy": ("agent.janitor", "unfinished saves that the commit has passed are removed"),
+    "retain.chosen": ("agent.janitor", "an older checkpoint is selected; it is complete"),
+    "retain.hidden": ("agent.janitor", "its end is deleted; its files exist"),
+    "retain.failed": ("agent.janitor", "its end says failed; its files exist"),
+    "commit.done": ("agent.janitor", "the commit is complete, and storage is tidied up"),
     # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
     "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),
     "send.begun": ("agent.peers.sender", "a holder has allocated its part; no data was sent"),

@@ -1,9 +1,9 @@
-"""History of a job's last saves: a file in the save directory with one line per save.
+"""History of a job: its last saves and its starts, one line each in `flashckpt/history.jsonl`.
 
 Manifests hold the timings of committed saves. The history also records saves that failed, or that
-retention has removed since. The committing agent replaces the file atomically, which any storage
-supports. `flashckpt report` reads it, and agents that adopt the slots of another agent; loads do
-not.
+retention has removed since, and from where each run has resumed. The agent of rank 0 replaces the
+file; `flashckpt report` reads it. No load and no commit depends on it, so its errors are only
+logged.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import logging
 
 import msgspec
 
-from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
 from megatron_flashckpt.file_format.file_names import HISTORY
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import SaveCost
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MAX_NBYTES = 2**24
 
 
-class PastSave(msgspec.Struct, frozen=True, kw_only=True):
+class PastSave(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="save"):
     """Save to storage that was committed or has failed."""
 
     iteration: int
@@ -39,66 +39,87 @@ class PastSave(msgspec.Struct, frozen=True, kw_only=True):
     cost: SaveCost | None = None
 
 
-def append(storage: Storage, save: PastSave, keep: int) -> None:
-    """Add a save to the history, which keeps the last `keep` saves (0: no history).
+class PastStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="start"):
+    """Start of the job: an agreed load, or the first save of a job that loads nothing."""
+
+    run: str
+    started_at: float
+    """Seconds since 1970."""
+    save_id: str | None = None
+    """The save that the run resumed from; None: from scratch, or a foreign checkpoint."""
+    iteration: int = 0
+    """Iteration that the run resumed from; 0: from scratch."""
+    source: str = "scratch"
+    """`memory`, `storage` or `scratch`."""
+    host: str = ""
+    world_size: int = 0
+
+    @classmethod
+    def of(cls, run: RunObject) -> PastStart:
+        """Return the start of a run."""
+        return cls(
+            run=run.name,
+            started_at=run.opened_at,
+            save_id=run.save_id,
+            iteration=run.iteration,
+            source=run.source,
+            host=run.host,
+            world_size=run.world_size,
+        )
+
+
+_EVENT = msgspec.json.Decoder(PastSave | PastStart)
+
+
+def append(store: Store, event: PastSave | PastStart, keep: int) -> None:
+    """Add a save or a start to the history, which keeps the last `keep` of each (0: no history).
 
     Logs errors and never raises: a failed note must not fail a checkpoint.
     """
     if not keep:
         return
     try:
-        lines = [*_lines(storage), msgspec.json.encode(save)][-keep:]
-        text = b"".join(line + b"\n" for line in lines)
-        storage.put(HISTORY, text, durable="contents")  # a power loss may lose the line
+        past = [*_read(store), event]
+        # Many starts in a row, of a job that crashes at once, must not push out the saves.
+        starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
+        saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
+        kept = sorted([*starts[-keep:], *saves[-keep:]])
+        store.put(HISTORY, b"".join(msgspec.json.encode(past[n]) + b"\n" for n in kept))
     except (FlashCkptError, OSError) as error:
-        logger.warning("%s/%s was not updated: %s", storage.place, HISTORY, error)
+        logger.warning("%s/%s was not updated: %s", store.place, HISTORY, error)
 
 
-_PAST_SAVE = msgspec.json.Decoder(PastSave)
+def read(store: Store) -> list[PastSave]:
+    """Return the saves in the history, oldest first; see `events`."""
+    return [past for past in events(store) if isinstance(past, PastSave)]
 
 
-def read(storage: Storage) -> list[PastSave]:
-    """Return the saves in the history, oldest first; lines that cannot be decoded are skipped.
+def events(store: Store) -> list[PastSave | PastStart]:
+    """Return saves and starts, oldest first; lines that cannot be decoded are skipped.
 
     A link, a directory or an unreadable file in its place counts as no history, with a warning.
-
-    Raises:
-        OSError: storage reports an error that may pass.
     """
-    saves: list[PastSave] = []
     try:
-        lines = _lines(storage)
+        return _read(store)
     except (FlashCkptError, OSError) as error:
-        if may_pass(error):
-            raise
         logger.warning("the history of saves cannot be read: %s", error)
-        return saves
-    for line in lines:
-        try:
-            saves.append(_PAST_SAVE.decode(line))
-        except UNDECODABLE:
-            continue
-    return saves
+        return []
 
 
-def past_save(storage: Storage, save_id: str) -> PastSave | None:
-    """Return the history's entry of one save; None if there is none.
-
-    A rank whose agent was killed may connect late to the next agent. The save that the rank staged
-    may have been committed meanwhile with its durable shard, and removed by retention. To write
-    the shard again would wait forever for the shards of other ranks.
-
-    Raises:
-        OSError: storage reports an error that may pass.
-    """
-    return next((past for past in read(storage) if past.save_id == save_id), None)
-
-
-def _lines(storage: Storage) -> list[bytes]:
-    """Return the last lines of the file, `_MAX_NBYTES` at most."""
+def _read(store: Store) -> list[PastSave | PastStart]:
+    """Return the events in the last `_MAX_NBYTES` of the file; none if it is missing."""
+    entry = store.stat(HISTORY)
+    if entry is None:
+        return []
+    start = max(0, entry.nbytes - _MAX_NBYTES)
     try:
-        start = max(0, storage.size(HISTORY) - _MAX_NBYTES)
-        lines = storage.read(HISTORY, start, _MAX_NBYTES).splitlines()
+        lines = store.get(HISTORY, start, _MAX_NBYTES).splitlines()
     except FileNotFoundError:
         return []
-    return lines[1:] if start else lines  # the first one may be cut
+    decoded: list[PastSave | PastStart] = []
+    for line in lines[1:] if start else lines:  # the first one may be cut
+        try:
+            decoded.append(_EVENT.decode(line))
+        except UNDECODABLE:
+            continue
+    return decoded

@@ -1,7 +1,7 @@
-"""`flashckpt report`: timings and failures of a job's saves, and the rules that keep checkpoints.
+"""`flashckpt report`: a job's saves and starts, and the rules that keep checkpoints.
 
-Manifests hold the timings of committed saves; the history file adds saves that failed or were
-removed since. The command needs neither torch nor a running job.
+Manifests hold the timings of committed saves; the history adds saves that failed or were
+removed since, and the starts of the job. The command needs neither torch nor a running job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import FlashCkptError, NotCommittedError, for_listing
 from megatron_flashckpt.layout.save_cost import SaveCost
 
-REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
+REMOVED, REPLACED, FAILED, STARTED = "removed", "replaced", "failed", "started"
 _PNG = b"\x89PNG\r\n\x1a\n"
 #: Most saves that a drawing shows: more bars would be thinner than a pixel.
 _MAX_BARS = 200
@@ -49,15 +49,18 @@ _PHASES = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Save to storage, with its state and timings."""
+    """Save to storage, with its state and timings, or a start of the job."""
 
     iteration: int
+    """Of a start: the iteration that the job resumed from; 0: from scratch."""
     save_id: str | None
-    """None if the manifest cannot be read and the history lacks the save."""
+    """None if the manifest cannot be read and the history lacks the save; of a start: the save that
+    the job resumed from."""
     state: str
-    """`failed`, `removed`, `replaced`, or the state of its directory that `flashckpt ls` shows."""
+    """`started`, `failed`, `removed`, `replaced`, or the state of its directory that `flashckpt ls`
+    shows."""
     ended_at: float | None
-    """Seconds since 1970."""
+    """Seconds since 1970; of a start: its time."""
     cost: SaveCost | None = None
     """Timings; None if the save failed, or its trainers ended before they reported."""
     gb_per_s: float | None = None
@@ -72,10 +75,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def rows(
     entries: list[listing.IterationEntry],
-    past: list[history.PastSave],
+    past: list[history.PastSave | history.PastStart],
     reasons: dict[int, list[str]],
 ) -> list[Row]:
-    """Return all saves in storage and in the history, in the order in which they ended.
+    """Return all saves in storage and in the history, and the starts, in order of time.
 
     Args:
         entries: the iteration directories.
@@ -101,7 +104,11 @@ def rows(
             )
         )
     # Of two lines with one save id the later wins: an agent that replaced another one wrote it.
-    former_saves = {save.save_id: save for save in past if save.save_id not in stored}
+    former_saves = {
+        save.save_id: save
+        for save in past
+        if isinstance(save, history.PastSave) and save.save_id not in stored
+    }
     for save in former_saves.values():
         if save.error is not None:
             state, remark = FAILED, ""
@@ -119,7 +126,8 @@ def rows(
                 remark=remark,
             )
         )
-    listed = {row.iteration for row in result if row.state not in (REMOVED, REPLACED)}
+    result += [_start(start) for start in past if isinstance(start, history.PastStart)]
+    listed = {row.iteration for row in result if row.state not in (REMOVED, REPLACED, STARTED)}
     result += [
         Row(
             iteration=entry.iteration,
@@ -134,6 +142,18 @@ def rows(
         and entry.iteration not in listed
     ]
     return sorted(result, key=lambda row: (row.ended_at or 0.0, row.iteration))
+
+
+def _start(start: history.PastStart) -> Row:
+    origin = {"memory": "resumed from memory", "storage": "resumed from storage"}
+    return Row(
+        iteration=start.iteration,
+        save_id=start.save_id,
+        state=STARTED,
+        ended_at=start.started_at,
+        remark=f"run {start.run}, {counted(start.world_size, 'rank')}, "
+        f"{origin.get(start.source, 'from scratch')}",
+    )
 
 
 def _state_and_remark(entry: listing.IterationEntry | None) -> tuple[str, str]:
@@ -167,7 +187,7 @@ def kept_by(
     commits = [
         entry.commit
         for entry in entries
-        if entry.commit is not None and entry.state != listing.OFF_LINEAGE
+        if entry.commit is not None and entry.state == listing.COMMITTED
     ]
     return why_kept(
         commits, rules, retain_interval=None, tracked=tracked, previous=None, now=time.time()
@@ -176,7 +196,9 @@ def kept_by(
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `report` to the argparse subparsers `subparsers`."""
-    parser = subparsers.add_parser("report", help="show timings and failures of a job's saves")
+    parser = subparsers.add_parser(
+        "report", help="show timings and failures of a job's saves, and its starts"
+    )
     parser.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
     parser.add_argument("--json", action="store_true", help=json_help(list[Row]))
     parser.add_argument("--png", metavar="FILE", help="draw a timeline (needs matplotlib)")
@@ -193,14 +215,14 @@ def run(args: argparse.Namespace, out: Console) -> int:
         store = listing.save_directory(args.directory)
         entries = [entry for entry in listing.checkpoints(store) if entry.iteration is not None]
         reasons = kept_by(entries, tracked_iteration(store))
-        report_rows = rows(entries, history.read(store), reasons or {})
+        report_rows = rows(entries, history.events(store), reasons or {})
     if not report_rows:
         raise NotCommittedError(
             f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "
             "give Megatron's --save directory"
         )
     if args.png:  # before the output, which is empty after an error
-        draw(report_rows, args.png, args.directory)
+        draw([row for row in report_rows if row.state != STARTED], args.png, args.directory)
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
         return 0
@@ -223,7 +245,8 @@ def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     damaged = f", {problems} damaged or unreadable" if problems else ""
     costs = sorted(row.cost.blocked_s for row in report_rows if row.cost is not None)
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
-    say(out, f"{counted(len(report_rows), 'save')}, {failed}{damaged}{median}")
+    saves = counted(sum(row.state != STARTED for row in report_rows), "save")
+    say(out, f"{saves}, {failed}{damaged}{median}")
 
 
 def _tables(report_rows: list[Row], remarks: list[str], *, with_rules: bool) -> Iterator[Columns]:

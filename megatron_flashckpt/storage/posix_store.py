@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 #: Object that tells a directory from one that gets its inode number after it was removed.
 STORE_ID = "flashckpt/store-id"
 #: Times that a directory is made for one write, while other processes remove it as empty.
-_ATTEMPTS = 5
+_ATTEMPTS = 20
 #: Suffix of the directory that decides a name where a file system has no hard links.
 _DECIDED = ".decided"
 #: The file in such a directory.
@@ -239,15 +239,20 @@ class PosixStore:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with storage_errors(path, "write", makes=True):
-                    self._make_directory(parent_of(name))
-                    return write(path)
+                    changed = self._make_directory(parent_of(name))
+                    result = write(path)
+                    for directory in changed:
+                        sync_directory(directory)
+                    return result
             except StorageError as error:
                 if error.errno != errno.ENOENT or attempt == _ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
 
-    def _make_directory(self, directory: str) -> None:
-        """Make `directory`, and the root if this store has never seen it; the name is durable.
+    def _make_directory(self, directory: str) -> builtins.list[Path]:
+        """Make `directory`, and the root if this store has never seen it.
+
+        Returns the directories with a new name, which is not durable yet.
 
         Raises:
             StorageError: the root is away, or something else stands where a directory should be.
@@ -266,13 +271,14 @@ class PosixStore:
             )
         self._check_no_link(directory)
         parts = directory.split("/") if directory else []
-        path = self._root
+        path, changed = self._root, []
         for part in parts:
             parent, path = path, path / part
             if not path.is_dir():
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
-                sync_directory(parent)
+                changed.append(parent)
+        return changed
 
     def _look_at_root(self) -> int | None:
         """Return the inode number of the root; None if it is missing."""
@@ -293,15 +299,15 @@ class PosixStore:
         with storage_errors(path, "delete"):
             if _rmdir(path):
                 return True
-            hidden = []
+            temporaries = []
             with contextlib.suppress(FileNotFoundError), os.scandir(path) as scanned:
                 for entry in scanned:
                     # Ends at the first other name: thousands of nodes delete their own shards.
-                    if not _is_hidden(entry.name):
+                    if parse_temporary_name(entry.name) is None:
                         return False
-                    hidden.append(path / entry.name)
-            for temporary in hidden:
-                _remove_hidden(temporary)
+                    temporaries.append(path / entry.name)
+            for temporary in temporaries:
+                _remove_hidden(temporary)  # a create that is not dead begins again
             return _rmdir(path)
 
 
@@ -383,10 +389,14 @@ def _remove_hidden(path: Path) -> None:
     """Remove a file with a temporary name, or a directory of `_decide`; it may be missing."""
     try:
         path.unlink(missing_ok=True)
-    except (IsADirectoryError, PermissionError):
+    except IsADirectoryError:
+        # Renamed first: a directory of `_decide` is never seen empty, because an empty one is
+        # replaced by the next draft.
+        removed = path.with_name(temporary_name("removed"))
         with contextlib.suppress(FileNotFoundError):
-            (path / _OBJECT).unlink(missing_ok=True)
-            path.rmdir()
+            path.rename(removed)
+            (removed / _OBJECT).unlink(missing_ok=True)
+            removed.rmdir()
 
 
 def _open_to_read(path: Path) -> int:

@@ -85,7 +85,7 @@ class MemoryBackend:
 
 
 class FaultyStore:
-    """Each call fails twice: before it has an effect, and afterwards, as if its answer were lost."""
+    """Each call fails twice: before it has an effect, and after it, as if the answer were lost."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -386,22 +386,19 @@ def test_delete_removes_directories_that_became_empty(backend):
 
 def test_objects_may_be_created_while_their_directory_is_deleted(backend):
     """The last object of a directory goes while another process creates the next one."""
-    names = [f"d/{number}" for number in range(60)]
 
-    def delete_all() -> None:
-        for _ in range(200):
-            backend.store.delete(["d/other"])
-
-    with ThreadPoolExecutor() as pool:
-        deleting = pool.submit(delete_all)
-        for name in names:
+    def come_and_go(worker: int) -> None:
+        for number in range(20):
+            name = f"d/{worker}-{number}"
             backend.store.create(name, b"x")
             backend.store.delete([name])
             writer = backend.store.writer(name, 1)
             writer.write_at(0, b"y")
             writer.finish()
             backend.store.delete([name])
-        deleting.result()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(come_and_go, range(4)))
     assert backend.contents() == {}
 
 

@@ -1,0 +1,490 @@
+"""The janitor: the only code besides the store that deletes anything in a save directory.
+
+It works after a commit and once after an agreed load, only in the agent of rank 0 of the newest
+run. Looking for a later run right before each removal, it stops at the first one, which may have
+resumed from what was to be removed.
+
+Nothing is judged by absence. A save without an end may be committed by an agent that nobody knows
+of; so the janitor creates a failed end first, which decides. Then the save's files go at once, and
+the end last, when no node can be waiting for it any more. A committed checkpoint that no rule keeps
+loses its end, gets a failed one, and goes in the same way. Whatever instant a process is killed at,
+the next janitor goes on from what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from megatron_flashckpt.catalog.directory import later_run
+from megatron_flashckpt.catalog.iteration_files import (
+    IterationFiles,
+    KnownManifests,
+    SaveFiles,
+    iterations_in,
+    read_iteration,
+)
+from megatron_flashckpt.catalog.lineage import History, Save
+from megatron_flashckpt.catalog.retention import (
+    Stored,
+    newest_of,
+    steady_time,
+    why_each_is_kept,
+)
+from megatron_flashckpt.catalog.tracker import tracked_before_commit
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, for_listing
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import (
+    HEAD_NBYTES,
+    End,
+    Failure,
+    encode_failure,
+    kind_of,
+)
+from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.storage.parallel import for_all
+from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.tracing import phase
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8
+#: Prefix of NFS for a deleted file that a process on the same node still has open.
+_OPEN_ELSEWHERE = ".nfs"
+_DEAD = Failure(failed="the job that began this save has ended or gone on; no agent completes it")
+_EXPIRED = Failure(
+    failed="the checkpoint was removed, because no rule of 'retention' keeps it", was_removed=True
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommittedSave:
+    """Facts of a committed save that its removals need: some hundred bytes.
+
+    While storage hangs in a removal, further committed saves queue here. Template and common state
+    of one save may take megabytes, so they are not kept.
+    """
+
+    store: Store
+    iteration: int
+    save_id: str
+    history: History
+    """Of the newest run, whose rank 0 this agent has."""
+    rules: Retention
+    retain_interval: int | None
+    previous: int | None
+    """The iteration that the tracker named before this save."""
+    resumed: Save | None
+    """The save that the run has resumed from; it stays until a later one is durable."""
+
+
+class _OvertakenError(FlashCkptError):
+    """A later run has started; it decides what is removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One walk of the janitor, for one run."""
+
+    store: Store
+    history: History
+    resumed: Save | None
+    committed: str | None
+    """The save after whose commit the janitor works; None: after the start of the run."""
+
+    @property
+    def number(self) -> int:
+        return file_names.run_number(self.history.run)
+
+    def look(self) -> None:
+        """Raise _OvertakenError if a later run has started. Called right before each removal."""
+        if (run := later_run(self.store, self.number)) is not None:
+            raise _OvertakenError(f"run {run.name} has started and decides what is removed")
+
+    def is_later(self, save_id: str) -> bool:
+        """Return whether a save is of a later run."""
+        return file_names.run_number(file_names.run_of(save_id)) > self.number
+
+    def is_dead(self, save: Save, newest: int) -> bool:
+        """Return whether no agent needs to end a save, which is not pending with this one.
+
+        Args:
+            newest: iteration of the newest whole checkpoint of the history.
+        """
+        if save == self.resumed:
+            return newest > save.iteration
+        if save.run != self.history.run:
+            return not self.is_later(save.save_id)
+        return self.committed is not None and save.order[1] < Save(0, self.committed).order[1]
+
+
+class _Look(NamedTuple):
+    """What the janitor remembers of an iteration directory."""
+
+    again_at: float
+    """Time of the next look, by the janitor's clock; infinite: the directory is settled."""
+    stored: tuple[Stored, ...]
+
+
+class Janitor:
+    """Removes what no run needs, on one thread.
+
+    A directory is listed once per start of the job, and again only while something in it is not
+    settled.
+    """
+
+    def __init__(
+        self,
+        pending: Callable[[], Collection[str]] = tuple,
+        deadline_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Touch nothing; `start` starts the thread.
+
+        Args:
+            pending: returns the saves that this agent has pending, of whatever run.
+            deadline_s: seconds that a node waits for the end of a save (`commit_timeout_s`). Clocks
+                of hosts are not compared: an end is as old as this janitor has known it.
+        """
+        self._pending = pending
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="janitor", daemon=True)
+        self._looks: dict[int, _Look] = {}
+        self._manifests: KnownManifests = {}
+        #: Since when ends are known to be failed, and checkpoints to lack files, by save.
+        self._known_since: dict[tuple[str, End], float] = {}
+        #: What was logged since the start of the run.
+        self._told: set[str] = set()
+
+    # ------------------------------------------------------------------ the thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def after_commit(self, save: CommittedSave) -> None:
+        """Have the thread tidy up after a commit by the agent of rank 0 of the newest run."""
+        self._work.put(lambda: self.tidy(save))
+
+    def after_start(self, store: Store, run: RunObject) -> None:
+        """Have the thread tidy up after an agreed load, in the agent of the run's rank 0."""
+        self._work.put(lambda: self.tidy_after_start(store, run))
+
+    def close(self, within_s: float) -> None:
+        """Return when all work is done, or after `within_s`."""
+        self._work.put(None)
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:  # otherwise all later removals would be lost
+                logger.exception("obsolete files were not removed")
+
+    # ------------------------------------------------------------------ what is done
+
+    def tidy_after_start(self, store: Store, run: RunObject) -> None:
+        """Remove what earlier runs have left unfinished; keep every checkpoint."""
+        self._looks.clear()
+        self._told.clear()
+        resumed = None if run.save_id is None else Save(run.iteration, run.save_id)
+        walk = _Pass(store, History(run.name, run.ancestors), resumed, None)
+        with self._errors_logged("obsolete files"):
+            self._end_and_clear(walk)
+            stale = [
+                f"{file_names.ALIVE}/{entry.name}"
+                for entry in store.list(file_names.ALIVE, sizes=False)
+                if 0 < file_names.run_number(entry.name) < walk.number
+            ]
+            if stale:
+                walk.look()
+                store.delete(stale)
+
+    def tidy(self, save: CommittedSave) -> None:
+        """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
+        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        with self._errors_logged("obsolete files"):
+            with phase("tidy up"):
+                self._end_and_clear(walk)
+            hit("commit.tidy")
+            with phase("retention"):
+                self._retire(walk, self._expired(save))
+            hit("commit.done")
+
+    def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
+        """Return what `tidy` would remove, with its files. Changes nothing; `prune` calls this."""
+        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        read = self._read(walk)
+        newest = newest_of(self._all_stored(), walk.history)
+        expired = {checkpoint.save for checkpoint in self._expired(save)}
+        return [
+            (named, of_save)
+            for files in read
+            if files.origin is None
+            for save_id, of_save in sorted(files.saves.items())
+            if (named := Save(files.iteration, save_id)) in expired
+            or (
+                not walk.is_later(save_id)
+                and (
+                    of_save.end is End.FAILED
+                    or (of_save.end is None and walk.is_dead(named, newest))
+                )
+            )
+        ]
+
+    @contextlib.contextmanager
+    def _errors_logged(self, what: str) -> Iterator[None]:
+        """Log errors: a failed removal must not make a committed save look failed."""
+        try:
+            yield
+        except _OvertakenError as error:
+            logger.info("%s stay: %s", what, error)
+        except (FlashCkptError, OSError) as error:
+            logger.warning("%s are not removed now: %s", what, error)
+
+    # ------------------------------------------------------------------ unfinished saves
+
+    def _read(self, walk: _Pass) -> list[IterationFiles]:
+        """Read the directories that are due, and remember their checkpoints."""
+        store = walk.store
+        directories, links = iterations_in(store)
+        for iteration in links:
+            self._tell(
+                "%s/%s: is a symbolic link; nothing in it is removed",
+                *(store.place, file_names.iteration_dir(iteration)),
+            )
+        # A removed directory may be made again by an agent that wakes up late.
+        self._looks = {
+            number: self._looks[number] for number in directories if number in self._looks
+        }
+        now = self._clock()
+        due = [
+            number
+            for number in directories
+            if number not in self._looks or self._looks[number].again_at <= now
+        ]
+        read = for_all(lambda number: self._read_one(store, number), due)
+        return [files for files in read if files is not None]
+
+    def _read_one(self, store: Store, iteration: int) -> IterationFiles | None:
+        try:
+            files = read_iteration(store, iteration, self._manifests)
+        except (FlashCkptError, OSError) as error:
+            logger.warning("nothing of iteration %d is removed now: %s", iteration, error)
+            return None
+        stored = [of_save.stored for of_save in files.saves.values()]
+        if files.origin is not None:
+            stored = []
+        self._looks[iteration] = _Look(0.0, tuple(filter(None, stored)))
+        return files
+
+    def _all_stored(self) -> list[Stored]:
+        return [checkpoint for look in self._looks.values() for checkpoint in look.stored]
+
+    def _end_and_clear(self, walk: _Pass) -> None:
+        """End the saves that no agent completes, and delete the files of failed ones."""
+        read = self._read(walk)
+        newest = newest_of(self._all_stored(), walk.history)
+        # After the listing: a save that has begun since is not in it.
+        pending = set(self._pending())
+        for files in read:
+            with self._removal_errors_logged(files.iteration):
+                again_at = self._settle(walk, files, newest, pending)
+                self._looks[files.iteration] = self._looks[files.iteration]._replace(
+                    again_at=again_at
+                )
+
+    @contextlib.contextmanager
+    def _removal_errors_logged(self, iteration: int) -> Iterator[None]:
+        try:
+            yield
+        except _OvertakenError:
+            raise
+        except (FlashCkptError, OSError) as error:
+            logger.warning("cannot remove files of iteration %d: %s", iteration, error)
+
+    def _settle(self, walk: _Pass, files: IterationFiles, newest: int, pending: set[str]) -> float:
+        """Remove the unfinished saves in a directory; return the time of the next look."""
+        place = f"{walk.store.place}/{files.directory}"
+        if files.origin is not None:
+            self._tell(
+                "%s: holds the checkpoint of iteration %d, so it was renamed or copied by hand; "
+                "nothing in it is removed",
+                *(place, files.origin),
+            )
+            return math.inf
+        if not files.saves and files.iteration < newest:
+            return self._settle_emptied(walk, files)
+        again_at = math.inf
+        for save_id, of_save in files.saves.items():
+            if save_id in pending or walk.is_later(save_id):
+                again_at = 0.0
+            elif of_save.problem is not None:
+                self._tell(
+                    "nothing of save %s in %s is removed, because its end cannot be read: %s",
+                    *(save_id, place, for_listing(str(of_save.problem))),
+                )
+                again_at = min(again_at, 0.0 if may_pass(of_save.problem) else math.inf)
+            elif of_save.end is None and not walk.is_dead(Save(files.iteration, save_id), newest):
+                again_at = 0.0
+            elif of_save.end is End.COMMITTED:
+                if of_save.stored is not None and not of_save.stored.is_whole:
+                    self._age_s(save_id, End.COMMITTED)
+                    again_at = 0.0
+            else:
+                again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
+        return again_at
+
+    def _end_and_clear_one(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> float:
+        """Delete the files of a save that is not committed; return the time of the next look."""
+        save_id = of_save.save_id
+        if of_save.end is None:
+            walk.look()
+            if _ended(walk.store, files.iteration, save_id, _DEAD) is End.COMMITTED:
+                return 0.0
+            hit("leftover.ended")
+        end = f"{files.directory}/{file_names.end_name(save_id)}"
+        if of_save.bulk:
+            walk.look()
+            walk.store.delete(f"{files.directory}/{name}" for name in of_save.bulk)
+            hit("leftover.deleted")
+            logger.info("removed the files of save %s in %s", save_id, files.directory)
+            self._tell_of_others(walk.store, files)
+        age_s = self._age_s(save_id, End.FAILED)
+        if age_s < self._deadline_s:
+            return self._clock() + self._deadline_s - age_s
+        walk.look()
+        walk.store.delete([end])
+        del self._known_since[save_id, End.FAILED]
+        return 0.0
+
+    def _age_s(self, save_id: str, end: End) -> float:
+        """Return for how many seconds the end (or that its checkpoint lacks files) is known."""
+        now = self._clock()
+        return now - self._known_since.setdefault((save_id, end), now)
+
+    def _settle_emptied(self, walk: _Pass, files: IterationFiles) -> float:
+        """Remove a directory without saves that the history has passed, if it is empty."""
+        if files.others and all(name.startswith(_OPEN_ELSEWHERE) for name in files.others):
+            self._tell(
+                "%s/%s: a process still has deleted files open (%s); a later commit removes the "
+                "directory",
+                *(walk.store.place, files.directory, ", ".join(files.others[:_SHOWN])),
+                level=logging.INFO,
+            )
+            return 0.0
+        if not files.others:
+            walk.look()
+            # A process was killed between the last file and its directory, which goes with a file.
+            walk.store.delete([f"{files.directory}/none"])
+        return math.inf
+
+    def _tell_of_others(self, store: Store, files: IterationFiles) -> None:
+        others = [name for name in files.others if not name.startswith(_OPEN_ELSEWHERE)]
+        if others and len(files.saves) == 1:
+            self._tell(
+                "%s/%s: the save was removed, but the directory stays, because it holds files of "
+                "other programs: %s",
+                *(store.place, files.directory, ", ".join(others[:_SHOWN])),
+            )
+
+    def _tell(self, message: str, *arguments: object, level: int = logging.WARNING) -> None:
+        """Log a line once per start of the job."""
+        line = message % arguments
+        if line not in self._told:
+            self._told.add(line)
+            logger.log(level, "%s", line)
+
+    # ------------------------------------------------------------------ expired checkpoints
+
+    def _expired(self, save: CommittedSave) -> list[Stored]:
+        """Return the checkpoints that no rule keeps; none without a tracker."""
+        tracked = tracked_before_commit(save.store)
+        if tracked is None:
+            return []
+        stored = self._all_stored()
+        reasons = why_each_is_kept(
+            stored,
+            save.history,
+            save.rules,
+            retain_interval=save.retain_interval,
+            tracked=tracked,
+            previous=save.previous,
+            now=steady_time(),
+        )
+        best = save.rules.best
+        if best is not None and not any(best.metric in each.facts.metrics for each in stored):
+            logger.warning(
+                "no checkpoint has the metric '%s' that 'retention.best' names, so none is "
+                "removed; report the metric with megatron_flashckpt.report_metric",
+                best.metric,
+            )
+        return [
+            checkpoint
+            for checkpoint in sorted(stored, key=lambda each: each.save.order)
+            if not reasons[checkpoint.save]
+            # A listing may be late: files are missing only if they stay missing.
+            and (
+                checkpoint.is_whole
+                or self._age_s(checkpoint.save.save_id, End.COMMITTED) >= self._deadline_s
+            )
+        ]
+
+    def _retire(self, walk: _Pass, expired: Iterable[Stored]) -> None:
+        """Remove committed checkpoints that are not pending."""
+        for iteration, save_id in (checkpoint.save for checkpoint in expired):
+            if save_id in self._pending():
+                continue
+            with self._removal_errors_logged(iteration):
+                hit("retain.chosen")
+                walk.look()
+                end = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
+                walk.store.delete([end])
+                hit("retain.hidden")
+                self._manifests.pop(save_id, None)
+                self._looks.pop(iteration, None)
+                if _ended(walk.store, iteration, save_id, _EXPIRED) is End.FAILED:
+                    hit("retain.failed")
+                    logger.info(
+                        "removes the checkpoint of iteration %d (save %s)", iteration, save_id
+                    )
+        self._end_and_clear(walk)
+
+
+def _ended(store: Store, iteration: int, save_id: str, failure: Failure) -> End:
+    """Create the failed end of a save unless it has an end; return what its end says."""
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
+    with contextlib.suppress(AlreadyExistsError):
+        store.create(name, encode_failure(failure))
+    return kind_of(store.get(name, 0, HEAD_NBYTES))
+
+
+def remove_own(store: Store, iteration: int, save_id: str, ranks: Collection[int]) -> None:
+    """Delete the shards and records of a node's `ranks`, which has read that the save has failed.
+
+    A full disk gets its space back at once, and thousands of nodes need no listing. The end stays
+    for the nodes that still wait. Errors are logged; the janitor of rank 0 removes what is left.
+    """
+    names = [file_names.shard_name(rank, save_id) for rank in sorted(ranks)]
+    names += [file_names.record_name(run, save_id) for run in file_names.runs_of(ranks)]
+    if 0 in ranks:
+        names.append(file_names.common_name(save_id))
+    directory = file_names.iteration_dir(iteration)
+    try:
+        store.delete(f"{directory}/{name}" for name in names)
+        hit("forget.file")
+    except (FlashCkptError, OSError) as error:
+        logger.warning("cannot remove files of a failed save: %s", error)

@@ -1,0 +1,334 @@
+"""What only directories have: links, fsync, killed processes, mounts that go away."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import megatron_flashckpt
+from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.storage import posix_store
+from megatron_flashckpt.storage.posix_store import STORE_ID, PosixStore
+from megatron_flashckpt.storage.store import Entry
+
+HOME = Path(megatron_flashckpt.__file__).parents[1]
+NO_LINKS = """
+import errno, os
+def refuse(*args, **named):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+os.link = refuse
+"""
+
+
+def refuse_links(*args: object, **named: object) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture(params=["links", "no links"])
+def has_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", refuse_links)
+    return bool(request.param == "links")
+
+
+@pytest.fixture
+def store(root: Path) -> PosixStore:
+    return PosixStore(root)
+
+
+# ---------------------------------------------------------------------- create
+
+
+def test_a_created_object_and_its_name_are_durable_when_create_returns(
+    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def record(fd: int) -> None:
+        fsync(fd)
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), (root / "d/end").exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    store.create("d/end", b"manifest")
+    data_synced_before_named = [
+        path for path, named in synced if not named and Path(path).suffix == ".tmp"
+    ]
+    assert data_synced_before_named, synced
+    assert (str(root / "d"), True) in synced, "the name of the object"
+    assert (str(root), True) in synced, "the name of its new directory"
+    synced.clear()
+    store.make_durable("d/end")
+    assert synced == [(str(root / "d"), True), (str(root), True)]
+
+
+@pytest.mark.parametrize(("point", "exists"), [("create.written", False), ("create.named", True)])
+def test_a_killed_create_leaves_no_partial_object(
+    store: PosixStore, root: Path, has_links: bool, point: str, exists: bool
+) -> None:
+    program = f"""{"" if has_links else NO_LINKS}
+from megatron_flashckpt.failpoints import set_process_name
+from megatron_flashckpt.storage.posix_store import PosixStore
+set_process_name("agent")
+PosixStore({str(root)!r}).create("d/end", b"first")
+"""
+    environment = {**os.environ, "FLASHCKPT_FAULT": f"agent:{point}:1", "PYTHONPATH": str(HOME)}
+    killed = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert store.list("d") == ([Entry("end", 5, "file")] if exists else [])
+    if exists:
+        with pytest.raises(AlreadyExistsError):
+            store.create("d/end", b"second")
+    else:
+        store.create("d/end", b"second")
+    assert store.get("d/end") == (b"first" if exists else b"second")
+    store.delete(["d/end"])
+    assert os.listdir(root) == [], "what the killed process left is removed with the directory"
+
+
+def test_a_decision_without_an_object_is_carried_out_by_the_next_create(
+    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies after its rename has decided, though nobody could read it yet."""
+    monkeypatch.setattr(os, "link", refuse_links)
+
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix_store, "replace_file", die)
+        with pytest.raises(KeyboardInterrupt):
+            store.create("d/end", b"first")
+    store.create("d/other", b"x")
+    store.delete(["d/other"])  # must not take the decision away
+    assert store.stat("d/end") is None
+    with pytest.raises(AlreadyExistsError):
+        PosixStore(root).create("d/end", b"second")
+    assert store.get("d/end") == b"first"
+
+
+def test_exactly_one_of_two_processes_creates_a_name(root: Path, has_links: bool) -> None:
+    program = f"""{"" if has_links else NO_LINKS}
+import sys
+from megatron_flashckpt.errors import AlreadyExistsError
+from megatron_flashckpt.storage.posix_store import PosixStore
+store = PosixStore({str(root)!r})
+sys.stdin.read(1)
+for number in range(40):
+    try:
+        store.create(f"d/{{number}}", sys.argv[1].encode() * 1000)
+        print(number)
+    except AlreadyExistsError:
+        pass
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, bidder],
+            env={**os.environ, "PYTHONPATH": str(HOME)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for bidder in "ab"
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("g")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted(map(int, outputs[0] + outputs[1])) == list(range(40))
+    store = PosixStore(root)
+    for bidder, won in zip("ab", outputs, strict=True):
+        assert {store.get(f"d/{number}") for number in won} <= {bidder.encode() * 1000}
+
+
+def test_links_are_tried_once_and_only_a_refusal_is_taken_for_their_absence(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def link(source: object, target: object) -> None:
+        tried.append(target)
+        number = errno.EIO if len(tried) == 1 else errno.EOPNOTSUPP
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StorageError) as caught:
+        store.create("a", b"1")
+    assert caught.value.errno == errno.EIO
+    store.create("a", b"1")
+    store.create("b", b"2")
+    assert len(tried) == 2
+    assert [entry.name for entry in store.list("")] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- links and other entries
+
+
+WRITES: dict[str, Callable[[PosixStore], object]] = {
+    "put": lambda store: store.put("iter_2/x", b"y"),
+    "create": lambda store: store.create("iter_2/new", b"y"),
+    "writer": lambda store: store.writer("iter_2/x", 1),
+    "delete": lambda store: store.delete(["iter_2/x"]),
+    "delete below": lambda store: store.delete(["iter_2/below/x"]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_nothing_is_changed_through_a_link(store: PosixStore, root: Path, write: str) -> None:
+    (root / "iter_1/below").mkdir(parents=True)
+    for name in ("iter_1/x", "iter_1/below/x"):
+        (root / name).write_bytes(b"stays")
+    (root / "iter_2").symlink_to("iter_1")
+    with pytest.raises(StorageError, match="iter_2: is a symbolic link") as caught:
+        WRITES[write](store)
+    assert caught.value.errno == errno.ELOOP
+    assert store.get("iter_2/x") == b"stays", "reads follow a branched directory"
+    assert [entry.name for entry in store.list("iter_2")] == ["below", "x"]
+
+
+def test_links_pipes_and_temporary_names_are_told_apart(store: PosixStore, root: Path) -> None:
+    root.mkdir()
+    (root / "dir").symlink_to(root)
+    (root / "dangling").symlink_to("nowhere")
+    os.mkfifo(root / "pipe")
+    (root / ".end.0123abcd.tmp").write_bytes(b"half")
+    kinds = {"dangling": "link", "dir": "link", "pipe": "other"}
+    for sizes in (False, True):
+        assert {entry.name: entry.kind for entry in store.list("", sizes=sizes)} == kinds
+    for name, kind in kinds.items():
+        assert store.stat(name) == Entry(name, 0, kind)
+        with pytest.raises(StorageError):
+            store.get(name)
+    store.delete(["dir", "dangling"])
+    assert [entry.name for entry in store.list("")] == ["pipe"]
+
+
+def test_a_link_with_the_name_is_replaced_or_kept_and_never_followed(
+    store: PosixStore, root: Path, tmp_path: Path
+) -> None:
+    root.mkdir()
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"not ours")
+    for name in ("put", "create", "writer"):
+        (root / name).symlink_to(outside)
+    store.put("put", b"ours")
+    with pytest.raises(AlreadyExistsError):
+        store.create("create", b"ours")
+    with pytest.raises(StorageError, match="symbolic link"):
+        store.writer("writer", 4)
+    assert outside.read_bytes() == b"not ours"
+    assert store.get("put") == b"ours"
+
+
+def test_no_failed_operation_leaves_a_descriptor_open(
+    store: PosixStore, root: Path, has_links: bool
+) -> None:
+    (root / "d/sub").mkdir(parents=True)
+    store.create("d/end", b"x")
+    (root / "link").symlink_to("d")
+    operations: list[Callable[[], object]] = [
+        lambda: store.create("d/end", b"y"),
+        lambda: store.get("d/sub"),
+        lambda: store.get("link"),
+        lambda: store.get("absent"),
+        lambda: store.put("d/sub", b"x"),
+        lambda: store.writer("d/sub", 1),
+        lambda: store.delete(["d/sub"]),
+        lambda: store.stat("d/end/below"),
+        lambda: store.list("d/end"),
+    ]
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for operation in operations:
+        with pytest.raises((StorageError, FileNotFoundError)):
+            operation()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [entry.name for entry in store.list("d")] == ["end", "sub"]
+
+
+# ---------------------------------------------------------------------- identity
+
+
+def test_only_the_first_write_makes_the_root(store: PosixStore, root: Path) -> None:
+    assert store.list("") == []
+    assert store.identity() is None
+    assert not root.exists()
+    store.create("d/end", b"x")
+    assert store.identity() == PosixStore(root).identity() is not None
+
+
+@pytest.mark.parametrize("write", ["put", "create", "writer"])
+def test_a_root_that_is_away_is_not_made_again(store: PosixStore, root: Path, write: str) -> None:
+    writes: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put("d/x", b"y"),
+        "create": lambda: store.create("d/new", b"y"),
+        "writer": lambda: store.writer("d/shard", 1).finish(),
+    }
+    store.create("d/end", b"x")
+    identity = store.identity()
+    away = root.rename(root.with_name("away"))
+    for is_mount_point in (False, True):
+        if is_mount_point:
+            root.mkdir()
+        assert store.identity() is None
+        with pytest.raises(StorageError, match="is away") as caught:
+            writes[write]()
+        assert caught.value.errno == errno.ENOTCONN
+    assert os.listdir(root) == []
+    root.rmdir()
+    away.rename(root)
+    writes[write]()
+    assert store.identity() == identity
+
+
+def test_a_copy_or_a_new_directory_is_another_one(store: PosixStore, root: Path) -> None:
+    store.create("d/end", b"x")
+    identity = store.identity()
+    copy = root.with_name("copy")
+    subprocess.run(["cp", "-a", str(root), str(copy)], check=True)
+    assert (copy / STORE_ID).read_bytes() == (root / STORE_ID).read_bytes()
+    assert PosixStore(copy).identity() != identity
+    shutil.rmtree(root)
+    PosixStore(root).create("d/end", b"x")
+    assert PosixStore(root).identity() != identity, "even if it has the same inode number"
+
+
+def test_a_directory_that_is_mounted_again_keeps_its_identity(
+    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("d/end", b"x")
+    identity = store.identity()
+    look = os.stat
+
+    def stat(*args: object, **named: object) -> os.stat_result:
+        found = list(look(*args, **named))  # type: ignore[arg-type]
+        found[2] += 1  # st_dev
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert store.identity() == PosixStore(root).identity() == identity
+    store.create("d/other", b"x")
+
+
+def test_the_identity_outlives_a_removed_flashckpt_directory(store: PosixStore, root: Path) -> None:
+    store.create("d/end", b"x")
+    identity = store.identity()
+    shutil.rmtree(root / "flashckpt")
+    assert store.identity() == identity
+    assert PosixStore(root).identity() == identity
