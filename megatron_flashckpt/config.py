@@ -207,8 +207,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Last saves that `flashckpt-history.jsonl` in the save directory records for `flashckpt
-    report`, one line per save, including failed and removed ones. 0: the file is not written."""
+    """Last saves, and last starts of the job, that `flashckpt/history.jsonl` in the save directory
+    records for `flashckpt report`, one line each. 0: the file is not written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()
