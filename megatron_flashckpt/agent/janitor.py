@@ -51,7 +51,8 @@ from megatron_flashckpt.file_format.end import (
     encode_failure,
     kind_of,
 )
-from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
+from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.tracing import phase
@@ -84,8 +85,31 @@ class CommittedSave:
     retain_interval: int | None
     previous: int | None
     """The iteration that the tracker named before this save."""
-    resumed: Save | None
-    """The save that the run has resumed from; it stays until a later one is durable."""
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        save: Save,
+        meta: SlotMeta,
+        previous: int | None,
+        history: History | None = None,
+    ) -> CommittedSave:
+        """Return the facts of a save that this agent has committed.
+
+        Args:
+            meta: of rank 0.
+            history: of the newest run, which may be a later one than that of the save.
+        """
+        return cls(
+            store=store,
+            iteration=save.iteration,
+            save_id=save.save_id,
+            history=history or History(save.run, meta.ancestors),
+            rules=meta.retention,
+            retain_interval=meta.retain_interval,
+            previous=previous,
+        )
 
 
 class _OvertakenError(FlashCkptError):
@@ -98,7 +122,6 @@ class _Pass:
 
     store: Store
     history: History
-    resumed: Save | None
     committed: str | None
     """The save after whose commit the janitor works; None: after the start of the run."""
 
@@ -121,7 +144,8 @@ class _Pass:
         Args:
             newest: iteration of the newest whole checkpoint of the history.
         """
-        if save == self.resumed:
+        # What the run resumed from, perhaps in memory, stays until a later one is durable.
+        if self.history.ancestors[:1] == (Ancestor(save.run, save.iteration),):
             return newest > save.iteration
         if save.run != self.history.run:
             return not self.is_later(save.save_id)
@@ -200,14 +224,13 @@ class Janitor:
         """Remove what earlier runs have left unfinished; keep every checkpoint."""
         self._looks.clear()
         self._told.clear()
-        resumed = None if run.save_id is None else Save(run.iteration, run.save_id)
-        walk = _Pass(store, History(run.name, run.ancestors), resumed, None)
+        walk = _Pass(store, History(run.name, run.ancestors), None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
-        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        walk = _Pass(save.store, save.history, save.save_id)
         with self._errors_logged("obsolete files"):
             with phase("tidy up"):
                 self._end_and_clear(walk)
@@ -218,7 +241,7 @@ class Janitor:
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
         """Return what `tidy` would remove, with its files. Changes nothing; `prune` calls this."""
-        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        walk = _Pass(save.store, save.history, save.save_id)
         read = self._read(walk)
         newest = newest_of(self._all_stored(), walk.history)
         expired = {checkpoint.save for checkpoint in self._expired(save)}

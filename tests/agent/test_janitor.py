@@ -136,7 +136,6 @@ def committed(
     *,
     retain_interval: int | None = None,
     previous: int | None = None,
-    resumed: Save | None = None,
 ) -> CommittedSave:
     return CommittedSave(
         store=store,
@@ -146,7 +145,6 @@ def committed(
         rules=rules,
         retain_interval=retain_interval,
         previous=previous,
-        resumed=resumed,
     )
 
 
@@ -324,7 +322,7 @@ def violations(rng: random.Random, store: World | None = None, make: Maker = Jan
     tracked = rng.choice([last, last, *whole]).iteration + rng.choice([0, 0, 0, 5])
     track(store, tracked)
     rules = rng.choice([Retention(latest=rng.randrange(1, 4)), Retention(every=20)])
-    done = committed(store, last, rules, job.ancestors[last.run], resumed=base)
+    done = committed(store, last, rules, job.ancestors[last.run])
     must: set[Save] = set()
     files: dict[Save, set[str]] = {}
     waiting: dict[Save, float] = {}
@@ -557,7 +555,7 @@ def test_what_a_run_resumed_from_in_memory_stays_until_the_next_one_is_durable(
     assert (end_of(store, resumed), len(names_of(store, resumed))) == (None, 4)
     assert not names_of(store, dead)
     commit(store, later)
-    janitor.tidy(committed(store, later, ancestors=ancestors, resumed=resumed))
+    janitor.tidy(committed(store, later, ancestors=ancestors))
     assert not names_of(store, resumed)
 
 
