@@ -20,7 +20,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog.directory import later_run
@@ -188,7 +188,7 @@ class Janitor:
         self._looks: dict[int, _Look] = {}
         self._manifests: KnownManifests = {}
         #: Since when ends are known to be failed, and checkpoints to lack files, by save.
-        self._known_since: dict[tuple[str, End], float] = {}
+        self._known_since: dict[tuple[Save, End], float] = {}
         #: What was logged since the start of the run.
         self._told: set[str] = set()
 
@@ -227,10 +227,21 @@ class Janitor:
         walk = _Pass(store, History(run.name, run.ancestors), None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
+            # Nobody looks at these any more. An overtaken agent may put its own again.
+            overtaken = [
+                f"{file_names.ALIVE}/{entry.name}"
+                for entry in store.list(file_names.ALIVE, sizes=False)
+                if 0 < file_names.run_number(entry.name) < walk.number
+            ]
+            if overtaken:
+                walk.look()
+                store.delete(overtaken)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
         walk = _Pass(save.store, save.history, save.save_id)
+        # An earlier attempt, or an earlier save of this iteration, may have been looked at.
+        self._looks.pop(save.iteration, None)
         with self._errors_logged("obsolete files"):
             with phase("tidy up"):
                 self._end_and_clear(walk)
@@ -345,6 +356,7 @@ class Janitor:
             return self._settle_emptied(walk, files)
         again_at = math.inf
         for save_id, of_save in files.saves.items():
+            save = Save(files.iteration, save_id)
             if save_id in pending or walk.is_later(save_id):
                 again_at = 0.0
             elif of_save.problem is not None:
@@ -353,11 +365,11 @@ class Janitor:
                     *(save_id, place, for_listing(str(of_save.problem))),
                 )
                 again_at = min(again_at, 0.0 if may_pass(of_save.problem) else math.inf)
-            elif of_save.end is None and not walk.is_dead(Save(files.iteration, save_id), newest):
+            elif of_save.end is None and not walk.is_dead(save, newest):
                 again_at = 0.0
             elif of_save.end is End.COMMITTED:
                 if of_save.stored is not None and not of_save.stored.is_whole:
-                    self._age_s(save_id, End.COMMITTED)
+                    self._age_s(save, End.COMMITTED)
                     again_at = 0.0
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
@@ -366,6 +378,7 @@ class Janitor:
     def _end_and_clear_one(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> float:
         """Delete the files of a save that is not committed; return the time of the next look."""
         save_id = of_save.save_id
+        save = Save(files.iteration, save_id)
         if of_save.end is None:
             walk.look()
             if _ended(walk.store, files.iteration, save_id, _DEAD) is End.COMMITTED:
@@ -378,18 +391,18 @@ class Janitor:
             hit("leftover.deleted")
             logger.info("removed the files of save %s in %s", save_id, files.directory)
             self._tell_of_others(walk.store, files)
-        age_s = self._age_s(save_id, End.FAILED)
+        age_s = self._age_s(save, End.FAILED)
         if age_s < self._deadline_s:
             return self._clock() + self._deadline_s - age_s
         walk.look()
         walk.store.delete([end])
-        del self._known_since[save_id, End.FAILED]
+        del self._known_since[save, End.FAILED]
         return 0.0
 
-    def _age_s(self, save_id: str, end: End) -> float:
+    def _age_s(self, save: Save, end: End) -> float:
         """Return for how many seconds the end (or that its checkpoint lacks files) is known."""
         now = self._clock()
-        return now - self._known_since.setdefault((save_id, end), now)
+        return now - self._known_since.setdefault((save, end), now)
 
     def _settle_emptied(self, walk: _Pass, files: IterationFiles) -> float:
         """Remove a directory without saves that the history has passed, if it is empty."""
@@ -454,13 +467,16 @@ class Janitor:
             # A listing may be late: files are missing only if they stay missing.
             and (
                 checkpoint.is_whole
-                or self._age_s(checkpoint.save.save_id, End.COMMITTED) >= self._deadline_s
+                or self._age_s(checkpoint.save, End.COMMITTED) >= self._deadline_s
             )
         ]
 
-    def _retire(self, walk: _Pass, expired: Iterable[Stored]) -> None:
+    def _retire(self, walk: _Pass, expired: list[Stored]) -> None:
         """Remove committed checkpoints that are not pending."""
-        for iteration, save_id in (checkpoint.save for checkpoint in expired):
+        if not expired:
+            return
+        for save in (checkpoint.save for checkpoint in expired):
+            iteration, save_id = save
             if save_id in self._pending():
                 continue
             with self._removal_errors_logged(iteration):
@@ -469,12 +485,12 @@ class Janitor:
                 end = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
                 walk.store.delete([end])
                 hit("retain.hidden")
-                self._manifests.pop(save_id, None)
+                self._manifests.pop(save, None)
                 self._looks.pop(iteration, None)
                 if _ended(walk.store, iteration, save_id, _EXPIRED) is End.FAILED:
                     hit("retain.failed")
                     logger.info(
-                        "removes the checkpoint of iteration %d (save %s)", iteration, save_id
+                        "removed the checkpoint of iteration %d (save %s)", iteration, save_id
                     )
         self._end_and_clear(walk)
 

@@ -32,8 +32,10 @@ from megatron_flashckpt.file_format.end import (
     kind_of,
 )
 from megatron_flashckpt.file_format.file_names import (
+    ALIVE,
     RUNS,
     TRACKER,
+    alive_file,
     common_name,
     end_name,
     iteration_dir,
@@ -598,6 +600,13 @@ def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     assert not caplog.records
 
 
+def test_a_start_removes_the_signs_of_life_of_former_runs(store: Store, clock: Clock) -> None:
+    for number in (1, 2, 3):
+        store.put(alive_file(run(number)), b"{}")
+    Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
+    assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -612,6 +621,21 @@ def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock:
     assert names_of(store, first) == {end_name(first.save_id)}
     assert decode_failure(store.get(end_path(first))).was_removed
     assert is_whole(store, last)
+
+
+def test_a_save_that_succeeds_at_the_second_attempt_counts_at_once(
+    store: Store, clock: Clock
+) -> None:
+    first, failed, again = save(1, 10), save(1, 20), save(1, 20, attempt=2)
+    commit(store, first)
+    fail(store, failed)
+    track(store, 10)
+    janitor = Janitor(tuple, DEADLINE_S, clock)
+    janitor.tidy(committed(store, first, Retention(latest=1)))
+    commit(store, again)
+    track(store, 20)
+    janitor.tidy(committed(store, again, Retention(latest=1)))
+    assert [is_whole(store, named) for named in (first, again)] == [False, True]
 
 
 def test_without_a_tracker_no_checkpoint_is_removed(store: Store, clock: Clock) -> None:
