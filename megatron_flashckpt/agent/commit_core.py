@@ -45,6 +45,8 @@ class Joined:
     """A rank of this node has a part in the save."""
 
     rank: int
+    is_adopted: bool = False
+    """True if another agent had the slot before: that agent may have created the record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +221,8 @@ class CommitCore:
         self._timeout_s = timeout_s
         self._pace = pace
         self._connected: frozenset[int] = frozenset()
-        #: Ranks whose records may be in storage: a create that raised may have taken effect.
+        #: Ranks whose records may be in storage: a create that raised, or one of an agent that was
+        #: killed, may have taken effect.
         self._proposed: set[int] = set()
         self._recorded: set[int] = set()
         self._publish_by: float | None = None
@@ -299,8 +302,10 @@ class CommitCore:
         if not isinstance(seen, (Trouble, Joined, Connected, Durable, GivenUp)):
             self._trouble = None  # storage has answered
         match seen:
-            case Joined(rank):
+            case Joined(rank, is_adopted):
                 self.ranks.add(rank)
+                if is_adopted:
+                    self._proposed.add(rank)
                 self._at_once(now)
             case Connected(ranks):
                 self._connected = ranks

@@ -70,8 +70,14 @@ class Committer:
 
     # ------------------------------------------------------------------ what others report
 
-    def join(self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str) -> PendingSave:
-        """Return the pending save that a rank's slot belongs to. The caller holds the lock."""
+    def join(
+        self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, is_adopted: bool
+    ) -> PendingSave:
+        """Return the pending save that a rank's slot belongs to. The caller holds the lock.
+
+        Args:
+            is_adopted: True if another agent had the slot before.
+        """
         now = time.monotonic()
         save = self.pending.get(save_id)
         if save is None:
@@ -82,7 +88,7 @@ class Committer:
             save = PendingSave(store, header.iteration, save_id, header.save_id, now, machine)
             self.pending[save_id] = save
         save.metas[number] = meta
-        save.core.note(now, core.Joined(number))
+        save.core.note(now, core.Joined(number, is_adopted))
         self._node.changed.notify_all()
         return save
 

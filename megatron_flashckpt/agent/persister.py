@@ -135,7 +135,9 @@ class Saves:
         if header.state == SlotState.STAGED:
             is_known = described is not None and described[:2] == (slot, header)
             meta = described[2] if described is not None and is_known else slot.meta
-            save = self._committer.join(number, header, meta, header.save_id)
+            save = self._committer.join(
+                number, header, meta, header.save_id, is_adopted=info.inherited
+            )
         if message is not None:
             self._node.traces.add(header.iteration, header.save_id, number, message.spans)
             if save is not None and message.cost is not None:
@@ -307,7 +309,7 @@ class Saves:
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
         if not self._node.options.persist_on_leave or len(slots) < len(self._node.ranks):
             return None
-        headers = only_in_memory(list(slots.values()), self._node.committed)
+        headers = only_in_memory(list(slots.values()))
         for header in headers if not self._node.is_stuck() else ():
             last = self._attempts.get(header.save_id)
             # Nodes try under the same ids, one after the other. An id that another node has used
@@ -327,7 +329,9 @@ class Saves:
             if slot.header.state == SlotState.FAILED:
                 former_id = save_id if last is None else last.save_id
                 attempt = next_attempt(former_id)
-                save = self._committer.join(number, slot.header, slot.meta, attempt)
+                save = self._committer.join(
+                    number, slot.header, slot.meta, attempt, is_adopted=info.inherited
+                )
                 info.persisting, info.accepted_at = True, time.monotonic()
                 self._pool.submit(self._persist, number, slots, slot, save)
             else:

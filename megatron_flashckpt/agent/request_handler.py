@@ -19,12 +19,12 @@ from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, 
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.template_store import TemplateStore
-from megatron_flashckpt.catalog.lineage import History, Save
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import EMPTY_HEADER, decoded_meta
+from megatron_flashckpt.memory.slot import decoded_meta
 
 logger = logging.getLogger(__name__)
 
@@ -215,10 +215,6 @@ class RequestHandler:
                 taken.append(self._saves.accept_slot(number, index))
             except FlashCkptError as error:
                 logger.error("rank %d: the staged slot %d is lost: %s", number, index, error)
-                continue
-            save = self._committer.pending.get(taken[-1])
-            if save is not None:
-                save.later |= slots.saves_after(index)
         return tuple(taken)
 
     def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
@@ -291,7 +287,7 @@ class RequestHandler:
         """Keep what is of the new run's history, here and for other nodes. Lock held."""
         slots, history = self._node.ranks[number].slots, History(run.name, run.ancestors)
         if slots is not None:
-            _empty_others(slots, history)
+            slots.keep_only(history)
         if self._node.peers is not None:
             self._node.peers.resume_from(number, run.save_id, history)
         for index in slots.recovered(run.save_id) if slots is not None else ():
@@ -311,11 +307,3 @@ class RequestHandler:
             self._node.traces.note_reported(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
         return p.Outcomes(outcomes, len(self._committer.open_saves(number)), notices)
-
-
-def _empty_others(slots: RankSlots, history: History) -> None:
-    """Empty the slots that are not of a history, unless they are being written at the moment."""
-    for slot, info in zip(slots.slab.slots, slots.infos, strict=True):
-        header = slot.header
-        if not info.persisting and not history.holds(Save(header.iteration, header.save_id)):
-            slot.set_header(EMPTY_HEADER)

@@ -16,9 +16,9 @@ import msgspec
 
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import Admission
-from megatron_flashckpt.catalog.directory import run_numbers
-from megatron_flashckpt.catalog.lineage import NOTHING, Save, Tracked, descent
-from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
+from megatron_flashckpt.catalog.directory import put_tracked, run_numbers, tracked
+from megatron_flashckpt.catalog.lineage import Facts, Save, descent, granted
+from megatron_flashckpt.catalog.tracker import tracker_text
 from megatron_flashckpt.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,
@@ -26,7 +26,6 @@ from megatron_flashckpt.errors import (
     is_damage,
 )
 from megatron_flashckpt.file_format.file_names import (
-    TRACKED,
     parse_iteration_dir,
     parse_save,
     run_file,
@@ -165,23 +164,22 @@ def _numbers_of_saves(store: Store) -> Iterator[int]:
                 yield parsed.number
 
 
-def grant_wish(store: Store, run: RunObject) -> None:
-    """Write down that the tracker, as it is now, was honoured: a load takes it for no wish again.
+def grant_wish(store: Store, run: RunObject, facts: Facts | None) -> None:
+    """Write down that a run was granted what the tracker names: it is no wish any more.
 
-    A person who sets the tracker to another iteration afterwards has a new wish.
+    Args:
+        facts: what the load has seen; None: the job has loaded nothing. Such a job leaves the
+            tracker as it is, but is granted that a person has removed it.
 
     Raises:
         StorageError: `tracker.json` cannot be written.
     """
-    if run.source == "scratch":
-        tracked = Tracked(NOTHING, run.name)
-    else:
-        text = tracker_text(store)
-        iteration = None if text is None else iteration_in(text)
-        if iteration is None:
-            return
-        tracked = Tracked(iteration, run.save_id or "")
-    store.put(TRACKED, msgspec.json.encode(tracked))
+    if facts is None and tracker_text(store) is not None:
+        return
+    if facts is None:
+        facts = Facts(tracker=None, tracked=tracked(store), runs={}, stored=())
+    if (contents := granted(facts, run.name)) is not None:
+        put_tracked(store, contents)
 
 
 def why_overtaken(store: Store, later: RunObject) -> str:

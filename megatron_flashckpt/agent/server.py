@@ -15,7 +15,6 @@ from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.janitor import Janitor
-from megatron_flashckpt.agent.pending_save import wait_reason
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
@@ -125,7 +124,7 @@ class Agent:
                         "most %g s ('agent.sigterm_timeout_s')",
                         *(
                             save.iteration,
-                            wait_reason(save),
+                            save.core.waits_for(),
                             self._node.options.sigterm_timeout_s,
                         ),
                     )

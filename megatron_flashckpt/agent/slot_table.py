@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
 
@@ -54,6 +55,8 @@ class RankSlots:
         self.slab = slab
         self._former: set[RankProcess] = set()
         self.infos = [SlotInfo() for _ in slab.slots]
+        self.stored = self._newest_durable()
+        """The newest save of this slab that is known to be in storage; its slot may be gone."""
         # A slab of a former agent may hold checkpoints: the newest one is overwritten last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
@@ -140,20 +143,15 @@ class RankSlots:
         is_open = self.slab.slots[index].header.state == SlotState.STAGED
         return len(self.infos) == 1 and not (is_open and self.infos[index].accepted_at is not None)
 
-    def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
-        """Return all complete checkpoints, newest first.
-
-        Args:
-            committed: iteration of the newest checkpoint known to be in storage.
-            lineage: saves that these checkpoints continue; see `protocol.Offer`.
-        """
+    def offers(self) -> list[Offer]:
+        """Return all complete checkpoints, newest first."""
         by_age = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
                 identity = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*identity, durable, info.digests, info.recovered, committed, lineage)
+                offer = Offer(*identity, durable, info.digests, info.recovered)
                 by_age.append((info.sequence, offer))
         return [offer for _, offer in sorted(by_age, key=lambda pair: -pair[0])]
 
@@ -180,15 +178,6 @@ class RankSlots:
             and slot.header.save_id == save_id
         ]
 
-    def saves_after(self, index: int) -> set[str]:
-        """Return the complete saves that are newer than the one in slot `index`."""
-        return {
-            slot.header.save_id
-            for slot in self.slab.slots
-            if slot.header.state in COMPLETE
-            and self.infos[slot.index].sequence > self.infos[index].sequence
-        }
-
     def unwritten(self) -> dict[str, Slot]:
         """Return, by save, the slots that are memory-only or whose write may yet succeed."""
         states = (SlotState.KEPT, SlotState.FAILED)
@@ -197,21 +186,6 @@ class RankSlots:
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
             if slot.header.state in states and not info.is_final
         }
-
-    @property
-    def committed(self) -> int:
-        """Iteration of the newest checkpoint in this slab that is in storage; -1: none."""
-        return max((header.iteration for header in self._durable()), default=-1)
-
-    @property
-    def stored(self) -> str | None:
-        """The newest save in this slab that is in storage; None if there is none."""
-        durable = self._durable()
-        return max(durable, key=lambda header: header.iteration).save_id if durable else None
-
-    def _durable(self) -> list[SlotHeader]:
-        headers = [slot.header for slot in self.slab.slots]
-        return [header for header in headers if header.state == SlotState.DURABLE]
 
     def discard_torn(self) -> None:
         """Empty the slots that a dead trainer was still copying into."""
@@ -223,13 +197,17 @@ class RankSlots:
         """Return whether a slot holds `save_id`."""
         return any(slot.header.save_id == save_id for slot in self.slab.slots)
 
-    def resume_from(self, save_id: str | None, iteration: int) -> None:
-        """Empty all slots that hold another save of `iteration` or a later one."""
+    def keep_only(self, history: History) -> None:
+        """Empty the slots that are not of a history, unless they are being written."""
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
-            header = slot.header
-            dead = header.save_id != save_id and header.iteration >= iteration
-            if dead and not info.persisting:
+            if not info.persisting and not history.holds(_save_in(slot)):
                 slot.set_header(EMPTY_HEADER)
+        if self.stored is not None and not history.holds(self.stored):
+            self.stored = self._newest_durable()
+
+    def _newest_durable(self) -> Save | None:
+        durable = [slot for slot in self.slab.slots if slot.header.state == SlotState.DURABLE]
+        return max(map(_save_in, durable), key=lambda save: save.order, default=None)
 
     def mark(self, save_id: str, state: SlotState, *, is_final: bool = False) -> None:
         """Set the state of the complete slot with `save_id`, if there still is one."""
@@ -238,9 +216,16 @@ class RankSlots:
             if header.save_id == save_id and header.state in COMPLETE:
                 slot.set_state(state)
                 info.is_final = is_final
+                if state == SlotState.DURABLE:
+                    self.stored = max(self.stored or _save_in(slot), _save_in(slot))
 
 
-def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[SlotHeader]:
+def _save_in(slot: Slot) -> Save:
+    header = slot.header
+    return Save(header.iteration, header.save_id)
+
+
+def only_in_memory(ranks: Sequence[RankSlots]) -> list[SlotHeader]:
     """Return a header of each save to write before memory is given up for ever, newest first.
 
     These are memory-only and failed saves that all ranks of this node have and that are newer than
@@ -249,10 +234,10 @@ def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[SlotHeade
     """
     held = [slots.unwritten() for slots in ranks]
     common = set(held[0]).intersection(*held[1:]) if held else set()
-    # Only the agent of rank 0 learns of commits at once; other agents find them in their slots.
-    committed = max(committed, *(slots.committed for slots in ranks)) if ranks else committed
+    # Slots that came from other nodes may not know that their save is in storage.
+    stored = [slots.stored.iteration for slots in ranks if slots.stored is not None]
     newer = [held[0][save_id] for save_id in common]
-    newer = [slot for slot in newer if slot.header.iteration > committed]
+    newer = [slot for slot in newer if slot.header.iteration > max(stored, default=-1)]
     newer.sort(key=lambda slot: -slot.header.iteration)
     # An agent that keeps a save asks 5 times a second, so a description is read only if it decides.
     if len(newer) > 1 and newer[0].meta.world_size == len(ranks):

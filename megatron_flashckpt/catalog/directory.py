@@ -304,3 +304,8 @@ def _ancestors_in(store: Store, save: Save) -> Ancestors | None:
         if not is_damage(error):
             raise
         return None
+
+
+def put_tracked(store: Store, contents: Tracked) -> None:
+    """Put `tracker.json`."""
+    store.put(TRACKED, msgspec.json.encode(contents))

@@ -72,11 +72,11 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     template_fingerprint: str
     template: _T
     placement: Placement
-    ancestors: Ancestors = ()
-    """Ancestors of the run, so that a load needs no other object to judge the save."""
     common: bytes
-    """Contents of `<save>.common.msgpack`; empty except for rank 0."""
+    """Contents of the common file; empty except for rank 0."""
     description: dict[str, Any]
+    ancestors: Ancestors = ()
+    """Those of the run that makes the save: a load needs no other object to judge it."""
     retain_interval: int | None = None
     """Megatron's `--save-retain-interval`."""
     retention: Retention = Retention()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_flashckpt.agent import runs
 from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.catalog.lineage import Facts, Save
 from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
@@ -145,7 +145,13 @@ class Checkpointer:
             self._start_id = broadcast_object(uuid.uuid4().hex[:8])
         return self._start_id
 
-    def open_run(self, save: Save | None, ancestors: Ancestors, source: Source) -> None:
+    def open_run(
+        self,
+        save: Save | None,
+        ancestors: Ancestors,
+        source: Source,
+        facts: Facts | None = None,
+    ) -> None:
         """Open a run, under which this process saves from now on. Collective.
 
         Called when a load is agreed, and before the first save of a job that loads nothing. A
@@ -154,13 +160,14 @@ class Checkpointer:
         Args:
             save: the checkpoint that training continues from; None: from scratch.
             ancestors: those of the run that has made `save`.
+            facts: what rank 0 has seen when it chose `save`; None: the job loads nothing.
 
         Raises:
             OtherWriterError: another run has begun to train there meanwhile; nothing was changed.
             StorageError: the directory cannot be written.
         """
         held = reduce_int(self._newest_held(), "max")
-        self._begin_run(run_on_rank_0(lambda: self._opened(save, ancestors, source, held)))
+        self._begin_run(run_on_rank_0(lambda: self._opened(save, ancestors, source, held, facts)))
 
     def ensure_run(self) -> None:
         """Open a run from scratch, unless a load has opened one. Collective."""
@@ -177,7 +184,12 @@ class Checkpointer:
         return 0 if facts is None else facts.run_number
 
     def _opened(
-        self, save: Save | None, ancestors: Ancestors, source: Source, held: int
+        self,
+        save: Save | None,
+        ancestors: Ancestors,
+        source: Source,
+        held: int,
+        facts: Facts | None = None,
     ) -> RunObject:
         """Open a run on this rank alone, and grant the tracker's wish."""
         agent_pid = 0
@@ -188,7 +200,7 @@ class Checkpointer:
             self._admission.allow(self.run.name)
         run = runs.new_run(save, ancestors, source, self.world_size)
         opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
-        runs.grant_wish(self._admission.store, opened)
+        runs.grant_wish(self._admission.store, opened, facts)
         return opened
 
     def _begin_run(self, opened: RunObject) -> None:
@@ -433,6 +445,14 @@ class Checkpointer:
         return self.save(
             dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
         )
+
+    def end_saves(self) -> None:
+        """Wait until no save is pending; `wait` and `saves.poll` report the outcomes later.
+
+        A load that training continues from calls this first.
+        """
+        if self.pending:
+            self.saves.put_back(self.wait())
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Wait until no save is pending; return the outcomes.

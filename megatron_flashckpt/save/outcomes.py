@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
-from megatron_flashckpt.catalog.history import past_save
+from megatron_flashckpt.catalog import history
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -359,7 +359,6 @@ class PendingSaves:
         store = open_store(self._root)
         name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
         outcome = Outcome(iteration, save_id, None, 0.0)
-        reason: str | None = None
         try:
             encoded = store.get(name, 0, MAX_MANIFEST_NBYTES)
             if kind_of(encoded[:HEAD_NBYTES]) is End.COMMITTED:
@@ -367,16 +366,16 @@ class PendingSaves:
                 return msgspec.structs.replace(
                     outcome, differing=manifest.differing, compared=manifest.compared
                 )
-            reason = decode_failure(encoded).failed
+            failure = decode_failure(encoded)
+            reason = None if failure.was_removed else failure.failed
+            return msgspec.structs.replace(outcome, error=reason)
         except FileNotFoundError:
-            pass
+            # A checkpoint that was removed since stands in the history.
+            for past in history.read(store):
+                if past.save_id == save_id:
+                    return msgspec.structs.replace(outcome, error=past.error)
+            return None
         except FlashCkptError as error:
             if may_pass(error):
                 raise
             return None
-        # A checkpoint that was removed since has a failed end or none, but stands in the history.
-        if (past := past_save(store, save_id)) is not None:
-            reason = past.error
-        elif reason is None:
-            return None
-        return msgspec.structs.replace(outcome, error=reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 
 from megatron_flashckpt.agent import alive, runs
 from megatron_flashckpt.agent.alive import Admission
-from megatron_flashckpt.catalog.lineage import NOTHING, Save
+from megatron_flashckpt.catalog.directory import put_tracked, read_facts, tracked
+from megatron_flashckpt.catalog.lineage import NOTHING, Save, Tracked
 from megatron_flashckpt.errors import AlreadyExistsError, OtherWriterError, StorageError
-from megatron_flashckpt.file_format.file_names import ALIVE, TRACKED, TRACKER, alive_file, run_file
+from megatron_flashckpt.file_format.file_names import ALIVE, TRACKER, alive_file, run_file
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from tests.agent.test_alive import Clock, clock, elsewhere, no_agent  # noqa: F401, a fixture
@@ -211,7 +211,7 @@ def test_a_start_costs_the_same_after_a_thousand_runs() -> None:
         start.await_end()
         run = runs.open_run(start, runs.new_run(None, (), "scratch", 1), agent_pid=ME)
         assert run.name.startswith(f"{earlier + 1:06d}-")
-        runs.grant_wish(store, run)
+        runs.grant_wish(store, run, None)
         return dict(store.requests)
 
     few = requests(1)
@@ -219,38 +219,39 @@ def test_a_start_costs_the_same_after_a_thousand_runs() -> None:
     assert sum(few.values()) <= 8
 
 
-@pytest.mark.parametrize(
-    ("tracker", "save", "tracked"),
-    [
-        pytest.param("20", Save(20, "000001-aaaa.00001.1"), (20, True), id="what it names"),
-        pytest.param("20", Save(25, "000001-aaaa.00002.1"), (20, True), id="a newer one"),
-        pytest.param("20", Save(20, ""), (20, False), id="a foreign one"),
-        pytest.param(None, Save(25, "000001-aaaa.00002.1"), None, id="no tracker"),
-        pytest.param("rubbish", Save(25, "000001-aaaa.00002.1"), None, id="a damaged tracker"),
-    ],
-)
-def test_an_agreed_load_grants_the_wish_that_the_tracker_expresses(
-    tracker: str | None, save: Save, tracked: tuple[int, bool] | None
-) -> None:
-    """The iteration is the tracker's: a lower one than that of the load would be a wish again."""
-    store = MemoryStore()
-    if tracker is not None:
-        store.put(TRACKER, tracker.encode())
-    run = opened(store, save)
-    runs.grant_wish(store, run)
-    if tracked is None:
-        assert TRACKED not in store.objects
-    else:
-        written = json.loads(store.objects[TRACKED])
-        expected = save.save_id if tracked[1] else ""
-        assert written == {"iteration": tracked[0], "save_id": expected}
-
-
-def test_a_start_from_scratch_is_granted_too() -> None:
-    store = MemoryStore()
+def grant(store: MemoryStore, *, loads: bool) -> Tracked | None:
+    """Return `tracker.json` after a run was opened."""
+    facts = read_facts(store) if loads else None
     run = opened(store)
-    runs.grant_wish(store, run)
-    assert json.loads(store.objects[TRACKED]) == {"iteration": NOTHING, "save_id": run.name}
+    runs.grant_wish(store, run, facts)
+    return tracked(store)
+
+
+def test_a_load_grants_what_it_has_seen_in_the_tracker() -> None:
+    """A person who sets the tracker back during the load still has a wish."""
+    store = MemoryStore()
+    store.put(TRACKER, b"20")
+    facts = read_facts(store)
+    store.put(TRACKER, b"10")
+    run = opened(store)
+    runs.grant_wish(store, run, facts)
+    assert tracked(store) == Tracked(20, "", run.name)
+
+
+def test_a_job_that_loads_nothing_leaves_the_tracker_a_wish() -> None:
+    store = MemoryStore()
+    store.put(TRACKER, b"20")
+    assert grant(store, loads=False) is None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_start_is_granted_that_the_tracker_was_removed(loads: bool) -> None:
+    store = MemoryStore()
+    put_tracked(store, Tracked(20, "000000-aaaa.00001.1"))
+    granted = grant(store, loads=loads)
+    assert granted is not None
+    assert granted.iteration == NOTHING
+    assert granted.save_id.startswith("000001-")
 
 
 def test_the_message_of_an_overtaken_run_names_the_later_run_and_the_remedy(tmp_path: Path) -> None:

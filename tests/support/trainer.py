@@ -152,7 +152,7 @@ class FakeTrainer:
         admission = Admission(store, policy, wait_s, lambda: self.client)
         run = runs.new_run(save, ancestors, "scratch" if save is None else "storage", 1)
         opened = runs.open_run(admission, run, agent_pid=self.client.agent_pid)
-        runs.grant_wish(store, opened)
+        runs.grant_wish(store, opened, None)
         self.client.open_run(opened)
         return opened
 
