@@ -227,15 +227,7 @@ class Janitor:
         walk = _Pass(store, History(run.name, run.ancestors), None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
-            # Nobody looks at these any more. An overtaken agent may put its own again.
-            overtaken = [
-                f"{file_names.ALIVE}/{entry.name}"
-                for entry in store.list(file_names.ALIVE, sizes=False)
-                if 0 < file_names.run_number(entry.name) < walk.number
-            ]
-            if overtaken:
-                walk.look()
-                store.delete(overtaken)
+            self._remove_signs(walk)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
@@ -249,6 +241,23 @@ class Janitor:
             with phase("retention"):
                 self._retire(walk, self._expired(save))
             hit("commit.done")
+
+    def _remove_signs(self, walk: _Pass) -> None:
+        """Remove the signs of life of overtaken runs, and the probes of starts that were killed.
+
+        Nobody looks at them any more. An overtaken agent may put its own again until it ends.
+        """
+        alive = (entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False))
+        stale = [
+            file_names.alive_file(name)
+            for name in alive
+            if 0 < file_names.run_number(name) < walk.number
+        ]
+        probes = walk.store.list(file_names.PROBES, sizes=False)
+        stale += [f"{file_names.PROBES}/{entry.name}" for entry in probes]
+        if stale:
+            walk.look()
+            walk.store.delete(stale)
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
         """Return what `tidy` would remove, with its files. Changes nothing; `prune` calls this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import random
@@ -33,6 +34,7 @@ from megatron_flashckpt.file_format.end import (
 )
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
+    PROBES,
     RUNS,
     TRACKER,
     alive_file,
@@ -47,7 +49,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_of,
     shard_name,
 )
-from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, seal
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -600,11 +602,15 @@ def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     assert not caplog.records
 
 
-def test_a_start_removes_the_signs_of_life_of_former_runs(store: Store, clock: Clock) -> None:
+def test_a_start_removes_signs_of_life_of_former_runs_and_probes(
+    store: Store, clock: Clock
+) -> None:
     for number in (1, 2, 3):
         store.put(alive_file(run(number)), b"{}")
+    store.put(f"{PROBES}/0123abcd", b"of a start that was killed")
     Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
     assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
+    assert store.list(PROBES) == []
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -727,6 +733,38 @@ def test_an_error_of_one_removal_stops_no_other(
     assert directories(store) == [iteration_dir(30)]
 
 
+class UnreliableStore(PosixStore):
+    """A store whose listing of one directory fails, and which cannot remove directories."""
+
+    is_away = True
+
+    def list(self, directory: str, *, sizes: bool = True) -> list[Entry]:
+        if self.is_away and directory == iteration_dir(10):
+            raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return super().list(directory, sizes=sizes)
+
+    def _removed_empty(self, path: Path) -> bool:
+        return not self.is_away and super()._removed_empty(path)
+
+
+def test_what_could_not_be_listed_or_removed_goes_after_a_later_commit(
+    tmp_path: Path, clock: Clock
+) -> None:
+    store = UnreliableStore(tmp_path)
+    unlisted, emptied, last = save(1, 10), save(1, 20), save(2, 30)
+    for named in (unlisted, emptied):
+        put_bulk(store, named)
+    commit(store, last)
+    (tmp_path / iteration_dir(40)).mkdir()  # another node may be about to fill it
+    janitor = Janitor(tuple, 0.0, clock)
+    janitor.tidy(committed(store, last))
+    assert (len(names_of(PosixStore(tmp_path), unlisted)), names_of(store, emptied)) == (4, set())
+    store.is_away = False
+    for _ in range(2):
+        janitor.tidy(committed(store, last))
+    assert directories(store) == [iteration_dir(30), iteration_dir(40)]
+
+
 # ---------------------------------------------------------------------- what others have put there
 
 
@@ -841,8 +879,10 @@ def test_a_directory_is_listed_once_per_start_and_a_manifest_read_once(clock: Cl
     janitor = Janitor(tuple, DEADLINE_S, clock)
     for _ in range(3):
         janitor.tidy(committed(store, saves[-1], Retention(latest=9)))
-    assert sorted(store.listed) == [iteration_dir(named.iteration) for named in saves]
-    assert len(store.read) == 5
+    committed_here = [iteration_dir(50)] * 2
+    listed = [iteration_dir(named.iteration) for named in saves]
+    assert sorted(store.listed) == sorted([*listed, *committed_here])
+    assert store.read.count(MAX_MANIFEST_NBYTES) == 5
     store.listed.clear()
     store.read.clear()
     janitor.tidy_after_start(store, RunObject(name=run(2), ancestors=descent(saves[-1], ())))
