@@ -204,14 +204,6 @@ class Janitor:
         walk = _Pass(store, History(run.name, run.ancestors), resumed, None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
-            stale = [
-                f"{file_names.ALIVE}/{entry.name}"
-                for entry in store.list(file_names.ALIVE, sizes=False)
-                if 0 < file_names.run_number(entry.name) < walk.number
-            ]
-            if stale:
-                walk.look()
-                store.delete(stale)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
