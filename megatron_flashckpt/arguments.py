@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import xxhash
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.collectives import Attempt, ErrorReport
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
-from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
+from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -138,39 +138,31 @@ def _attempt(root: str, step: int | None) -> Attempt[_Source | None]:
 
 
 def _read(root: str, step: int | None) -> _Source | None:
-    from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+    from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 
     store = RetryingStore(open_store(root), total_s=load_patience_s())
     refused: FlashCkptError | None = None
-    for iteration in _candidates(store, step):
+    for save in _saves(store, step):
         try:
-            stored = open_checkpoint(store, iteration)
-            save_id = stored.manifest.save_id
-            name = f"{stored.place}/{common_name(save_id)}"
-            source = _Source(save_id, name, stored.common())
+            stored = StoredCheckpoint(store, save, read_manifest(store, save))
+            name = f"{stored.place}/{common_name(save.save_id)}"
+            source = _Source(save.save_id, name, stored.common())
             source.state()  # raises here, where an older checkpoint can replace a damaged one
             return source
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
-            logger.error("iteration %d: its arguments cannot be read: %s", iteration, error)
+            logger.error("iteration %d: its arguments cannot be read: %s", *(save.iteration, error))
             refused = refused or error
     if refused is not None:
         raise refused
     return None
 
 
-def _candidates(store: Store, step: int | None) -> Iterator[int]:
-    """Yield the iterations to try: the named one, then older ones with `damaged: fall_back`."""
-    from megatron_flashckpt.catalog import listing
-    from megatron_flashckpt.load.named_checkpoint import named_in
+def _saves(store: Store, step: int | None) -> list[Save]:
+    """Return the checkpoints to try: the named one, then older ones with `damaged: fall_back`."""
+    from megatron_flashckpt.load.named_checkpoint import loadable_saves
     from megatron_flashckpt.save.session import session
 
-    named = named_in(store, int(step) if step else None).iteration
-    if named is None:
-        return
-    yield named
-    if session.config.damaged == "fall_back" and not step:
-        for iteration in reversed(listing.committed_iterations(store)):
-            if iteration < named:
-                yield iteration
+    saves = loadable_saves(store, int(step) if step else None)
+    return saves if session.config.damaged == "fall_back" else saves[:1]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Protocol
 
+from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.file_format.file_names import RELEASE
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.source_job import SavedJob
@@ -21,8 +24,15 @@ class Origin:
     iteration: int
     save_id: str
     source: Literal["memory", "storage"]
+    ancestors: Ancestors = ()
+    """Those of the run that made the checkpoint."""
     is_release: bool = False
     """True if the tracker says `release`: Megatron then loads weights alone, as iteration 0."""
+
+    @property
+    def save(self) -> Save:
+        """The checkpoint, by the name of its directory."""
+        return Save(RELEASE if self.is_release else self.iteration, self.save_id)
 
 
 @dataclasses.dataclass

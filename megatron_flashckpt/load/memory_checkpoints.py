@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.collectives import run_and_gather
 from megatron_flashckpt.errors import UNDECODABLE, AgentError, CorruptCheckpointError, StorageError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.offers import HeldSave, held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -28,12 +30,14 @@ class MemoryCheckpoint:
     slab: Slab | None
     """None on a rank that the saving job did not have; then `offer` is that of rank 0."""
     offer: Offer
-    committed: int
-    """Newest committed iteration that agents know of; -1 if they know of none."""
-    lineage: frozenset[str] = frozenset()
-    """Ancestors of this save that agents know of; see `protocol.Offer`."""
+    ancestors: Ancestors = ()
+    """Those of the run that made the save. Equal on all ranks."""
     link: NodeLink | None = None
     """The owner of the slab, with the connection to the agent that offers it."""
+
+    @property
+    def save(self) -> Save:
+        return Save(self.offer.iteration, self.offer.save_id)
 
     def is_pinned(self, end: int) -> bool:
         """Return whether all bytes of the slab below `end` are page-locked; may become true."""
@@ -71,7 +75,7 @@ def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
     def slab_and_offers() -> tuple[
         _SlabAndOffers, tuple[list[dict[str, Any]], tuple[tuple[int, str], ...]]
     ]:
-        own, fields = _with_gathered_fields(link.take_slab())
+        own, fields = _with_gathered_fields(link.take_slab(), checkpointer.rank)
         # If all ranks run on other nodes than before, no rank has an offer. The saves that the
         # nodes hold for their former ranks then show which saves to recover.
         return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
@@ -85,9 +89,9 @@ def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
 
         def recovered() -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
             if checkpointer.rank not in recovering:
-                return _with_gathered_fields((slab, offers))
+                return _with_gathered_fields((slab, offers), checkpointer.rank)
             link.recover(newest)
-            return _with_gathered_fields(link.take_slab())
+            return _with_gathered_fields(link.take_slab(), checkpointer.rank)
 
         (slab, offers), all_offers = run_and_gather(recovered)
     own = {offer.save_id: offer for offer in offers}
@@ -106,12 +110,13 @@ def _checkpoint(
     save: HeldSave, slab: Slab | None, own: Offer | None, link: NodeLink
 ) -> MemoryCheckpoint:
     offers = [offer for _, offer in sorted(save.by_rank.items())]
-    first = {name: value for name, value in offers[0].items() if name != "world_size"}
+    described = ("world_size", "ancestors")
+    first = {name: value for name, value in offers[0].items() if name not in described}
     return MemoryCheckpoint(
         slab if own is not None else None,
         own or Offer(**first, digests=None),
-        _committed(offers),
-        _lineage(offers),
+        # All owners hold the save, so rank 0 does.
+        save.by_rank[0].get("ancestors", ()),
         link,
     )
 
@@ -120,48 +125,37 @@ _SlabAndOffers = tuple[Slab | None, tuple[Offer, ...]]
 
 
 def _with_gathered_fields(
-    slab_and_offers: _SlabAndOffers,
+    slab_and_offers: _SlabAndOffers, rank: int
 ) -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
     """Return this rank's slot offers, and the fields of them that are gathered from all ranks."""
     slab, offers = slab_and_offers
     return slab_and_offers, [
         {
             **{name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"},
-            "world_size": None if slab is None else _world_size(slab, offer),
+            **({"world_size": None} if slab is None else _described(slab, offer, rank)),
         }
         for offer in offers
     ]
 
 
 class _SavedBy(msgspec.Struct):
-    """The part of a slot's description that tells its number of ranks; the rest is not decoded."""
+    """The part of a slot's description that a choice needs; the rest is not decoded."""
 
     world_size: int
+    ancestors: Ancestors = ()
 
 
 _SAVED_BY = msgspec.msgpack.Decoder(_SavedBy)
 
 
-def _world_size(slab: Slab, offer: Offer) -> int | None:
-    """Return the number of ranks that saved a slot; None if its description is damaged."""
-    try:
-        return _SAVED_BY.decode(slab.slots[offer.slot].encoded_meta()).world_size
-    except (CorruptCheckpointError, *UNDECODABLE):
-        return None
+def _described(slab: Slab, offer: Offer, rank: int) -> dict[str, Any]:
+    """Return what a slot's description tells of its save; nothing if it is damaged.
 
-
-def _lineage(offers: list[dict[str, Any]]) -> frozenset[str]:
-    return frozenset[str]().union(*(offer["lineage"] for offer in offers))
-
-
-def _committed(offers: list[dict[str, Any]]) -> int:
-    """Return the newest iteration known to be committed, from all ranks' offers of one save.
-
-    The agent that had rank 0 moved the tracker and knows that iteration; rank 0 may now be on
-    another node. If that agent is gone, the others know whether the saves in their own slots are
-    durable, except for saves that they recovered from other nodes.
+    Rank 0 alone tells the ancestors, which may be a thousand and are equal on all ranks.
     """
-    own = [offer for offer in offers if not offer["recovered"]]
-    durable = bool(own) and all(offer["durable"] for offer in own)
-    known = max(offer["committed"] for offer in offers)
-    return int(max(known, offers[0]["iteration"] if durable else -1))
+    try:
+        saved_by = _SAVED_BY.decode(slab.slots[offer.slot].encoded_meta())
+    except (CorruptCheckpointError, *UNDECODABLE):
+        return {"world_size": None}
+    of_rank_0 = {"ancestors": saved_by.ancestors} if rank == 0 else {}
+    return {"world_size": saved_by.world_size, **of_rank_0}

@@ -140,7 +140,7 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
         checkpoint,
         frozenset(neighbours - {this_rank()}),
         reader_threads(config, _MOST_THREADS),
-        Origin(offer.iteration, offer.save_id, "memory"),
+        Origin(offer.iteration, offer.save_id, "memory", checkpoint.ancestors),
         job,
         common_state,
         saved_by,

@@ -1,48 +1,55 @@
-"""The checkpoint that a save directory names as the one to resume from."""
+"""The checkpoints that a load directory and host memory offer, as rank 0 sees them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_flashckpt.catalog import foreign, listing
-from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
-from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
-from megatron_flashckpt.errors import (
-    ConfigError,
-    FlashCkptError,
-    StorageError,
-    is_damage,
-)
+from megatron_flashckpt.catalog import foreign
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import Candidate, Choice, Facts, Save, at, choose
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+from megatron_flashckpt.catalog.tracker import tracker_text
+from megatron_flashckpt.collectives import ErrorReport, attempt
+from megatron_flashckpt.errors import ConfigError, StorageError, is_damage
 from megatron_flashckpt.file_format.file_names import (
-    MANIFEST,
     RELEASE,
     TRACKER,
     iteration_dir,
     parse_iteration_dir,
-    save_id_of,
 )
-from megatron_flashckpt.file_format.manifest import decode_facts
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.file_format.run_object import Ancestors
+from megatron_flashckpt.load.late_names import read_settled
+from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_RELEASE = iteration_dir(RELEASE)
+
+class Missing(NamedTuple):
+    """The iteration that tracker or `--ckpt-step` names, which cannot be loaded, and why."""
+
+    iteration: int
+    report: ErrorReport
 
 
-class NamedCheckpoint(NamedTuple):
-    """The checkpoint that a save directory names as the one to resume from."""
+class Offered(NamedTuple):
+    """The checkpoints that a load may use. Equal on all ranks."""
 
-    iteration: int | None
-    """The named iteration, or `RELEASE`; None if it is no checkpoint in this package's format."""
+    candidates: tuple[Candidate, ...] = ()
+    """The best one first. One of another program stands alone; Megatron loads it."""
+    named: int | None = None
+    """The iteration that `--ckpt-step` or the tracker names."""
+    missing: Missing | None = None
     problem: str | None = None
-    """Defect of the tracker; `iteration` is then the newest committed one."""
+    """Defect of the tracker."""
     foreign: str | None = None
-    """The reason why the named checkpoint, written by DLRover, cannot be loaded."""
-    save_id: str | None = None
-    """Save id of the iteration; None if not looked up, or if the manifest cannot be read."""
+    """The reason why the first candidate, written by DLRover, cannot be loaded."""
+    unused: Mapping[Save, str] = {}
+    """Saves in memory that do not count, with the reason."""
 
 
 def refuse_path_inside(load_dir: str) -> None:
@@ -65,127 +72,117 @@ def refuse_path_inside(load_dir: str) -> None:
         )
 
 
-def named_in(storage: Storage, step: int | None) -> NamedCheckpoint:
-    """Return the iteration that `step` (`--ckpt-step`) or else the tracker names.
+def offered_by(
+    store: Store,
+    step: int | None,
+    held: Mapping[Save, Ancestors] | None = None,
+    wait_s: float = 0.0,
+) -> tuple[Facts, Offered]:
+    """Return what the directory offers, and the facts on which that depends. Rank 0 calls this.
 
-    An iteration in one of Megatron's own formats is left to Megatron's loader.
+    Args:
+        step: `--ckpt-step`; then only the checkpoint of this iteration is offered.
+        held: the saves in memory, with the ancestors of their runs.
+        wait_s: longest wait in seconds for names that come late.
 
     Raises:
-        StorageError: the tracker cannot be read.
+        FormatVersionError: the directory is of format 1.
+        StorageError: storage does not answer.
     """
+    facts = read_settled(lambda: read_facts(store, held), store.place, 0.0 if step else wait_s)
+    named = facts.tracker if step is None else step
+    facts, missing, of_dlrover = _with_named(store, facts, named)
+    if of_dlrover is not None:
+        return facts, Offered(named=named, foreign=of_dlrover)
     if step is not None:
-        return _unless_foreign(storage, step)
-    try:
-        text = tracker_text(storage)
-    except StorageError as error:
-        if not is_damage(error):
-            raise
-        newest = _newest_named(storage, str(error.strerror))
-        if newest.iteration is None:  # Megatron would open the tracker, and hang if it is a pipe
-            raise
-        return newest
-    if text is None or text == _RELEASE:
-        if text == _RELEASE and _is_ours(storage, _RELEASE):
-            return NamedCheckpoint(RELEASE)
-        ahead = None if text == _RELEASE else _newest_untracked(storage, -1)
-        if ahead is None:
-            _warn_of_missing_tracker(storage, text)
-        return NamedCheckpoint(ahead)
-    iteration = iteration_in(text)
-    if iteration is None:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
-    ahead = _newest_untracked(storage, iteration)
-    return _unless_foreign(storage, iteration) if ahead is None else NamedCheckpoint(ahead)
+        save = at(facts, step)
+        choice = Choice(() if save is None else (Candidate(save, in_memory=False),))
+    else:
+        choice = choose(facts)
+        _warn(store, facts, choice)
+    candidates = choice.candidates
+    first = candidates[0].save if candidates else None
+    if first is not None and not first.save_id and first.iteration == named:
+        of_dlrover = foreign.dlrover_problem(store, named)
+        candidates = candidates[:1]
+    else:  # Megatron loads what its tracker or `--ckpt-step` names, and only that
+        candidates = tuple(other for other in candidates if other.save.save_id)
+    defect = _tracker_defect(store) if facts.tracker_is_damaged and step is None else None
+    return facts, Offered(candidates, named, missing, defect, of_dlrover, choice.unused)
 
 
-def with_save(named: NamedCheckpoint, storage: Storage) -> NamedCheckpoint:
-    """Return `named` with the save id from the manifest of its iteration."""
-    if named.iteration is None:
-        return named
-    try:
-        encoded = read_manifest(storage, named.iteration)
-        facts = decode_facts(encoded, f"{storage.place}/{iteration_dir(named.iteration)}")
-    except FlashCkptError:  # a load of this iteration reports the error
-        return named
-    return named._replace(save_id=facts.save_id)
+def _with_named(
+    store: Store, facts: Facts, named: int | None
+) -> tuple[Facts, Missing | None, str | None]:
+    """Add the named checkpoint if it was put there by a link; or return why it cannot be loaded.
 
+    Links are not entered otherwise: nothing is listed, kept or removed through a link.
 
-def _newest_untracked(storage: Storage, tracked: int) -> int | None:
-    """Return the newest committed iteration whose agent died before the tracker named it.
-
-    Such an iteration still has its commit records, which are removed once the tracker has moved. A
-    tracker that a user has set back is therefore respected, as is one that was written after the
-    manifest: an agent may die before it has removed the records.
+    Returns:
+        The facts, the reason for this package's checkpoints, and that for DLRover's.
     """
-    parsed = [parse_iteration_dir(name) for name in storage.list("")]
-    iterations = [number for number in parsed if number is not None and number > tracked]
-    for iteration in sorted(iterations, reverse=True):
-        directory = iteration_dir(iteration)
-        listed = storage.list(directory) if storage.kind(directory) == "directory" else []
-        records = {save_id_of(name) for name in listed if name.endswith(".commit")}
-        if MANIFEST not in listed or not records:
-            continue
-        try:
-            facts = decode_facts(read_manifest(storage, iteration), f"{storage.place}/{directory}")
-        except FlashCkptError as error:
-            if not is_damage(error):
-                raise
-            continue
-        if facts.save_id in records and not tracker_is_newer(storage, iteration):
-            logger.warning(
-                "iteration %d is committed, although %s does not name it yet", iteration, TRACKER
-            )
-            return iteration
-    return None
+    if named is None or any(save.iteration == named for save in facts.in_storage()):
+        return facts, None, None
+    if named == RELEASE:
+        return facts, None, None  # Megatron reports that its own checkpoint is missing
+    if problem := foreign.dlrover_empty(store, named):
+        return facts, None, problem
+    tried = attempt(lambda: open_checkpoint(store, named).save)
+    if tried.report is None and tried.value is not None:
+        stored = [*facts.stored, tried.value]
+        return dataclasses.replace(facts, stored=stored), None, None
+    if tried.error is not None and not is_damage(tried.error):
+        raise tried.error
+    return facts, tried.report and Missing(named, tried.report), None
 
 
-def tracker_is_newer(storage: Storage, iteration: int) -> bool:
-    """Return whether the tracker was written after the manifest of `iteration`."""
+def _tracker_defect(store: Store) -> str:
+    """Return why the tracker names no iteration."""
     try:
-        manifest = storage.stamp(f"{iteration_dir(iteration)}/{MANIFEST}")
-        return storage.stamp(TRACKER).mtime_ns > manifest.mtime_ns
-    except (OSError, FlashCkptError):  # one of them is not there, or cannot be looked at
-        return False
-
-
-def _newest_named(storage: Storage, problem: str) -> NamedCheckpoint:
-    committed = listing.committed_iterations(storage)
-    return NamedCheckpoint(committed[-1], problem) if committed else NamedCheckpoint(None)
-
-
-def _unless_foreign(storage: Storage, iteration: int) -> NamedCheckpoint:
-    """Return `iteration`, or None in its place if another program wrote it."""
-    directory = iteration_dir(iteration)
-    try:
-        if MANIFEST in storage.list(directory):
-            return NamedCheckpoint(iteration)
-        if problem := foreign.dlrover_problem(storage, iteration):
-            return NamedCheckpoint(None, foreign=problem)
-        return NamedCheckpoint(None if foreign.megatron_format(storage, directory) else iteration)
+        text = tracker_text(store) or ""
     except StorageError as error:
-        if not is_damage(error):
-            raise
-        return NamedCheckpoint(iteration)
+        return str(error.strerror)
+    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    return f"{store.place}/{TRACKER}: {shown!r} is no iteration"
 
 
-def _is_ours(storage: Storage, directory: str) -> bool:
-    """Return whether `directory` holds a committed checkpoint in this package's format."""
-    is_there = storage.kind(directory) == "directory"
-    return is_there and bool(storage.present(directory, [MANIFEST]))
-
-
-def _warn_of_missing_tracker(storage: Storage, tracker: str | None) -> None:
-    """Warn that the job starts from scratch next to checkpoints that no tracker names.
-
-    A missing tracker is respected, because a user removes it on purpose.
-    """
-    committed = [] if tracker == _RELEASE else listing.committed_iterations(storage)
-    if committed:
+def _warn(store: Store, facts: Facts, choice: Choice) -> None:
+    """Log why the tracker is not followed. Without a word, a person would not expect this."""
+    stored = [save for save, in_memory in choice.candidates if not in_memory]
+    if choice.removed and facts.stored:
         logger.warning(
             "%s: has no %s, so none of its checkpoints is loaded; to resume from the newest, write "
             "%d into that file",
-            storage.place,
-            TRACKER,
-            committed[-1],
+            *(store.place, TRACKER, max(save.iteration for save in facts.stored)),
         )
+        return
+    named = facts.tracker
+    if choice.wish is not None:
+        return
+    is_there = any(save.iteration == named for save in facts.stored)
+    if is_there and all(save.iteration != named for save in stored):
+        logger.warning(
+            "%s/%s is not of the newest run's history, although %s names it; to resume from it, "
+            "start with --ckpt-step %d",
+            *(store.place, iteration_dir(named or 0), TRACKER, named),
+        )
+    elif stored and stored[0].save_id and (named is None or stored[0].iteration > named):
+        logger.warning(
+            "iteration %d is committed, although %s does not name it yet",
+            *(stored[0].iteration, TRACKER),
+        )
+
+
+def loadable_saves(store: Store, step: int | None) -> list[Save]:
+    """Return the checkpoints of this package that a load would try in storage, the best first.
+
+    Raises:
+        FlashCkptError: the named iteration cannot be loaded, and there is no other.
+    """
+    _, offered = offered_by(store, step)
+    saves = [save for save, _ in offered.candidates]
+    if saves and not saves[0].save_id:
+        return []  # Megatron loads its own checkpoint
+    if not saves and offered.missing is not None:
+        raise offered.missing.report.error()
+    return saves

@@ -6,22 +6,24 @@ Start reading at `load`, whose six steps are the rest of this package.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import Facts, Save, choose
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import RELEASE
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load import argument_source, loader, training_state
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
-from megatron_flashckpt.load.late_tracker import await_tracker
+from megatron_flashckpt.load.late_names import may_be_late
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.load.memory_checkpoints import (
     HeldInMemory,
@@ -29,12 +31,7 @@ from megatron_flashckpt.load.memory_checkpoints import (
     held_in_memory,
 )
 from megatron_flashckpt.load.memory_source import open_memory
-from megatron_flashckpt.load.named_checkpoint import (
-    NamedCheckpoint,
-    named_in,
-    refuse_path_inside,
-    with_save,
-)
+from megatron_flashckpt.load.named_checkpoint import Offered, offered_by, refuse_path_inside
 from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
@@ -43,8 +40,9 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
+from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +70,16 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     """
     load_dir = getattr(margs, call.load_arg)
     is_resume = call.optimizer is not None and _saves_where_it_loads(margs, load_dir)
+    if is_resume:
+        # A run that opens while a save is pending would leave that save without a tracker.
+        session.checkpointer(margs.save).end_saves()
     memory = _held_in_memory(margs) if is_resume else HeldInMemory()
     load_dir = _load_directory(call, margs, memory.checkpoints)
-    candidates, refusal = _candidates(margs, load_dir, memory)
+    directory = _LoadDirectory(margs, load_dir, memory)
+    candidates = _candidates(margs, directory, memory)
+    refusal = argument_source.disagreement(run_on_rank_0(argument_source.chosen_sources))
     request = _request(call, margs, refusal, is_release=candidates.iteration == RELEASE)
-    loaded = _load_first_undamaged(candidates, request, margs, load_dir)
+    loaded = _load_first_undamaged(candidates, request, margs, directory)
     candidates.report()
     if loaded is None:
         _refuse_foreign(candidates, request)
@@ -85,14 +88,14 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
         if is_resume:
-            _forget_saves(margs)
+            _open_run(margs, candidates.other_program, (), directory.facts)
         return None
     assert load_dir is not None
     iteration = training_state.apply(call, margs, request.model_state, loaded)
     if call.optimizer is not None and not is_resume:
         _report_unused_memory(margs, load_dir)
     if is_resume:
-        _continue_from(loaded, margs, is_other_history=candidates.is_other_history)
+        _continue_from(loaded, margs, directory.facts)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     origin = loaded.origin
@@ -141,49 +144,65 @@ def _load_directory(call: LoadCall, margs: Any, memory: Sequence[MemoryCheckpoin
 
 
 def _holds_checkpoint(margs: Any, load_dir: str | None) -> bool:
-    """Return whether the directory has a tracker, or a commit that no tracker names yet."""
+    """Return whether the directory has a tracker, or a checkpoint that no tracker names yet."""
     if load_dir is None:
         return False
     if checkpointing().checkpoint_exists(load_dir):
         return True
-    return named_in(_retrying_storage(margs, load_dir), None).iteration is not None
+    return bool(choose(read_facts(_store(margs, load_dir))).candidates)
 
 
-def _candidates(
-    margs: Any, load_dir: str | None, memory: HeldInMemory
-) -> tuple[Candidates, FlashCkptError | None]:
-    """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
-    step = getattr(margs, "ckpt_step", None)
-    storage = None if load_dir is None else _retrying_storage(margs, load_dir)
+def _store(margs: Any, load_dir: str) -> Store:
+    """Return the store to load from; its retries end before other ranks' collectives time out."""
+    minutes = getattr(margs, "distributed_timeout_minutes", None)
+    patience_s = load_patience_s(None if minutes is None else 60.0 * minutes)
+    return RetryingStore(open_store(load_dir), total_s=patience_s)
 
-    def find_named() -> NamedCheckpoint:
-        if storage is None or load_dir is None:
-            return NamedCheckpoint(None)
-        refuse_path_inside(load_dir)
-        if not memory.checkpoints:
-            return named_in(storage, int(step) if step else None)
-        find = functools.partial(named_in, storage, None)
-        named = await_tracker(find, storage, memory.checkpoints, _tracker_wait_s(margs))
-        return with_save(named, storage)
 
-    named, sources = run_on_rank_0(lambda: (find_named(), argument_source.chosen_sources()))
+class _LoadDirectory:
+    """The directory that a job loads from, and what rank 0 has seen there."""
+
+    def __init__(self, margs: Any, load_dir: str | None, memory: HeldInMemory) -> None:
+        self.path = load_dir
+        self.store = None if load_dir is None else _store(margs, load_dir)
+        self.facts: Facts | None = None
+        """What the last choice depended on; on rank 0 only."""
+        self._margs = margs
+        self._held = {held.save: held.ancestors for held in memory.checkpoints}
+
+    def choose(self) -> Offered:
+        """Return the checkpoints that directory and memory offer now. Collective."""
+        return run_on_rank_0(self._offered)
+
+    def _offered(self) -> Offered:
+        if self.store is None or self.path is None:
+            return Offered()
+        refuse_path_inside(self.path)
+        step = getattr(self._margs, "ckpt_step", None)
+        wait_s = self._wait_s() if may_be_late(self.path) else 0.0
+        self.facts, offered = offered_by(
+            self.store, int(step) if step else None, self._held, wait_s
+        )
+        return offered
+
+    def _wait_s(self) -> float:
+        """Return how long rank 0 waits for late names: half of what other ranks wait at most."""
+        wait_s = session.config.probe_wait_s or 0.0
+        minutes = getattr(self._margs, "distributed_timeout_minutes", None)
+        return wait_s if minutes is None else min(wait_s, 30.0 * minutes)
+
+
+def _candidates(margs: Any, directory: _LoadDirectory, memory: HeldInMemory) -> Candidates:
+    """Return the checkpoints that may be loaded. Collective."""
     # A job that names an iteration, or finetunes a model, accepts no other checkpoint.
-    fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
-    candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
-    return candidates, argument_source.disagreement(sources)
-
-
-def _tracker_wait_s(margs: Any) -> float:
-    """Return how long rank 0 waits for the tracker: half of what the other ranks wait at most."""
-    wait_s = session.config.probe_wait_s or 0.0
-    minutes = getattr(margs, "distributed_timeout_minutes", None)
-    return wait_s if minutes is None else min(wait_s, 30.0 * minutes)
-
-
-def _retrying_storage(margs: Any, load_dir: str) -> RetryingStorage:
-    """Return the storage to load from; its retries end before other ranks' collectives time out."""
-    minutes = getattr(margs, "distributed_timeout_minutes", None)
-    return RetryingStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
+    is_exact = getattr(margs, "ckpt_step", None) or margs.finetune
+    return Candidates(
+        directory.choose,
+        memory,
+        str(directory.path),
+        rank=this_rank(),
+        fall_back=session.config.damaged == "fall_back" and not is_exact,
+    )
 
 
 def _request(
@@ -216,7 +235,7 @@ def _model_state(call: LoadCall, margs: Any) -> ModelState:
 
 
 def _load_first_undamaged(
-    candidates: Candidates, request: LoadRequest, margs: Any, load_dir: str | None
+    candidates: Candidates, request: LoadRequest, margs: Any, directory: _LoadDirectory
 ) -> LoadedCheckpoint | None:
     """Fill the model from the first undamaged candidate; None if there is no candidate. Collective.
 
@@ -224,29 +243,29 @@ def _load_first_undamaged(
         FlashCkptError: a candidate failed, and no other may be loaded; on every rank.
     """
     while (iteration := candidates.iteration) is not None:
-        announcements.announce_loading(margs, load_dir, iteration)
+        announcements.announce_loading(margs, directory.path, iteration)
         try:
             # One pause for both steps: a collection between them would scan all decoded objects.
             with gc_paused():
-                return loader.load(request, _opened(candidates))
+                return loader.load(request, _opened(candidates, directory))
         except FlashCkptError as error:
             candidates.refuse(error)
     return None
 
 
-def _opened(candidates: Candidates) -> CheckpointSource:
+def _opened(candidates: Candidates, directory: _LoadDirectory) -> CheckpointSource:
     """Open the current candidate, on which all ranks agree. Collective."""
     candidate = candidates.current
     if isinstance(candidate, MemoryCheckpoint):
         return open_memory(candidate, session.config)
     assert candidate is not None
-    assert candidates.storage is not None
-    return open_stored(candidates.storage, candidate, session.config)
+    assert directory.store is not None
+    return open_stored(directory.store, candidate, session.config)
 
 
 def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
     """Raise an error if neither this package nor Megatron can load the named checkpoint."""
-    problem = candidates.named.foreign
+    problem = candidates.offered.foreign
     if problem is not None and request.optimizer is not None:
         raise UnsupportedError(problem)
 
@@ -289,25 +308,38 @@ def _report_unused_memory(margs: Any, load_dir: str) -> None:
             )
 
 
-def _forget_saves(margs: Any) -> None:
-    """Have the agent drop all saves in memory and pending writes, which must not be resumed."""
-    session.checkpointer(margs.save).link.resume_from(None, 0)
-
-
-def _continue_from(loaded: LoadedCheckpoint, margs: Any, *, is_other_history: bool) -> None:
-    """Tell the agent from which save training resumes.
-
-    Args:
-        is_other_history: True if the saves in memory belong to another history than the loaded one.
-    """
+def _continue_from(loaded: LoadedCheckpoint, margs: Any, facts: Facts | None) -> None:
+    """Open the run that continues the loaded checkpoint. Collective."""
     hit("load.unadopted")
-    if is_other_history:
-        _forget_saves(margs)
     origin = loaded.origin
-    session.checkpointer(margs.save).link.resume_from(origin.save_id, origin.iteration)
+    _open_run(margs, origin.save, origin.ancestors, facts, origin.source)
     if origin.source == "storage":
         session.resumed(margs.save, origin.iteration)
     hit("load.adopted")
+
+
+def _open_run(
+    margs: Any,
+    save: Save | None,
+    ancestors: Ancestors,
+    facts: Facts | None,
+    source: Literal["memory", "storage"] = "storage",
+) -> None:
+    """Open the run under which this job saves. Agents drop all saves that it does not continue.
+
+    Collective. A job that finetunes a model begins a new history, from iteration 0.
+
+    Raises:
+        OtherWriterError: another job trains there.
+        StorageError: the save directory cannot be written.
+    """
+    checkpointer = session.checkpointer(margs.save)
+    if margs.finetune:
+        checkpointer.open_run(None, (), "scratch")
+    elif save is None:
+        checkpointer.open_run(None, (), "scratch", facts)
+    else:
+        checkpointer.open_run(save, ancestors, source, facts)
 
 
 def _summary(loaded: LoadedCheckpoint) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.file_format.file_names import RELEASE
+from megatron_flashckpt.errors import NotCommittedError
+from megatron_flashckpt.file_format.end import End, kind_of
+from megatron_flashckpt.file_format.file_names import RELEASE, iteration_dir
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
@@ -15,7 +18,7 @@ from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_repl
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.store import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +56,34 @@ class StorageSource:
 
 
 @gc_paused()
-def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSource:
+def open_stored(store: Store, save: Save, config: Config) -> StorageSource:
     """Open a committed checkpoint; rank 0 alone reads its manifest. Collective.
 
     Raises:
-        FlashCkptError: the checkpoint is missing or damaged; on every rank.
+        NotCommittedError: the checkpoint was removed since it was chosen; on every rank.
+        FlashCkptError: the checkpoint is damaged; on every rank.
     """
-    encoded, common_state = run_on_rank_0(lambda: _manifest_and_common_state(storage, iteration))
-    stored, job = run_and_agree(lambda: _decoded(storage, iteration, encoded))
+    encoded, common_state = run_on_rank_0(lambda: _manifest_and_common_state(store, save))
+    stored, job = run_and_agree(lambda: _decoded(store, save, encoded))
     saved = stored.manifest
-    origin = Origin(saved.iteration, saved.save_id, "storage", is_release=iteration == RELEASE)
+    origin = Origin(
+        *(saved.iteration, saved.save_id, "storage", saved.ancestors),
+        is_release=save.iteration == RELEASE,
+    )
     return StorageSource(stored, config, origin, job, common_state)
 
 
-def _manifest_and_common_state(storage: Storage, iteration: int) -> tuple[bytes, bytes]:
-    encoded = read_manifest(storage, iteration)
-    return encoded, StoredCheckpoint(storage, iteration, encoded).common()
+def _manifest_and_common_state(store: Store, save: Save) -> tuple[bytes, bytes]:
+    encoded = read_manifest(store, save)
+    if kind_of(encoded) is End.FAILED:
+        raise NotCommittedError(
+            f"{store.place}/{iteration_dir(save.iteration)}: save {save.save_id} is being removed"
+        )
+    return encoded, StoredCheckpoint(store, save, encoded).common()
 
 
-def _decoded(storage: Storage, iteration: int, encoded: bytes) -> tuple[StoredCheckpoint, SavedJob]:
-    stored = StoredCheckpoint(storage, iteration, encoded)
+def _decoded(store: Store, save: Save, encoded: bytes) -> tuple[StoredCheckpoint, SavedJob]:
+    stored = StoredCheckpoint(store, save, encoded)
     coordinates = [shard.coordinates for shard in stored.manifest.shards]
     differing = frozenset(stored.manifest.differing)
     return stored, SavedJob(stored.place, stored.sources(), coordinates, differing)

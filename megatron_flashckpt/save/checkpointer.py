@@ -446,6 +446,14 @@ class Checkpointer:
             dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
         )
 
+    def end_saves(self) -> None:
+        """Wait until no save is pending; `wait` and `saves.poll` report the outcomes later.
+
+        A load that training continues from calls this first.
+        """
+        if self.pending:
+            self.saves.put_back(self.wait())
+
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Wait until no save is pending; return the outcomes.
 
