@@ -29,8 +29,8 @@ from megatron_flashckpt.file_format.shard_file import (
 )
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
-from megatron_flashckpt.storage.store import Store, Writer
 from megatron_flashckpt.storage.direct_io import ALIGNMENT
+from megatron_flashckpt.storage.store import Store, Writer
 from megatron_flashckpt.tracing import phase
 
 
