@@ -48,6 +48,8 @@ POINTS = {
         "load.resume",
         "the model has the checkpoint's state; the agent does not know",
     ),
+    "run.announced": ("agent.runs", "the sign of life is there, the object of the run is not"),
+    "run.created": ("agent.runs", "the object of the run is there; no agent knows the run"),
     "load.adopted": ("load.resume", "the agent knows the checkpoint that training resumes from"),
     # The agent, answering trainers.
     "agent.attached": (

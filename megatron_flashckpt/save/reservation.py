@@ -15,7 +15,7 @@ from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 #: Longest wait until agents have written and freed the memory of an earlier run, in seconds.
 _RELEASE_S = 60.0
@@ -72,5 +72,5 @@ def check_storage(margs: Any, checkpointer: Checkpointer) -> None:
     if getattr(margs, "skip_train", False):  # the job may lack permission to write
         return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    storage = open_storage(checkpointer.root)
-    probe.check(storage, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)
+    store = open_store(checkpointer.root)
+    probe.check(store, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)

@@ -26,6 +26,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
+    run_after,
     suspend,
 )
 
@@ -42,7 +43,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
     "staged": lambda client: client.staged(0),
     "abandon": lambda client: client.abandon(1, new_save_id(), "a reason"),
     "take": lambda client: client.take(),
-    "resume_from": lambda client: client.resume_from(None, 0),
+    "open_run": lambda client: client.open_run(run_after(None)),
     "template": lambda client: client.fetch_template("x"),
     "leave": lambda client: client.leave(),
 }

@@ -26,7 +26,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id, run_after
 
 MIB = 2**20
 
@@ -82,10 +82,10 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     crash(first)
     before = shared_nbytes(agent)
     assert before > 4 * 6 * 2 * MIB, "the agent has read one slot of each rank"
-    second = started(node, root, range(2))
+    second, run = started(node, root, range(2)), run_after(None)
     for trainer in second:
         assert [offer.iteration for offer in trainer.take()] == [1]
-        trainer.client.resume_from(None, 1)
+        trainer.join(run)
     assert slabs(agent) == [0, 1, 2, 3], "the slabs stay until the run has loaded"
     second[0].client.begin_run(BeginRun("second", (0, 1)))
     assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], (

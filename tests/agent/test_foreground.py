@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
@@ -130,15 +129,14 @@ def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_run_may_claim_the_directory_before_it_joins_the_agent(
+def test_a_run_may_open_before_it_joins_the_agent(
     node: Node, other_node: Node, root: Path, foreground: Foreground
 ) -> None:
     """On nodes without rank 0, the agents also start before their ranks join."""
     agent = foreground.agent()
-    key = other_node.trainer(root, 0, 2).claim()
-    assert watched(agent.pid, 1.5 * INTERVAL_S)  # the agent checks the claim once in that time
+    run = other_node.trainer(root, 0, 2).open_run()
     trainer = node.trainer(root, 1, 2)
-    trainer.client.hold(key)
+    trainer.join(run)
     trainer.hang_up()
     agent.terminate()
     status, lines = ended(agent)

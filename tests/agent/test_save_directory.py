@@ -169,10 +169,10 @@ def test_memory_outlives_a_directory_that_is_away_for_a_moment(
 def test_memory_outlives_a_new_device_number_of_its_directory(
     node: Node, root: Path, tmp_path: Path, at_once: bool
 ) -> None:
-    """A copy of the directory stands for a file system that is mounted again: it has the claim."""
+    """A copy of the directory stands for a file system that is mounted again: it knows the run."""
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    trainer.client.hold(trainer.claim())
+    trainer.open_run()
     eventually("the directory is held", lambda: holds_open(agent, root))
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
@@ -244,22 +244,6 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)
     assert "(device 7:7, inode 7)" in str(refused.value)
     assert trainer.save(1).error is None, "the agent still serves the first trainer"
-
-
-def test_offers_name_the_saves_that_precede_them(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [()], "no rank has reported a lineage"
-    trainer.client.resume_from(None, 0)
-    trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from scratch"
-    base, save_id = new_save_id(), new_save_id()
-    trainer.client.resume_from(base, 1)
-    trainer.save(2, save_id)
-    assert trainer.take()[0].lineage == (save_id, base)
-    os.kill(trainer.client.agent_pid, 9)
-    trainer.reconnect()
-    assert trainer.take()[0].lineage == (save_id,), "the slot header marks the save as durable"
 
 
 def test_an_ended_agent_closes_the_directory(node: Node, root: Path) -> None:

@@ -28,6 +28,8 @@ LOADING = (
     "load.unadopted",
     "load.adopted",
 )
+#: Failpoints of rank 0 alone, which opens the run.
+OPENING = ("run.announced", "run.created")
 #: Failpoints of the agent, and the hits at which it is killed: in the first save, and later.
 _AGENT = {
     "agent.attached": (1, 2),
@@ -115,7 +117,7 @@ def _of_loads() -> Iterator[Cell]:
     """Yield cells that also interrupt the load, from memory and from storage."""
     for before in (TRAINERS, NODE):
         for rank in ("rank0", "rank1"):
-            for point in LOADING:
+            for point in (*LOADING, *(OPENING if rank == "rank0" else ())):
                 if (before, point) == (NODE, "load.half"):
                     continue  # ranks exchange pieces only when they load from memory
                 for killed in KILLED:
