@@ -14,7 +14,7 @@ from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, 
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -86,8 +86,8 @@ class AttachSlab(msgspec.Struct, frozen=True, tag=True):
     A slab may have unfinished saves of an agent that died; the new agent finishes them.
     """
 
-    is_former: bool = False
-    """True: the slab of an earlier process of the rank, which may still write to it."""
+    formers: tuple[tuple[int, int], ...] = ()
+    """Earlier processes of the rank (`RankProcess`) that may still write to the slab."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -120,8 +120,8 @@ class LendSlab(msgspec.Struct, frozen=True, tag=True):
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     present: bool
     offers: tuple[Offer, ...]
-    read_only: bool = False
-    """An earlier process of this rank still runs and may write to the slab's other slots."""
+    formers: tuple[tuple[int, int], ...] = ()
+    """Earlier processes of this rank (`RankProcess`) that may write to the slab's other slots."""
     is_digesting: bool = False
     """True if offers without digests will have them soon: send the request again."""
     saves: tuple[tuple[int, str], ...] = ()

@@ -12,15 +12,14 @@ import time
 from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.endings import clock
-from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.pending_save import wait_reason
 from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.place import AgentSocket
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import AgentOptions, Node
-from megatron_flashckpt.agent.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -36,31 +35,28 @@ class Agent:
 
     def __init__(
         self,
-        upkeep: Upkeep,
+        listener: AgentSocket,
         options: AgentOptions,
         process: AgentProcess | None = None,
         *,
         unclaimed_s: float = _UNCLAIMED_S,
     ) -> None:
-        """Listen for trainers.
+        """Prepare to serve the trainers that connect to `listener`, which listens already.
 
         Args:
             process: this process, to which settings of later runs are applied; None: it is
                 unchanged.
             unclaimed_s: seconds to wait for the first trainer.
         """
-        self._upkeep = upkeep
+        self._listener = listener
         self._node = Node(options, process)
         self._committer = Committer(self._node)
         self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         silent = SilentConnections()
-        second_starts = SecondStarts(lambda: upkeep.directory)
         self._handler = RequestHandler(self._node, self._saves, self._committer)
-        self._conversations = TrainerConnections(
-            self._node, self._saves, self._handler, silent, second_starts
-        )
-        self._reception = Acceptor(upkeep.listen(), silent)
+        self._conversations = TrainerConnections(self._node, self._saves, self._handler, silent)
+        self._reception = Acceptor(silent)
         self._unclaimed_s = unclaimed_s
         #: Latest time to end, and the time of the signal that has set it.
         self._deadline: float | None = None
@@ -80,10 +76,8 @@ class Agent:
             self._committer.watch()
             self._saves.digester.digest_settled()
             self._handler.departed.release()
-            listener = self._upkeep.restore_missing(self._node.held.key)
-            if listener is not None:
-                self._reception.listen_on(listener)
-            connection = self._reception.accept(_TICK_S)
+            self._listener.follow(self._node.held.key)
+            connection = self._reception.accept(self._listener.socket, _TICK_S)
             if connection is not None:
                 self._conversations.begin(connection)
         with self._node.changed:

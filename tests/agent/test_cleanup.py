@@ -209,7 +209,7 @@ def test_a_checkpoint_whose_manifest_a_user_moved_away_is_kept(node: Node, root:
     before = listing(root / file_names.iteration_dir(20))
     plant(root, 20, *half_a_save("cccccccccccc"))
     trainer.client.resume_from(None, 10)
-    log = node.directory(root) / "agent.log"
+    log = node.log(root)
     eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
     for iteration in (30, 40):
         assert trainer.save(iteration).error is None

@@ -15,7 +15,6 @@ import pytest
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError, StorageError
 from megatron_flashckpt.failpoints import VARIABLE
@@ -269,7 +268,7 @@ def test_the_retention_of_an_overtaken_run_removes_no_checkpoint(
     assert iterations_in(root) == [1, 2]
     assert later.save(4).error is None
     assert iterations_in(root) == [1, 2, 4]
-    log = (node.directory(root) / LOG).read_text()
+    log = node.log(root).read_text()
     assert log.count("ERROR megatron_flashckpt.agent.fence") == 1
 
 

@@ -221,7 +221,7 @@ def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
 def test_a_metric_that_no_checkpoint_has_removes_none_and_is_logged(node: Node, root: Path) -> None:
     trainer = node.trainer(root, retention=Retention(best=Best(metric="los")))
     save_all(trainer, {10: 1.0, 20: 2.0})
-    log = node.directory(root) / "agent.log"
+    log = node.log(root)
     message = "no checkpoint has the metric 'los'"
     eventually("the log lines of both saves", lambda: log.read_text().count(message) == 2)
     assert_these_are_left_whole(root, trainer, [10, 20])
@@ -288,7 +288,7 @@ def test_retention_spares_newer_uncommitted_linked_foreign_and_megatron_files(
     shard.rename(tmp_path / "moved")
     shard.symlink_to(tmp_path / "moved")
     save_all(trainer, {40: None})
-    log = node.directory(root) / "agent.log"
+    log = node.log(root)
     ends = [f"the checkpoint of iteration {gone} (" for gone in (5, 20, 30)]
     eventually("all removals", lambda: all(end in log.read_text() for end in ends))
     assert {name: (root / name).read_bytes() for name in others} == others
@@ -317,7 +317,7 @@ def test_a_failed_removal_does_not_fail_the_save(node: Node, root: Path) -> None
     manifest = stored(root, 1).manifest
     (root / file_names.removal_name(1, manifest.save_id)).mkdir()  # blocks the first step
     save_all(trainer, {2: None})
-    log = node.directory(root) / "agent.log"
+    log = node.log(root)
     eventually(
         "the log line of the failed removal",
         lambda: "cannot remove the checkpoint of" in log.read_text(),
