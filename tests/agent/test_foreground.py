@@ -315,7 +315,7 @@ def test_a_wait_for_a_missing_agent_ends_with_an_error(node: Node, foreground: F
     status, (line,) = ended(waiting)
     assert status == 1
     assert "no agent for" in line
-    assert list(node.runtime_dir.iterdir()) == [], "no agent came"
+    assert not node.runtime_dir.exists(), "no agent came"
 
 
 def test_rank_0_names_the_agent_that_it_joined_and_its_slots(

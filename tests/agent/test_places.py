@@ -207,7 +207,7 @@ def test_a_user_who_takes_the_name_first_is_named_with_the_remedy(node: Node, ro
     with another_user(place, listens=True):
         with pytest.raises(AgentError, match=f"{place}: user {NOBODY} has taken .*'runtime_dir'"):
             node.trainer(root)
-        elsewhere = Node(node.runtime_dir / "elsewhere")
+        elsewhere = Node(node.runtime_dir.with_name("elsewhere"))
         try:
             assert elsewhere.trainer(root).save(1).error is None
         finally:
