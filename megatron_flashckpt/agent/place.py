@@ -24,6 +24,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -102,10 +103,13 @@ class Place(NamedTuple):
     def agents_elsewhere(self) -> list[int]:
         """Return the agents at the same path for directories with another identity."""
         path, _, own = self.key.partition("-")
-        same_path = str(self).removesuffix(own)
-        names = {line.rpartition(" ")[2] for line in _SOCKETS.read_text().splitlines()}
+        same_path = re.escape(str(self).removesuffix(own))
+        try:
+            sockets = _SOCKETS.read_text(errors="replace")  # other users may use any bytes
+        except OSError:
+            return []
         agents = []
-        for identity in {name.removeprefix(same_path) for name in names} - names - {own}:
+        for identity in {*re.findall(rf" {same_path}([0-9a-f]{{16}})\n", sockets)} - {own}:
             with contextlib.suppress(AgentError):  # another user's
                 agent = Place(f"{path}-{identity}", self.runtime_dir).listener()
                 agents += [] if agent is None else [agent.pid]
@@ -200,13 +204,13 @@ class AgentSocket:
                 logger.error("new trainers cannot find this agent: %s", error)
             return
         moved.listen(_BACKLOG)
-        self.socket.close()
-        former, self.place, self.socket = self.place, place, moved
         try:
-            former.log.rename(place.log)
+            self.place.log.rename(place.log)
         except OSError as error:
-            logger.warning("the log stays at %s: %s", former.log, error)
-        logger.info("moved from %s to %s", former, place)
+            logger.warning("the log stays at %s: %s", self.place.log, error)
+        logger.info("moved from %s to %s", self.place, place)
+        self.socket.close()  # last: now another agent may take this place, and write its log
+        self.place, self.socket = place, moved
 
     def leave(self, *, keep_log: bool) -> None:
         """Give up the name; before that, without `keep_log`, remove the log."""

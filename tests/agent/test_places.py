@@ -231,5 +231,6 @@ def test_a_name_that_another_user_has_at_the_same_path_stops_no_start(
     """A start looks for agents that served another directory at its path."""
     place = node.place(root)
     other = place._replace(key=f"{place.key.partition('-')[0]}-{'0' * 16}")
-    with another_user(other, listens=True):
+    with another_user(other, listens=True), socket.socket(socket.AF_UNIX) as strange:
+        strange.bind(place.name[:20] + b"\xff\n\0")
         assert node.trainer(root).save(1).error is None
