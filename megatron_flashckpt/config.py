@@ -92,8 +92,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. Every default suits a single node and a cluster."""
 
     runtime_dir: str | None = None
-    """Directory of the agents' sockets (mode 0700). `None`: a directory below `XDG_RUNTIME_DIR` if
-    that is private, else `/tmp/flashckpt-<uid>`, or another name if another user owns that one."""
+    """Directory of the agents' logs (mode 0700). Ranks find only agents with the same setting.
+    `None`: `/tmp/flashckpt-<uid>`."""
 
     slots: Count = 2
     """Checkpoints that a rank keeps in host memory. With 2 or more the last one stays in memory

@@ -33,7 +33,7 @@ class Need:
     limits: tuple[Limit, ...]
     process_limits: tuple[ProcessLimit, ...] = ()
     agent: str = ""
-    """Directory of the agent of this rank; ranks of one host may have several."""
+    """Socket of the agent of this rank; ranks of one host may have several agents."""
     holder: str = ""
     """Memory that the agent holds already, and for which ranks; empty if unknown."""
     compared_nbytes: int = 0
@@ -83,7 +83,7 @@ def gather_needs(
         slab_nbytes: size of this rank's slab.
         held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
         is_there: True if the agent has kept that memory over a restart.
-        agent: directory of this rank's agent.
+        agent: socket of this rank's agent.
         holder: memory that the agent holds already, and for which ranks.
         compared_nbytes: bytes of copies that the first save holds in addition to the slab.
     """

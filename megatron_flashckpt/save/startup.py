@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.save_directory import ensure
-from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
@@ -161,8 +161,8 @@ class Startup:
         """Check this rank; return `ModelState.own_keys`."""
         self_check.check(job.args, self._state, job.chunks, job.optimizer)
         ensure(job.args.save)
-        # Without a directory for the agent, no save could be committed.
-        agent_directory(job.args.save, self.checkpointer.config.runtime_dir)
+        # Without a directory for its log, no agent starts, and no save could be committed.
+        place_of(job.args.save, self.checkpointer.config.runtime_dir).prepare()
         return self._state.own_keys(self._state.geometry(job.chunks))
 
     def _check_derived(self, job: _Job) -> None:
@@ -171,10 +171,9 @@ class Startup:
             raise self_check.refusal(lines)
 
     def _node(self) -> tuple[str, str]:
-        """Return the identity of this node: its host name and its agent's directory."""
+        """Return the identity of this node: its host name and its agent's socket."""
         checkpointer = self.checkpointer
-        directory = agent_directory(checkpointer.root, checkpointer.config.runtime_dir)
-        return platform.node(), str(directory)
+        return platform.node(), str(place_of(checkpointer.root, checkpointer.config.runtime_dir))
 
     def _await_end(self, args: Any) -> None:
         if not _only_evaluates(args):

@@ -119,11 +119,7 @@ def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
 
 def check_left(runtime_dir: Path) -> None:
     """Fail if agents that ended have left files, except logs of errors."""
-    logs = list(runtime_dir.rglob("agent.log"))
-    # An agent that logged an error keeps its log and its lock.
-    complained = any(" ERROR " in log.read_text() for log in logs)
-    stays = ("agent.log", "lock") if complained else ("agent.log",)
-    files = filter(Path.is_file, runtime_dir.rglob("*"))
-    left = [path.name for path in files if path.name not in stays]
+    logs = list(runtime_dir.rglob("agent-*.log"))
+    left = [path.name for path in runtime_dir.rglob("*") if path.is_file() and path not in logs]
     if left:
         raise CellError(f"the agent left {left}")
