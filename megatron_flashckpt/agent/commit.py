@@ -256,7 +256,7 @@ def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
                 encoded,
                 guard=lambda: _check_wanted(save),
             )
-        save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
+        save.cost = merged.cost
         hit("commit.manifest")
         _publish(save, encoded)
 
@@ -282,8 +282,6 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
             iteration=save.iteration,
             save_id=save.save_id,
             cost=save.cost,
-            differing=save.differing,
-            compared=save.compared,
         )
         put_marker(storage, facts, encoded)
     # A save that is committed after a later one is never the newest checkpoint; Megatron would

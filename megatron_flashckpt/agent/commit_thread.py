@@ -280,8 +280,6 @@ class Committer:
             error,
             seconds,
             cost=save.cost,
-            differing=save.differing,
-            compared=save.compared,
             failed_ranks=tuple(sorted(self._failed_ranks(save))),
             lasts=error is not None and save.lasts,
             committed=self._node.committed,

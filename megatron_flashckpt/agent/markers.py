@@ -97,7 +97,7 @@ def is_committed(save: PendingSave, present: set[str]) -> bool:
     facts = facts or committed_facts(save, save.iteration)
     if facts is None or facts.save_id != save.save_id:
         return False
-    save.cost, save.differing, save.compared = facts.cost, facts.differing, facts.compared
+    save.cost = facts.cost
     return True
 
 

@@ -46,9 +46,6 @@ class PendingSave:
     """Timings until the slot was staged, by rank of this node."""
     cost: SaveCost | None = None
     """Timings of the committed save."""
-    differing: tuple[str, ...] = ()
-    compared: bool = False
-    """The manifest's facts about copies, once the save is committed."""
     error: str | None = None
     lasts: bool = False
     """Only a person can remove the cause of this node's failure (`error_classes.will_last`)."""

@@ -22,7 +22,6 @@ from megatron_flashckpt.file_format.commit_record import (
 )
 from megatron_flashckpt.file_format.file_names import is_shard_name
 from megatron_flashckpt.file_format.shard_file import refuse_newer
-from megatron_flashckpt.layout.copies import compared
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.save_cost import SaveCost, combine
 from megatron_flashckpt.layout.template import Placement, Template, TemplateItem, placement_length
@@ -71,10 +70,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
-    differing: tuple[str, ...] = ()
-    """Keys of tensors whose copies differ between ranks (see `copies`)."""
-    compared: bool = False
-    """True if the copies of all ranks were compared in this save."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -143,7 +138,6 @@ def merge(
                 for item in decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
-    differing, is_compared = compared(records)
     metrics: dict[str, float] = {}
     for record in reversed(ordered):
         metrics |= record.metrics
@@ -172,8 +166,6 @@ def merge(
             sum(record.nbytes for record in ordered),
             committed_at or 0.0,
         ),
-        differing=tuple(sorted(differing)),
-        compared=is_compared,
         common_digest=common_digest,
         keys=tuple(keys),
         templates=templates,
@@ -219,8 +211,6 @@ class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float | None = None
     metrics: dict[str, float] = {}
     cost: SaveCost | None = None
-    differing: tuple[str, ...] = ()
-    compared: bool = False
 
 
 _FACTS = msgspec.json.Decoder(CommitFacts)

@@ -23,8 +23,6 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     manifest_head: bytes
     iteration: int
     save_id: str
-    differing: tuple[str, ...]
-    compared: bool
     cost: SaveCost | None
 
     @property
@@ -34,8 +32,6 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             iteration=self.iteration,
             save_id=self.save_id,
             cost=self.cost,
-            differing=self.differing,
-            compared=self.compared,
         )
 
 
@@ -45,8 +41,6 @@ def marker_of(facts: CommitFacts, manifest: bytes) -> Marker:
         manifest_head=manifest[:HEAD_NBYTES],
         iteration=facts.iteration,
         save_id=facts.save_id,
-        differing=facts.differing,
-        compared=facts.compared,
         cost=facts.cost,
     )
 

@@ -74,5 +74,4 @@ def _manifest_and_common_state(storage: Storage, iteration: int) -> tuple[bytes,
 def _decoded(storage: Storage, iteration: int, encoded: bytes) -> tuple[StoredCheckpoint, SavedJob]:
     stored = StoredCheckpoint(storage, iteration, encoded)
     coordinates = [shard.coordinates for shard in stored.manifest.shards]
-    differing = frozenset(stored.manifest.differing)
-    return stored, SavedJob(stored.place, stored.sources(), coordinates, differing)
+    return stored, SavedJob(stored.place, stored.sources(), coordinates)

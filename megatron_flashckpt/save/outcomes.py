@@ -14,8 +14,6 @@ import queue
 import time
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog.history import past_save
@@ -24,8 +22,6 @@ from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import iteration_dir
-from megatron_flashckpt.file_format.manifest import Manifest
-from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
@@ -61,11 +57,10 @@ class PendingSaves:
     `agent_failed`.
     """
 
-    def __init__(self, root: str, rank: int, link: NodeLink, copy_check: CopyCheck) -> None:
+    def __init__(self, root: str, rank: int, link: NodeLink) -> None:
         self._root = root
         self._rank = rank
         self._link = link
-        self._copy_check = copy_check
         self._watch = AgentWatch()
         self.traces = OpenTraces()
         #: Iterations of pending saves, by save id.
@@ -167,9 +162,6 @@ class PendingSaves:
         outcomes, self._unreported = self._unreported, []
         if self._unanswered and not outcomes:
             time.sleep(min(wait_s, _ASK_AGAIN_S))
-        for outcome in outcomes:
-            if outcome.compared:
-                self._copy_check.learn(outcome.iteration, outcome.differing)
         return outcomes
 
     def _ask_agent(self, wait_s: float, handed_over: int) -> Outcomes | None:
@@ -289,10 +281,10 @@ class PendingSaves:
         now = time.monotonic()
         if former is not None and now < former.again_at:
             return
-        manifest = past = None
+        is_committed, past = False, None
         try:
-            manifest = self._committed(iteration, save_id)
-            past = None if manifest is not None else past_save(open_storage(self._root), save_id)
+            is_committed = self._is_committed(iteration, save_id)
+            past = None if is_committed else past_save(open_storage(self._root), save_id)
         except OSError as error:
             since = former.since if former is not None else now
             if now - since < _ANSWER_S:
@@ -302,16 +294,12 @@ class PendingSaves:
                     logger.warning("rank %d: asking storage again: %s", self._rank, error)
                 return
             otherwise = f"{otherwise}; it may still have been committed: {error}"
-        if manifest is None and (past is None or past.error is not None):
+        if not is_committed and (past is None or past.error is not None):
             reason = past.error if past is not None else None
             self.fail(iteration, save_id, reason or otherwise)
             return
         del self._open[save_id]
-        outcome = Outcome(iteration, save_id, None, 0.0)
-        if manifest is not None:
-            differing, compared = manifest.differing, manifest.compared
-            outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
-        self._unreported.append(outcome)
+        self._unreported.append(Outcome(iteration, save_id, None, 0.0))
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
         """Have the agent tell the other nodes which saves lack this rank's part."""
@@ -357,8 +345,8 @@ class PendingSaves:
         """Return when failures have been reported to the other nodes, or after a bounded wait."""
         self._notes.close()
 
-    def _committed(self, iteration: int, save_id: str) -> Manifest | None:
-        """Return the manifest of a save, or None if the save is not committed.
+    def _is_committed(self, iteration: int, save_id: str) -> bool:
+        """Return whether the manifest in storage is that of the save.
 
         Raises:
             StorageError: storage reports an error that may pass.
@@ -369,5 +357,5 @@ class PendingSaves:
         except FlashCkptError as error:
             if may_pass(error):
                 raise
-            return None
-        return stored.manifest if stored.manifest.save_id == save_id else None
+            return False
+        return stored.manifest.save_id == save_id

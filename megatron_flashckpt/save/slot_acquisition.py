@@ -12,7 +12,6 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
-from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.job_description import describe, fact
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
@@ -53,7 +52,6 @@ class SlotAcquisition:
         self,
         request: SaveRequest,
         layout: Layout,
-        comparison: Comparison | None,
         save_id: str,
         *,
         may_skip: bool,
@@ -69,7 +67,7 @@ class SlotAcquisition:
             StorageError: the node lacks the memory for a slab that is large enough.
             UnsupportedError: a load could not restore some of the side state.
         """
-        meta = self._encoded_meta(request, layout, comparison)
+        meta = self._encoded_meta(request, layout)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
         self._saves.process_failures()
         index = self._granted(request.iteration, save_id, may_skip=may_skip)
@@ -107,9 +105,7 @@ class SlotAcquisition:
             index = client.acquire(iteration, save_id, min(left_s, WAIT_SLICE_S))
         return index
 
-    def _encoded_meta(
-        self, request: SaveRequest, layout: Layout, comparison: Comparison | None
-    ) -> bytes:
+    def _encoded_meta(self, request: SaveRequest, layout: Layout) -> bytes:
         """Return the encoded description of the slot's contents."""
         return msgspec.msgpack.encode(
             EncodedMeta(
@@ -125,8 +121,6 @@ class SlotAcquisition:
                 retain_interval=fact(request.args, "save_retain_interval"),
                 retention=self._config.retention,
                 metrics=reported.current(),
-                differing=self._state.differing_here(request.chunks),
-                sums=None if comparison is None else comparison.placeholder_sums,
             )
         )
 

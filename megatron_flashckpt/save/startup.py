@@ -26,8 +26,8 @@ class Startup:
 
     1. `check`: the job's state can be saved completely; this run becomes the directory's writer.
     2. reserve: the nodes have the memory, and storage accepts saves.
-    3. agree: all ranks know the run's id, the agents of all nodes, and the tensors with copies.
-       Slabs are made in the background from then on.
+    3. agree: all ranks know the run's id, and the agents of all nodes. Slabs are made in the
+       background from then on.
     4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
 
@@ -88,7 +88,7 @@ class Startup:
         self._claim(job.args)
         expected = self._check_coverage(job)
         self._reserve(job, expected, started)
-        self._agree(job)
+        self.checkpointer.start_run()
         # Last, because introducing agents to each other would wait for the slab.
         self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         self._prepared = job.parts
@@ -194,15 +194,6 @@ class Startup:
         needs = reservation.check_memory(self.checkpointer, expected)
         reservation.check_storage(job.args, self.checkpointer)
         print_start(job.args, self.checkpointer, expected, needs, started)
-
-    # ------------------------------------------------------------------ 3. agree
-
-    def _agree(self, job: _Job) -> None:
-        """Agree on the run's id, connect the agents, and gather the keys that have copies."""
-        self.checkpointer.start_run()
-        own = self._state.geometry(job.chunks).copied_keys
-        copied_keys = gather_objects(own, parallel.model_parallel_group())
-        self._state.copied_keys = own.union(*copied_keys)
 
     # ------------------------------------------------------------------
 
