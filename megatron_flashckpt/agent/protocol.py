@@ -44,9 +44,6 @@ class Outcome(msgspec.Struct, frozen=True):
     """True: the save was for host memory only, and all of this rank's part is there."""
     cost: SaveCost | None = None
     """Timings of a committed save, if they are known."""
-    differing: tuple[str, ...] = ()
-    compared: bool = False
-    """The manifest's facts about copies, for a committed save."""
     failed_ranks: tuple[int, ...] = ()
     """Ranks of this node whose own part has failed; ranks of other nodes may have failed too."""
     lasts: bool = False

@@ -52,14 +52,7 @@ def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "")
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * config.held_share)
     is_there = checkpointer.link.has_slab
-    return node_memory.gather_needs(
-        slab,
-        held,
-        is_there=is_there,
-        agent=agent,
-        holder=holder,
-        compared_nbytes=expected.compared_nbytes,
-    )
+    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
 
 
 def check_storage(margs: Any, checkpointer: Checkpointer) -> None:

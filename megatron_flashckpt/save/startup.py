@@ -26,8 +26,8 @@ class Startup:
 
     1. `check`: the job's state can be saved completely; no other run saves to the directory.
     2. reserve: the nodes have the memory, and storage accepts saves.
-    3. agree: all ranks know the run, the agents of all nodes, and the tensors with copies.
-       Slabs are made in the background from then on.
+    3. agree: all ranks know the run, and the agents of all nodes. Slabs are made in the
+       background from then on.
     4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
 
@@ -197,13 +197,10 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Connect the agents, open a run unless a load has, and gather the keys with copies."""
+        """Connect the agents, and open a run unless a load has."""
         self.checkpointer.start_run()
         if not _only_evaluates(job.args):
             self.checkpointer.ensure_run()
-        own = self._state.geometry(job.chunks).copied_keys
-        copied_keys = gather_objects(own, parallel.model_parallel_group())
-        self._state.copied_keys = own.union(*copied_keys)
 
     # ------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
     checkpointer: Any = SimpleNamespace(
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
-    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0, compared_nbytes=0)
+    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
     return reservation.check_memory(checkpointer, expected)
 
 
