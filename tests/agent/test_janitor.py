@@ -588,6 +588,36 @@ def test_a_save_that_another_agent_commits_first_is_a_checkpoint(clock: Clock) -
     assert is_whole(store, late)
 
 
+class FullStore(MemoryStore):
+    """A store with room for so many bytes."""
+
+    nbytes = 10**9
+
+    def create(self, name: str, data: bytes) -> None:
+        if sum(map(len, self.objects.values())) + len(data) > self.nbytes:
+            raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().create(name, data)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_dead_save_gives_its_space_back_although_there_is_no_room_for_its_end(
+    clock: Clock, has_record: bool
+) -> None:
+    store = FullStore()
+    dead, last = save(1, 10), save(2, 20)
+    commit(store, last)
+    put_bulk(store, dead)
+    record = path(dead, record_name(range(WORLD), dead.save_id))
+    if has_record:
+        store.put(record, bytes(1000))
+    else:
+        store.delete([record])
+        store.put(path(dead, shard_name(0, dead.save_id)), bytes(1000))
+    store.nbytes = sum(map(len, store.objects.values()))
+    Janitor(tuple, 0.0, clock).tidy(committed(store, last))
+    assert not names_of(store, dead)
+
+
 def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
