@@ -380,6 +380,10 @@ class Janitor:
                 if of_save.stored is not None and not of_save.stored.is_whole:
                     self._age_s(save, End.COMMITTED)
                     again_at = 0.0
+                elif of_save.records:
+                    walk.look()
+                    walk.store.delete(f"{files.directory}/{name}" for name in of_save.records)
+                    hit("commit.records")
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at
