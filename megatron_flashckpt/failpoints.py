@@ -76,11 +76,8 @@ POINTS = {
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
     "persist.record": ("agent.publication", "the commit record of a node exists"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
-    "put.written": ("storage.posix_files", "the temporary file is written, but not renamed"),
+    "put.written": ("storage.posix_files", "the data is written under a temporary name only"),
     "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
-    # The agent, creating a small object that is never replaced.
-    "create.written": ("storage.posix_store", "the data is durable under a temporary name"),
-    "create.named": ("storage.posix_store", "the object has its name, which may not be durable"),
     # The agent, committing.
     "commit.ready": ("agent.commit", "all commit records exist; none is merged"),
     "commit.common": ("agent.commit", "the common state exists; there is no manifest"),

@@ -22,7 +22,6 @@ from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
-from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -350,22 +349,11 @@ class Committer:
 
     def _tidy_after(self, save: PendingSave, previous: int | None) -> None:
         with self._node.changed:
-            run, history, counts = self._node.run, self._node.history, self._counts(save)
-        if run is None or history is None or not counts:
+            history, counts = self._node.history, self._counts(save)
+        if history is None or not counts:
             return
-        meta = save.metas[0]
-        resumed = None if run.save_id is None else Save(run.iteration, run.save_id)
         self._janitor.after_commit(
-            CommittedSave(
-                store=save.store,
-                iteration=save.iteration,
-                save_id=save.save_id,
-                history=history,
-                rules=meta.retention,
-                retain_interval=meta.retain_interval,
-                previous=previous,
-                resumed=resumed,
-            )
+            CommittedSave.of(save.store, save.save, save.metas[0], previous, history)
         )
 
     def _remove_own(self, save: PendingSave) -> None:

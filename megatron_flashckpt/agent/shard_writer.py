@@ -225,8 +225,6 @@ def durable_shard(
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,
-        differing=meta.differing,
-        sums=meta.sums,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     return DurableShard(record, tuple(digests))

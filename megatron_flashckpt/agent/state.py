@@ -48,8 +48,7 @@ def options_of(settings: AgentSettings, root: str, *, foreground: bool) -> Agent
 class Trainer:
     """The agent's state of one trainer, kept across the trainer's restarts."""
 
-    def __init__(self, incarnations: Incarnations | None = None) -> None:
-        """Start without slots, with the `incarnations` that an earlier agent has met."""
+    def __init__(self) -> None:
         self.slots: RankSlots | None = None
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
@@ -58,7 +57,7 @@ class Trainer:
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
-        self.incarnations = incarnations or Incarnations()
+        self.incarnations = Incarnations()
         self.run = ""
         """The run that the connected trainer has opened; empty: none yet."""
         self.followed = ""

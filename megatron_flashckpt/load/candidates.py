@@ -192,7 +192,7 @@ class Candidates:
         )
         raise CorruptCheckpointError(
             f"{self._place}: every checkpoint is damaged:\n  {listed}\nRestore one of them "
-            "from a copy, or start with another --load"
+            "from a copy, choose another iteration with --ckpt-step, or start with another --load"
         ) from error
 
     def unreachable_memory(self) -> MissingStateError | None:

@@ -28,7 +28,6 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
-from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
@@ -71,7 +70,6 @@ class _PlannedSave:
 
     pieces: list[LocalPiece]
     """In layout order."""
-    comparison: Comparison | None
     layout: Layout
     slot: Slot
 
@@ -113,9 +111,8 @@ class Checkpointer:
         self._start_id: str | None = None
         #: The run that the agent of this rank was told.
         self._told: RunObject | None = None
-        copy_check = CopyCheck(self.model_state, self.rank)
-        self.planner = Planner(self.rank, self.world_size, self.link, self.model_state, copy_check)
-        self.saves = PendingSaves(self.root, self.rank, self.link, copy_check)
+        self.planner = Planner(self.rank, self.world_size, self.link, self.model_state)
+        self.saves = PendingSaves(self.root, self.rank, self.link)
         self._slots = SlotAcquisition(
             *(self.root, self.rank, self.world_size, config),
             *(self.link, self.model_state, self.saves),
@@ -329,8 +326,7 @@ class Checkpointer:
             UnsupportedError: as `save`; the other ranks are informed.
         """
         try:
-            pieces, comparison = self.planner.enumerated(request)
-            return self._place(request, pieces, comparison, save_id)
+            return self._place(request, self.planner.enumerated(request), save_id)
         except Exception as error:
             if isinstance(error, UnsupportedError) or not isinstance(error, FlashCkptError):
                 self._withdraw(request, save_id, error)
@@ -366,11 +362,7 @@ class Checkpointer:
         return request.blocking or self.config.staging == "blocking"
 
     def _place(
-        self,
-        request: SaveRequest,
-        pieces: list[LocalPiece],
-        comparison: Comparison | None,
-        save_id: str,
+        self, request: SaveRequest, pieces: list[LocalPiece], save_id: str
     ) -> _PlannedSave | _SkipReason:
         """Plan and acquire a slot; if the agent is gone, from its successor."""
         may_skip = self._may_skip(request)
@@ -379,8 +371,7 @@ class Checkpointer:
                 layout = self.planner.layout(pieces)
                 with phase("acquire slot"):
                     slot = self._slots.acquire(
-                        *(request, layout, comparison, save_id, self.run.ancestors),
-                        may_skip=may_skip,
+                        *(request, layout, save_id, self.run.ancestors), may_skip=may_skip
                     )
             except AgentRefusedError:
                 raise  # the agent still holds earlier saves, which another agent would not have
@@ -391,7 +382,7 @@ class Checkpointer:
             else:
                 if slot is None:
                     return _SkipReason.BUSY
-                return _PlannedSave(pieces, comparison, layout, slot)
+                return _PlannedSave(pieces, layout, slot)
         raise AssertionError
 
     def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> CopyFigures:
@@ -404,7 +395,6 @@ class Checkpointer:
             slot=plan.slot,
             header=plan.slot.header,
             layout=plan.layout,
-            comparison=plan.comparison,
             recorder=recorder,
             plan=self.planner.take_origin(),
             memory_only=request.memory_only,
@@ -423,9 +413,7 @@ class Checkpointer:
                 )
                 for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
             ]
-        if plan.comparison is None:
-            return self.link.stager.stage(copies, hand_over)
-        return self.link.stager.stage(copies, hand_over, plan.comparison.unsaved)
+        return self.link.stager.stage(copies, hand_over)
 
     # ------------------------------------------------------------------ after a save
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any
 
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.run_messages import BeginRun
-from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.memory.pinning import unlock_closed
@@ -48,18 +48,11 @@ def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "")
     with contextlib.suppress(FlashCkptError):  # the first save reports the same error
         checkpointer.link.reclaim()
     unlock_closed()
-    agent = str(agent_directory(checkpointer.root, config.runtime_dir))
+    agent = str(place_of(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * config.held_share)
     is_there = checkpointer.link.has_slab
-    return node_memory.gather_needs(
-        slab,
-        held,
-        is_there=is_there,
-        agent=agent,
-        holder=holder,
-        compared_nbytes=expected.compared_nbytes,
-    )
+    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
 
 
 def check_storage(margs: Any, checkpointer: Checkpointer) -> None:

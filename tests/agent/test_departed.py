@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
@@ -46,7 +45,7 @@ def shared_nbytes(pid: int) -> int:
 
 
 def log(node: Node, root: Path) -> str:
-    return (node.directory(root) / LOG).read_text()
+    return node.log(root).read_text()
 
 
 def started(node: Node, root: Path, ranks: Iterable[int], **more: int) -> list[FakeTrainer]:
@@ -238,7 +237,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
     checkpointer: Any = SimpleNamespace(
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
-    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0, compared_nbytes=0)
+    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
     return reservation.check_memory(checkpointer, expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import random
@@ -32,8 +33,11 @@ from megatron_flashckpt.file_format.end import (
     kind_of,
 )
 from megatron_flashckpt.file_format.file_names import (
+    ALIVE,
+    PROBES,
     RUNS,
     TRACKER,
+    alive_file,
     common_name,
     end_name,
     iteration_dir,
@@ -45,7 +49,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_of,
     shard_name,
 )
-from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, seal
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -136,7 +140,6 @@ def committed(
     *,
     retain_interval: int | None = None,
     previous: int | None = None,
-    resumed: Save | None = None,
 ) -> CommittedSave:
     return CommittedSave(
         store=store,
@@ -146,7 +149,6 @@ def committed(
         rules=rules,
         retain_interval=retain_interval,
         previous=previous,
-        resumed=resumed,
     )
 
 
@@ -324,7 +326,7 @@ def violations(rng: random.Random, store: World | None = None, make: Maker = Jan
     tracked = rng.choice([last, last, *whole]).iteration + rng.choice([0, 0, 0, 5])
     track(store, tracked)
     rules = rng.choice([Retention(latest=rng.randrange(1, 4)), Retention(every=20)])
-    done = committed(store, last, rules, job.ancestors[last.run], resumed=base)
+    done = committed(store, last, rules, job.ancestors[last.run])
     must: set[Save] = set()
     files: dict[Save, set[str]] = {}
     waiting: dict[Save, float] = {}
@@ -557,7 +559,7 @@ def test_what_a_run_resumed_from_in_memory_stays_until_the_next_one_is_durable(
     assert (end_of(store, resumed), len(names_of(store, resumed))) == (None, 4)
     assert not names_of(store, dead)
     commit(store, later)
-    janitor.tidy(committed(store, later, ancestors=ancestors, resumed=resumed))
+    janitor.tidy(committed(store, later, ancestors=ancestors))
     assert not names_of(store, resumed)
 
 
@@ -600,6 +602,17 @@ def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     assert not caplog.records
 
 
+def test_a_start_removes_signs_of_life_of_former_runs_and_probes(
+    store: Store, clock: Clock
+) -> None:
+    for number in (1, 2, 3):
+        store.put(alive_file(run(number)), b"{}")
+    store.put(f"{PROBES}/0123abcd", b"of a start that was killed")
+    Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
+    assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
+    assert store.list(PROBES) == []
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -614,6 +627,21 @@ def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock:
     assert names_of(store, first) == {end_name(first.save_id)}
     assert decode_failure(store.get(end_path(first))).was_removed
     assert is_whole(store, last)
+
+
+def test_a_save_that_succeeds_at_the_second_attempt_counts_at_once(
+    store: Store, clock: Clock
+) -> None:
+    first, failed, again = save(1, 10), save(1, 20), save(1, 20, attempt=2)
+    commit(store, first)
+    fail(store, failed)
+    track(store, 10)
+    janitor = Janitor(tuple, DEADLINE_S, clock)
+    janitor.tidy(committed(store, first, Retention(latest=1)))
+    commit(store, again)
+    track(store, 20)
+    janitor.tidy(committed(store, again, Retention(latest=1)))
+    assert [is_whole(store, named) for named in (first, again)] == [False, True]
 
 
 def test_without_a_tracker_no_checkpoint_is_removed(store: Store, clock: Clock) -> None:
@@ -703,6 +731,38 @@ def test_an_error_of_one_removal_stops_no_other(
     for _ in range(2):
         janitor.tidy(committed(store, last, Retention(latest=1)))
     assert directories(store) == [iteration_dir(30)]
+
+
+class UnreliableStore(PosixStore):
+    """A store whose listing of one directory fails, and which cannot remove directories."""
+
+    is_away = True
+
+    def list(self, directory: str, *, sizes: bool = True) -> list[Entry]:
+        if self.is_away and directory == iteration_dir(10):
+            raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return super().list(directory, sizes=sizes)
+
+    def _removed_empty(self, path: Path) -> bool:
+        return not self.is_away and super()._removed_empty(path)
+
+
+def test_what_could_not_be_listed_or_removed_goes_after_a_later_commit(
+    tmp_path: Path, clock: Clock
+) -> None:
+    store = UnreliableStore(tmp_path)
+    unlisted, emptied, last = save(1, 10), save(1, 20), save(2, 30)
+    for named in (unlisted, emptied):
+        put_bulk(store, named)
+    commit(store, last)
+    (tmp_path / iteration_dir(40)).mkdir()  # another node may be about to fill it
+    janitor = Janitor(tuple, 0.0, clock)
+    janitor.tidy(committed(store, last))
+    assert (len(names_of(PosixStore(tmp_path), unlisted)), names_of(store, emptied)) == (4, set())
+    store.is_away = False
+    for _ in range(2):
+        janitor.tidy(committed(store, last))
+    assert directories(store) == [iteration_dir(30), iteration_dir(40)]
 
 
 # ---------------------------------------------------------------------- what others have put there
@@ -819,8 +879,10 @@ def test_a_directory_is_listed_once_per_start_and_a_manifest_read_once(clock: Cl
     janitor = Janitor(tuple, DEADLINE_S, clock)
     for _ in range(3):
         janitor.tidy(committed(store, saves[-1], Retention(latest=9)))
-    assert sorted(store.listed) == [iteration_dir(named.iteration) for named in saves]
-    assert len(store.read) == 5
+    committed_here = [iteration_dir(50)] * 2
+    listed = [iteration_dir(named.iteration) for named in saves]
+    assert sorted(store.listed) == sorted([*listed, *committed_here])
+    assert store.read.count(MAX_MANIFEST_NBYTES) == 5
     store.listed.clear()
     store.read.clear()
     janitor.tidy_after_start(store, RunObject(name=run(2), ancestors=descent(saves[-1], ())))

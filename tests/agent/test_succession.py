@@ -182,7 +182,7 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
         unblock()
         assert trainer.outcome().save_id == save_id
     assert_intact(root, 1, [trainer])
-    log = (node.directory(root) / "agent.log").read_text()
+    log = node.log(root).read_text()
     assert log.count("persisted iteration 1") == 1
 
 

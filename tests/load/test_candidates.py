@@ -6,11 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.catalog import listing
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.lineage import Save, Tracked
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -22,55 +23,92 @@ from megatron_flashckpt.errors import (
     StorageError,
 )
 from megatron_flashckpt.file_format.file_names import (
-    MANIFEST,
     RELEASE,
+    TRACKED,
     TRACKER,
+    end_name,
     iteration_dir,
-    next_attempt,
-    record_name,
+    run_file,
+    run_name,
+    save_name,
 )
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
-from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint, named_in, refuse_path_inside
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.load.named_checkpoint import (
+    loadable_saves,
+    offered_by,
+    refuse_path_inside,
+)
+from megatron_flashckpt.load.storage_source import open_stored
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import make
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
+RUN = run_name(1, "aaaa")
 
 
-def held(iteration: int, committed: int = 6) -> MemoryCheckpoint:
-    """Return a checkpoint in memory; its agent has committed the iteration `committed`."""
+def saved(iteration: int, run: str = RUN) -> Save:
+    return Save(iteration, save_name(run, iteration))
+
+
+def held(iteration: int, run: str = RUN) -> MemoryCheckpoint:
+    """Return a checkpoint in memory."""
     slab: Any = None
-    return MemoryCheckpoint(slab, Offer(0, iteration, f"{iteration:08x}", False, None), committed)
+    return MemoryCheckpoint(slab, Offer(0, iteration, saved(iteration, run).save_id, False, None))
+
+
+def track(store: PosixStore, iteration: int) -> None:
+    """Write tracker and `tracker.json` as an agent does."""
+    store.put(TRACKER, b"%d" % iteration)
+    store.put(TRACKED, msgspec.json.encode(Tracked(iteration, saved(iteration).save_id)))
+
+
+def remove(store: PosixStore, iteration: int) -> None:
+    name = end_name(saved(iteration).save_id)
+    store.delete([f"{iteration_dir(iteration)}/{name}"])
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PosixStorage:
-    """A storage with empty manifests of iterations 2, 4 and 6; the tracker names 6."""
+def storage(tmp_path: Path) -> PosixStore:
+    """A store in which one run has committed iterations 2, 4 and 6; the tracker names 6."""
+    store = PosixStore(tmp_path)
+    store.create(run_file(1), encode_run(RunObject(name=RUN)))
     for iteration in (2, 4, 6):
-        (tmp_path / iteration_dir(iteration)).mkdir()
-        (tmp_path / iteration_dir(iteration) / MANIFEST).touch()
-    (tmp_path / TRACKER).write_text("6")
-    return PosixStorage(tmp_path)
+        name = end_name(saved(iteration).save_id)
+        store.create(f"{iteration_dir(iteration)}/{name}", b"a manifest")
+    track(store, 6)
+    return store
+
+
+def opened(
+    store: PosixStore, memory: list[MemoryCheckpoint], *, rank: int = 0, fall_back: bool = True
+) -> Candidates:
+    ancestors = {checkpoint.save: checkpoint.ancestors for checkpoint in memory}
+    return Candidates(
+        lambda: offered_by(store, None, ancestors)[1],
+        HeldInMemory(memory),
+        store.place,
+        rank=rank,
+        fall_back=fall_back,
+    )
 
 
 def tried(
-    storage: PosixStorage,
+    storage: PosixStore,
     memory: list[MemoryCheckpoint],
     errors: dict[str, FlashCkptError],
     *,
     fall_back: bool = True,
 ) -> list[str]:
     """Return the checkpoints that a load tries, in order. Loads fail for the names in `errors`."""
-    candidates = Candidates(
-        storage, named_in(storage, None), HeldInMemory(memory), rank=0, fall_back=fall_back
-    )
+    candidates = opened(storage, memory, fall_back=fall_back)
     order = []
     while (current := candidates.current) is not None:
         name = (
             f"memory {current.offer.iteration}"
             if isinstance(current, MemoryCheckpoint)
-            else str(current)
+            else str(current.iteration)
         )
         order.append(name)
         if name not in errors:
@@ -102,74 +140,63 @@ def tried(
     ],
 )
 def test_the_newest_intact_checkpoint_in_memory_or_storage_is_used(
-    storage: PosixStorage, memory: list[MemoryCheckpoint], damaged: list[str], order: list[str]
+    storage: PosixStore, memory: list[MemoryCheckpoint], damaged: list[str], order: list[str]
 ) -> None:
     assert tried(storage, memory, dict.fromkeys(damaged, DAMAGE)) == order
 
 
-def test_after_the_tracker_was_set_back_a_fallback_ignores_memory(storage: PosixStorage) -> None:
+def test_after_the_tracker_was_set_back_nothing_newer_is_used(storage: PosixStore) -> None:
     storage.put(TRACKER, b"4")
-    assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "2"]
-    assert tried(storage, [held(6)], {"4": DAMAGE}) == ["4", "2"]
+    assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "memory 2"]
+    with pytest.raises(CorruptCheckpointError, match="every checkpoint is damaged"):
+        tried(storage, [held(6)], {"4": DAMAGE, "2": DAMAGE})
 
 
-def test_if_all_older_checkpoints_are_damaged_newer_ones_are_tried(storage: PosixStorage) -> None:
-    storage.put(TRACKER, b"2")
-    assert tried(storage, [], {"2": DAMAGE}) == ["2", "6"]
-    assert tried(storage, [], {"2": DAMAGE, "6": DAMAGE}) == ["2", "6", "4"]
-    storage.put(TRACKER, b"4")
-    assert tried(storage, [], {"4": DAMAGE, "2": DAMAGE}) == ["4", "2", "6"]
-
-
-def test_a_tracker_that_names_no_checkpoint_falls_back_to_the_newest(storage: PosixStorage) -> None:
-    storage.put(TRACKER, b"5")
-    assert tried(storage, [], {"5": NotCommittedError("not there")}) == ["5", "6"]
+def test_a_tracker_that_names_no_checkpoint_falls_back_to_the_newest(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.put(TRACKER, b"8")
+    assert tried(storage, [], {}) == ["6"]
+    assert "iteration 8 in storage: " in caplog.messages[-1]
+    assert "at most 2 iterations are lost" in caplog.messages[-1]
+    with pytest.raises(NotCommittedError):
+        tried(storage, [], {}, fall_back=False)
+    # Memory has it.
+    assert tried(storage, [held(8)], {}, fall_back=False) == ["memory 8"]
     storage.put(TRACKER, b"?")
     assert tried(storage, [], {}) == ["6"]
 
 
-MINE, BASE, OTHER = "a" * 8, "b" * 8, "c" * 8
+def test_training_does_not_start_anew_if_what_the_tracker_names_is_gone(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.put(TRACKER, b"8")
+    with pytest.raises(NotCommittedError, match="iter_0000008"):
+        tried(store, [], {})
 
 
-@pytest.mark.parametrize(
-    ("save_id", "iteration", "lineage", "used"),
-    [
-        (f"{MINE}0003", 6, (), True),
-        (f"{MINE}0001", 4, (), True),
-        (f"{BASE}0009", 4, (f"{BASE}0009",), True),
-        # Committed by the previous run after this run had resumed from memory.
-        (f"{BASE}0008", 4, (f"{BASE}0009",), True),
-        (next_attempt(f"{MINE}0003"), 6, (f"{BASE}0009",), True),
-        # The manifest is damaged, so its save id is unknown.
-        (None, 6, (f"{BASE}0009",), True),
-        (f"{OTHER}0009", 6, (f"{BASE}0009",), False),
-        (f"{OTHER}0009", 4, (f"{BASE}0009",), False),
-        (f"{OTHER}0009", 4, ("",), False),
-        # A new agent knows no save ids: only older iterations in storage count as the same history.
-        (f"{OTHER}0009", 6, (), False),
-        (f"{OTHER}0009", 4, (), True),
-    ],
-)
-def test_memory_of_another_history_than_storage_is_not_used(
-    storage: PosixStorage,
-    caplog: pytest.LogCaptureFixture,
-    save_id: str | None,
-    iteration: int,
-    lineage: tuple[str, ...],
-    used: bool,
+def test_what_is_removed_while_it_loads_is_chosen_anew(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slab: Any = None
-    offer = Offer(0, 6, f"{MINE}0003", False, None)
-    memory = [MemoryCheckpoint(slab, offer, -1, frozenset(lineage))]
-    named = NamedCheckpoint(iteration, save_id=save_id)
-    candidates = Candidates(storage, named, HeldInMemory(memory), rank=0, fall_back=True)
-    assert candidates.current == (memory[0] if used else iteration)
-    assert candidates.is_other_history != used
-    messages = [record.getMessage() for record in caplog.records]
-    expected = f"6 in host memory (save {MINE}0003) is not used: {storage.place}/iter_000000"
-    assert [expected in line and f"holds save {save_id}" in line for line in messages] == [True] * (
-        not used
-    )
+    """A job's janitor has removed the checkpoint after the choice. That is no damage."""
+    candidates = opened(storage, [], fall_back=False)
+    assert candidates.current == saved(6)
+    remove(storage, 6)
+    track(storage, 4)
+    with pytest.raises(NotCommittedError) as caught:
+        open_stored(storage, saved(6), Config())
+    candidates.refuse(caught.value)
+    assert candidates.current == saved(4)
+    candidates.report()
+    assert "DAMAGED" not in caplog.text
+
+
+def test_memory_off_the_newest_history_is_named_with_the_reason(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = run_name(1, "ffff")
+    assert tried(storage, [held(8, unknown)], {}) == ["6"]
+    expected = f"iteration 8 in host memory (save {saved(8, unknown).save_id}) is not used: "
+    assert f"{expected}the directory does not know its run" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -182,7 +209,7 @@ def test_memory_of_another_history_than_storage_is_not_used(
     ],
 )
 def test_an_error_other_than_damage_never_falls_back(
-    storage: PosixStorage, error: FlashCkptError
+    storage: PosixStore, error: FlashCkptError
 ) -> None:
     with pytest.raises(type(error)) as caught:
         tried(storage, [], {"6": error})
@@ -195,15 +222,17 @@ def test_training_never_starts_anew_because_memory_failed_to_load(
     tmp_path: Path,
 ) -> None:
     """Only damage may cost iterations. Storage is empty here, so all iterations would be lost."""
+    store = PosixStore(tmp_path)
+    store.create(run_file(1), encode_run(RunObject(name=RUN)))
     error = FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory")
     with pytest.raises(FlashCkptError) as caught:
-        tried(PosixStorage(tmp_path), [held(6, committed=-1)], {"memory 6": error})
+        tried(store, [held(6)], {"memory 6": error})
     assert caught.value is error
 
 
 @pytest.mark.parametrize("error", [FlashCkptError("no memory"), MissingStateError("a layer")])
 def test_without_fallback_no_error_of_memory_costs_iterations(
-    storage: PosixStorage, error: FlashCkptError
+    storage: PosixStore, error: FlashCkptError
 ) -> None:
     with pytest.raises(type(error)) as caught:
         tried(storage, [held(8)], {"memory 8": error}, fall_back=False)
@@ -212,7 +241,7 @@ def test_without_fallback_no_error_of_memory_costs_iterations(
     assert order == ["memory 6", "6"]
 
 
-def test_without_fallback_no_iteration_is_lost(storage: PosixStorage) -> None:
+def test_without_fallback_no_iteration_is_lost(storage: PosixStore) -> None:
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [], {"6": DAMAGE}, fall_back=False)
     with pytest.raises(CorruptCheckpointError):
@@ -224,7 +253,7 @@ def test_without_fallback_no_iteration_is_lost(storage: PosixStorage) -> None:
         tried(storage, [], {}, fall_back=False)
 
 
-def test_if_all_checkpoints_are_damaged_the_error_names_each(storage: PosixStorage) -> None:
+def test_if_all_checkpoints_are_damaged_the_error_names_each(storage: PosixStore) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         tried(storage, [], dict.fromkeys("642", DAMAGE))
     for iteration in (6, 4, 2):
@@ -232,7 +261,7 @@ def test_if_all_checkpoints_are_damaged_the_error_names_each(storage: PosixStora
 
 
 def test_the_report_names_damage_place_and_loss(
-    storage: PosixStorage, caplog: pytest.LogCaptureFixture
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried(storage, [held(6)], {"memory 6": DAMAGE, "6": DAMAGE})
     block = caplog.messages[-1]
@@ -243,107 +272,127 @@ def test_the_report_names_damage_place_and_loss(
 
 
 def test_the_report_of_one_lost_iteration_is_singular(
-    storage: PosixStorage, caplog: pytest.LogCaptureFixture
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried(storage, [held(7)], {"memory 7": DAMAGE})
     assert "RESUMES FROM ITERATION 6 in storage: 1 iteration is lost" in caplog.messages[-1]
 
 
-def test_only_rank_0_logs_the_report(
-    storage: PosixStorage, caplog: pytest.LogCaptureFixture
-) -> None:
-    candidates = Candidates(storage, NamedCheckpoint(4), HeldInMemory(), rank=1, fall_back=True)
+def test_only_rank_0_logs_the_report(storage: PosixStore, caplog: pytest.LogCaptureFixture) -> None:
+    candidates = opened(storage, [], rank=1)
+    candidates.refuse(DAMAGE)
     candidates.report()
     assert caplog.messages == []
 
 
-def test_iteration_0_may_be_a_commit_that_no_tracker_names(tmp_path: Path) -> None:
-    made = make(tmp_path, iteration=0)
-    (tmp_path / TRACKER).unlink()
-    assert named_in(PosixStorage(tmp_path), None).iteration is None
-    (made.directory / record_name(0, made.save_id)).touch()
-    assert named_in(PosixStorage(tmp_path), None).iteration == 0
-
-
-def test_the_manifests_of_newer_iterations_are_not_read_without_commit_records(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the tracker was set back, there may be hundreds, of 10 MB each in a large job."""
-    storage.put(TRACKER, b"2")
-    read: list[int] = []
-    reader = "megatron_flashckpt.load.named_checkpoint.read_manifest"
-    monkeypatch.setattr(reader, lambda _, iteration: read.append(iteration))
-    assert named_in(storage, None) == NamedCheckpoint(2)
-    assert read == []
+def test_a_commit_that_no_tracker_names_counts(storage: PosixStore) -> None:
+    """The first commit's agent died before it wrote the tracker."""
+    storage.delete([TRACKER, TRACKED])
+    assert tried(storage, [], {}) == ["6"]
+    remove(storage, 6)
+    name = end_name(saved(0).save_id)
+    for iteration in (2, 4):
+        remove(storage, iteration)
+    storage.create(f"{iteration_dir(0)}/{name}", b"a manifest")
+    assert opened(storage, []).iteration == 0
 
 
 def test_a_job_that_ignores_existing_checkpoints_logs_a_warning(
-    storage: PosixStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    storage: PosixStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / TRACKER).unlink()
     with caplog.at_level(logging.WARNING):
-        assert named_in(storage, None) == NamedCheckpoint(None)
+        assert opened(storage, [held(6)]).current is None
     assert "to resume from the newest, write 6 into that file" in caplog.text
+    assert "is not used: the tracker was removed" in caplog.text
+
+
+def test_a_tracker_of_another_history_is_named_in_the_log(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = run_name(2, "bbbb")
+    run = RunObject(name=second, ancestors=(Ancestor(RUN, 2),))
+    storage.create(run_file(2), encode_run(run))
+    assert opened(storage, []).current == saved(2)
+    assert "start with --ckpt-step 6" in caplog.text
 
 
 def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path: Path) -> None:
     """An older checkpoint is not what the person wants who named this directory."""
-    for iteration, save_id in ((2, "a" * 12), (4, "b" * 12)):
-        make(tmp_path, iteration, save_id)
+    make(tmp_path, 2, save_name(RUN, 1))
+    make(tmp_path, 4, save_name(RUN, 2))
     (tmp_path / iteration_dir(4)).rename(tmp_path / iteration_dir(100))
     (tmp_path / TRACKER).write_text("100")
-    storage = PosixStorage(tmp_path)
+    store = PosixStore(tmp_path)
+    candidates = opened(store, [])
+    assert candidates.iteration == 100
     with pytest.raises(RenamedCheckpointError, match="rename it to iter_0000004") as caught:
-        StoredCheckpoint(storage, 100, read_manifest(storage, 100))
-    named = named_in(storage, None)
-    candidates = Candidates(storage, named, HeldInMemory(), rank=0, fall_back=True)
+        open_stored(store, Save(100, save_name(RUN, 2)), Config())
     with pytest.raises(RenamedCheckpointError):
         candidates.refuse(caught.value)
-    assert [entry.state for entry in listing.checkpoints(storage)] == ["committed", "unreadable"]
+
+
+def test_a_directory_that_is_a_link_is_loaded_only_if_it_is_what_it_says(tmp_path: Path) -> None:
+    save, away = tmp_path / "save", tmp_path / "away"
+    make(save, 2, save_name(RUN, 1))
+    make(away, 4, save_name(RUN, 2))
+    store = PosixStore(save)
+    (save / iteration_dir(4)).symlink_to(away / iteration_dir(4))
+    assert opened(store, []).iteration == 2
+    (save / TRACKER).write_text("4")
+    assert opened(store, []).iteration == 4
+    (save / iteration_dir(9)).symlink_to(iteration_dir(2))
+    (save / TRACKER).write_text("9")
+    with pytest.raises(RenamedCheckpointError, match="holds iteration 2"):
+        opened(store, [])
 
 
 def test_our_checkpoint_under_the_name_release_is_loaded_if_the_tracker_says_so(
     tmp_path: Path,
 ) -> None:
-    make(tmp_path, 4)
+    """A load takes only the weights of a release; an older checkpoint has no use for it."""
+    make(tmp_path, 2, save_name(RUN, 1))
+    make(tmp_path, 4, save_name(RUN, 2))
     (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
+    store = PosixStore(tmp_path)
+    (tmp_path / TRACKER).write_text("2")
+    assert opened(store, []).iteration == 2
     (tmp_path / TRACKER).write_text("release")
-    storage = PosixStorage(tmp_path)
-    assert named_in(storage, None).iteration == RELEASE
-    stored = StoredCheckpoint(storage, RELEASE, read_manifest(storage, RELEASE))
-    assert stored.manifest.iteration == 4
-    (entry,) = listing.checkpoints(storage)
-    assert (entry.iteration, entry.state) == (None, "committed")
-    assert "iteration 4" in entry.remark
-
-
-def test_a_damaged_release_is_not_replaced_by_a_checkpoint_without_its_optimizer(
-    tmp_path: Path,
-) -> None:
-    """A load takes only the weights of a release; masters and moments would stay random."""
-    make(tmp_path, 2)
-    make(tmp_path, 4, "b" * 12)
-    (tmp_path / iteration_dir(4)).rename(tmp_path / "release")
-    (tmp_path / TRACKER).write_text("release")
-    storage = PosixStorage(tmp_path)
-    candidates = Candidates(
-        storage, named_in(storage, None), HeldInMemory(), rank=0, fall_back=True
-    )
+    candidates = opened(store, [])
+    assert candidates.iteration == RELEASE
+    assert open_stored(store, Save(RELEASE, save_name(RUN, 2)), Config()).origin.is_release
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         candidates.refuse(CorruptCheckpointError("damaged"))
+
+
+def test_a_step_offers_one_checkpoint(storage: PosixStore) -> None:
+    assert loadable_saves(storage, 4) == [saved(4)]
+    assert loadable_saves(storage, None) == [saved(6), saved(4), saved(2)]
+    with pytest.raises(NotCommittedError, match="iter_0000005"):
+        loadable_saves(storage, 5)
+
+
+def test_a_checkpoint_of_another_program_is_left_to_megatron(storage: PosixStore) -> None:
+    storage.create("iter_0000009/metadata.json", b"{}")
+    assert opened(storage, []).current == saved(6)
+    storage.put(TRACKER, b"9")
+    candidates = opened(storage, [held(8)])
+    assert candidates.current is None
+    assert candidates.other_program == Save(9, "")
+    assert loadable_saves(storage, None) == []
 
 
 def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     tmp_path: Path,
 ) -> None:
     """Megatron starts from scratch then, and its first save moves the tracker back."""
-    make(tmp_path, 4)
+    made = make(tmp_path, 4)
     inside = tmp_path / iteration_dir(4)
     flags = f"--load {tmp_path} --ckpt-step 4"
     with pytest.raises(ConfigError, match=f"is one checkpoint, .*{flags}"):
         refuse_path_inside(str(inside))
     with pytest.raises(ConfigError, match="is a file; name the directory"):
-        refuse_path_inside(str(inside / MANIFEST))
+        refuse_path_inside(str(made.manifest))
     refuse_path_inside(str(tmp_path))
     refuse_path_inside(str(tmp_path / "missing"))
     own = tmp_path / "iter_0000009"

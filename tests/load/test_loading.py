@@ -7,20 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import side_state
-from megatron_flashckpt.load.candidates import Candidates
-from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
-from megatron_flashckpt.load.named_checkpoint import NamedCheckpoint
 from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.side_state import frame
-from megatron_flashckpt.memory.slab import Slab
 from tests.support.worlds import source, whole
 
 #: TP1 PP2 DP2 EP2: the expert-parallel group consists of the replicas.
@@ -102,35 +97,6 @@ def test_layers_that_moved_between_stages_get_their_extra_states(
         assert reads.lacks(own, ["layer 0", "layer 1"])
         gathered += [assigned, reads.objects]
     assert reads.merged({}, own, gathered).objects == {"layer 0": 0, "layer 1": 1}
-
-
-@pytest.mark.parametrize(
-    ("stored", "held", "committed", "source"),
-    [
-        (None, [2], -1, "memory"),  # storage is empty
-        (4, [6, 4], 4, "memory"),
-        (4, [6, 5], 4, "memory"),
-        (4, [6, 5], -1, "memory"),  # the agent is new and knows no commit
-        (8, [6, 4], 4, "storage"),  # a newer checkpoint was copied into storage
-        (8, [8, 6], 8, "memory"),
-        (2, [6, 4], 4, "storage"),  # the tracker was set back
-        (2, [6, 5], 4, "storage"),  # set back to an iteration that memory no longer holds
-        (None, [6, 4], 4, "storage"),  # the storage was emptied
-    ],
-)
-def test_memory_is_preferred_except_if_older_or_storage_was_set_back(
-    stored: int | None, held: list[int], committed: int, source: str
-) -> None:
-    slab = Slab.create(2, 0, 4096, "0")
-    memory = [
-        MemoryCheckpoint(slab, Offer(n, iteration, "a" * 8, False, None), committed)
-        for n, iteration in enumerate(held)
-    ]
-    current = Candidates(
-        None, NamedCheckpoint(stored), HeldInMemory(memory), rank=0, fall_back=True
-    ).current
-    assert current == (memory[0] if source == "memory" else stored)
-    slab.close()
 
 
 def test_an_older_checkpoint_must_hold_every_tensor_a_damaged_load_overwrote() -> None:

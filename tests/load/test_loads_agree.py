@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import loader, memory_source, storage_source
@@ -25,7 +26,7 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import SAVE_ID, make, persist, pieces_of_rank
 
 RANKS = 2
@@ -41,15 +42,15 @@ def _reader(*args: Any) -> ChunkReader:
 
 
 def _in_memory(rank: int, where: Path) -> MemoryCheckpoint:
-    storage = PosixStorage(where / "other")
-    meta = persist(storage, 10, SAVE_ID, rank, RANKS, pieces_of_rank(rank))
+    store = PosixStore(where / "other")
+    meta = persist(store, 10, SAVE_ID, rank, RANKS, pieces_of_rank(rank))
     encoded = msgspec.msgpack.encode(meta)
     slab = Slab.create(1, len(encoded), meta.template.nbytes, str(rank))
     (slot,) = slab.slots
     nbytes = meta.template.nbytes
     slot.set_header(SlotHeader(SlotState.STAGED, 10, SAVE_ID, len(encoded), nbytes))
     slot.set_meta(encoded)
-    return MemoryCheckpoint(slab, Offer(0, 10, SAVE_ID, False, None), -1)
+    return MemoryCheckpoint(slab, Offer(0, 10, SAVE_ID, False, None))
 
 
 def _load(rank: int, where: Path, source: str) -> None:
@@ -71,8 +72,8 @@ def _load(rank: int, where: Path, source: str) -> None:
     ):
         try:
             if source == "storage":
-                storage = PosixStorage(where / "save")
-                loader.load(REQUEST, storage_source.open_stored(storage, 10, Config()))
+                store = PosixStore(where / "save")
+                loader.load(REQUEST, storage_source.open_stored(store, Save(10, SAVE_ID), Config()))
             else:
                 held = _in_memory(rank, where)
                 loader.load(REQUEST, memory_source.open_memory(held, Config()))

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.file_format.run_object import RunObject
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, eventually, is_alive
@@ -99,7 +98,7 @@ class Cluster:
         return save_id
 
     def log(self, node: int) -> str:
-        return (self.nodes[node].directory(self.root) / LOG).read_text()
+        return self.nodes[node].log(self.root).read_text()
 
     def reported_held(self, iteration: int) -> dict[int, int]:
         """Return how often the agents logged, for each rank, that a holder has its part."""

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.layout.copies import split
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -292,7 +293,10 @@ def same(one: object, other: object) -> bool:
 
 
 def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the global tensors, assembled from pieces that cover each element exactly once."""
+    """Return the global tensors, assembled from pieces that cover each element exactly once.
+
+    A copy other than the main copy has the kind `kind@place`, for example `weight@0.1`.
+    """
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     shards = tensors(save, iteration)
@@ -306,7 +310,9 @@ def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
         ):
             if piece.kind == "rank_state":
                 continue
-            name = (piece.kind, piece.key)
+            place, piece = split(piece)
+            copy = "" if place is None else f"@{'.'.join(map(str, place.offset))}"
+            name = (piece.kind + copy, piece.key)
             if name not in wholes:
                 wholes[name] = torch.zeros(piece.global_shape, dtype=content.dtype)
                 filled[name] = torch.zeros(piece.global_shape, dtype=torch.int8)

@@ -404,7 +404,7 @@ def _state(task: Path) -> str:
 
 
 def agents_under(runtime_dir: Path) -> list[int]:
-    """Return the process ids of all agents whose directory lies in `runtime_dir`."""
+    """Return the process ids of all agents with the setting `runtime_dir`, or a path below it."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -412,7 +412,7 @@ def agents_under(runtime_dir: Path) -> list[int]:
         except OSError:
             continue
         if b"megatron_flashckpt.agent" in words and any(
-            word.startswith(os.fsencode(runtime_dir) + b"/") for word in words
+            (word + b"/").startswith(os.fsencode(runtime_dir) + b"/") for word in words
         ):
             pids.append(int(process.name))
     return [pid for pid in pids if is_alive(pid)]

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
@@ -291,7 +290,7 @@ class _Scenario:
 
     def _await_takeover(self, node: Node, newest: int) -> None:
         """Wait until the stopped agent has logged that another job has taken over."""
-        log = node.directory(self._root) / LOG
+        log = node.log(self._root)
 
         def knows() -> bool:
             self._check_tracker(newest)

@@ -17,9 +17,8 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so many bytes in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load trace how they differ from their masters
-    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
-                  wait before each save for the results of earlier saves
-    MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart
+    MTP           give the model multi-token prediction (`--mtp-num-layers`)
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a dry run
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
@@ -136,8 +135,6 @@ def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = dequantizations()
-        if "DELTA_NET" in os.environ or "MTP" in os.environ:
-            await_outcomes()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)
@@ -151,18 +148,6 @@ def watched_save(save: Any) -> Any:
         return result
 
     return wrapper
-
-
-def await_outcomes() -> None:
-    """Wait until this rank has received the results of its saves and their differing copies.
-
-    Without this wait, the results may take longer than two iterations on a slow machine.
-    """
-    from megatron_flashckpt.save.session import session
-
-    for opened in session._open.values():
-        checkpointer = opened.checkpointer
-        checkpointer.saves.put_back(checkpointer.wait())
 
 
 def traced_loss(loss_func: Any) -> Any:
