@@ -74,6 +74,10 @@ class _PlannedSave:
     slot: Slot
 
 
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
 class Checkpointer:
     """Saves one rank's part of a job under `root`. Holds no global state.
 
@@ -128,18 +132,19 @@ class Checkpointer:
             OtherWriterError: another run trains there; nothing was changed.
         """
         if not self._has_waited:
-            run_on_rank_0(self._await_end)
+            self._start_id = run_on_rank_0(self._await_end)
             self._has_waited = True
 
-    def _await_end(self) -> None:
+    def _await_end(self) -> str:
         if self.run.name is not None:
             self._admission.allow(self.run.name)
         self._admission.await_end()
+        return _new_id()
 
     def agree(self) -> str:
         """Return an id of this start of the job, chosen by rank 0 in the first call. Collective."""
         if self._start_id is None:
-            self._start_id = broadcast_object(uuid.uuid4().hex[:8])
+            self._start_id = broadcast_object(_new_id())
         return self._start_id
 
     def open_run(

@@ -244,7 +244,7 @@ def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
     """Return a checkpoint's tensors by `(rank, name)`, read by the real safetensors library."""
     by_name = {}
     for file in sorted((save / f"iter_{iteration:07d}").glob("*.safetensors")):
-        rank = int(file.name.split("-")[0].removeprefix("rank_"))
+        rank = int(file.name.split(".")[3].removeprefix("rank_"))
         for name, tensor in load_file(file).items():
             by_name[rank, name] = tensor
     assert by_name, f"no shard in {save} at iteration {iteration}"

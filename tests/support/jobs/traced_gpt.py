@@ -276,26 +276,26 @@ def send(name: str, whom: str) -> None:
 
 def traced_load(load: Any) -> Any:
     """Trace the bytes of shards that a load reads from storage."""
-    from megatron_flashckpt.storage.posix import PosixStorage
+    from megatron_flashckpt.storage.posix_store import PosixStore
 
-    read_into = PosixStorage.read_into
+    get_into = PosixStore.get_into
     nbytes = 0
 
-    def counting(self: PosixStorage, *args: Any) -> int:
+    def counting(self: PosixStore, *args: Any) -> int:
         nonlocal nbytes
-        got = read_into(self, *args)
+        got = get_into(self, *args)
         nbytes += got
         return got
 
     @functools.wraps(load)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        PosixStorage.read_into = counting
+        PosixStore.get_into = counting
         before = dequantizations()
         try:
             with CountCalls() as counter:
                 result = load(*args, **kwargs)
         finally:
-            PosixStorage.read_into = read_into
+            PosixStore.get_into = get_into
         trace(event="load", iteration=result[0], read_nbytes=nbytes, calls=counter.calls)
         if "QUANTIZED" in os.environ and result[0]:
             trace_quantized("loaded weights", args[0], args[1], before)
