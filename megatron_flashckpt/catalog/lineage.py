@@ -244,20 +244,36 @@ def _wish(facts: Facts, history: History | None) -> tuple[int | None, Save | Non
     there = [save for save in facts.in_storage() if save.iteration == named]
     if named is None or not there:
         return None, None
-    # The tracker is all that there is of a copy, and of a directory that was begun anew.
-    is_alone = tracked is None and not facts.numbers
     if history is not None and any(map(history.holds, there)):
-        is_wish = is_alone or _is_set_back(named, tracked, history)
+        is_wish = _is_alone(facts) or _is_set_back(named, tracked, history)
         return named if is_wish else None, None
-    is_granted = tracked is not None and (
-        tracked.iteration == named and any(save.save_id == tracked.save_id for save in there)
-    )
-    if is_granted:
+    if _is_granted(tracked, there):
         return None, None
-    known = set() if is_alone or facts.begun_anew_by else {*facts.runs, *_ancestors(facts.runs)}
+    known = _known_runs(facts)
     wanted = [save for save in there if save.run not in known or named == RELEASE]
     best = max(wanted, key=lambda save: save.order, default=None)
     return (None, None) if best is None else (named, best)
+
+
+def _is_alone(facts: Facts) -> bool:
+    """Return whether there is nothing of ours but checkpoints and tracker, as in a copy."""
+    return facts.tracked is None and not facts.numbers
+
+
+def _is_granted(tracked: Tracked | None, there: Collection[Save]) -> bool:
+    """Return whether `tracked` says that the tracker led to one of these saves before."""
+    return tracked is not None and Save(tracked.iteration, tracked.save_id) in there
+
+
+def _known_runs(facts: Facts) -> set[str]:
+    """Return the runs whose saves an agent may have written into the tracker.
+
+    None, if a person has written the tracker: of a copy, or after a run was begun from scratch.
+    """
+    if _is_alone(facts) or facts.begun_anew_by:
+        return set()
+    ancestors = (ancestor for ancestors in facts.runs.values() for ancestor in ancestors)
+    return {*facts.runs, *(ancestor.run for ancestor in ancestors)} - {FOREIGN}
 
 
 def _is_set_back(named: int, tracked: Tracked | None, history: History) -> bool:
@@ -265,10 +281,6 @@ def _is_set_back(named: int, tracked: Tracked | None, history: History) -> bool:
     if tracked is None or tracked.iteration == NOTHING or tracked.iteration <= named:
         return False
     return tracked.run == history.run or history.holds(Save(tracked.iteration, tracked.save_id))
-
-
-def _ancestors(runs: Mapping[str, Ancestors]) -> set[str]:
-    return {ancestor.run for ancestors in runs.values() for ancestor in ancestors} - {FOREIGN}
 
 
 def at(facts: Facts, iteration: int) -> Save | None:
