@@ -201,11 +201,17 @@ def choose(facts: Facts) -> Choice:
     candidates = [Candidate(save, in_memory=False) for save in facts.in_storage() if counts(save)]
     candidates += [Candidate(save, in_memory=True) for save in facts.held if counts(save)]
     if wish is not None:
-        reason = f"a person wrote {_shown(wish)} into the tracker"
+        last = wish if wanted is None else wish - 1  # another checkpoint takes its place
+        reason = f"the tracker names {_shown(wish)}, which "
+        reason += "a person wrote there" if wanted is None else "no run of this directory has saved"
         unused |= {
-            save: reason for save, in_memory in candidates if in_memory and save.iteration > wish
+            save: reason for save, in_memory in candidates if in_memory and save.iteration > last
         }
-        candidates = [candidate for candidate in candidates if candidate.save.iteration <= wish]
+        candidates = [
+            candidate
+            for candidate in candidates
+            if candidate.save.iteration <= (last if candidate.in_memory else wish)
+        ]
     # Of one iteration, memory comes first: it needs no storage.
     candidates.sort(
         key=lambda candidate: (
@@ -318,7 +324,7 @@ def awaited(facts: Facts) -> str | None:
         return f"the checkpoint of iteration {_shown(named)}, which the tracker names"
     said = None if tracked is None else tracked.iteration
     if named is not None and named != said and facts.runs:
-        return f"the tracker to say the same as its twin ({_shown(named)}, {said})"
+        return f"the tracker to name what its twin does ({_shown(named)}, {said})"
     # A run below the newest history decides nothing. Numbers have no gaps: who opens a run sees all.
     history = facts.history()
     decided = 0 if history is None else run_number(history.run)
