@@ -40,7 +40,7 @@ from megatron_flashckpt.storage.memory_store import MemoryStore
 
 EXAMPLES = int(os.environ.get("FLASHCKPT_EXAMPLES", "200"))
 #: Schedules within which a rule that is left out must fail.
-MUTANT_EXAMPLES = max(EXAMPLES, 300)
+MUTANT_EXAMPLES = max(EXAMPLES, 200)
 #: Seconds after which every node sees a name.
 LATE = 60
 NODES = (0, 1)
@@ -279,6 +279,9 @@ class Schedule(RuleBasedStateMachine):
     )
     def resume(self, node: int, agrees: bool, dies: int) -> None:
         """A job starts, chooses, and trains on; or it dies before its load is agreed."""
+        self.start(node, agrees=agrees, dies_early=dies == 0)
+
+    def start(self, node: int, *, agrees: bool = True, dies_early: bool = False) -> None:
         world = self.world
         facts = world.facts(node)
         if lineage.awaited(facts) is not None:
@@ -290,7 +293,7 @@ class Schedule(RuleBasedStateMachine):
         if not agrees:
             return
         chosen = None if best is None else self.find(best)
-        self.open(chosen, facts, node, dies_early=dies == 0)
+        self.open(chosen, facts, node, dies_early=dies_early)
 
     def check(self, best: Save | None, node: int) -> None:
         world = self.world
@@ -384,6 +387,13 @@ class Schedule(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.world.training)
     @rule(node=st.sampled_from(NODES))
+    def resume_and_train(self, node: int) -> None:
+        """The most usual thing."""
+        self.start(node)
+        self.train(count=2, kept=1)
+
+    @precondition(lambda self: not self.world.training)
+    @rule(node=st.sampled_from(NODES))
     def start_without_load(self, node: int) -> None:
         """A job starts from scratch, or from another directory, and saves here."""
         facts = self.world.facts(node)
@@ -405,9 +415,6 @@ class Schedule(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ saves
 
-    def run(self) -> TrueRun:
-        return self.world.current
-
     @precondition(lambda self: self.world.training)
     @rule(
         steps=st.integers(1, 3),
@@ -416,6 +423,31 @@ class Schedule(RuleBasedStateMachine):
     )
     def save(self, steps: int, kept: bool, whole: bool) -> None:
         """A save is staged, for memory only perhaps, or on one node only before a rank died."""
+        self.stage(steps, kept=kept, whole=whole)
+
+    @precondition(lambda self: self.world.training)
+    @rule(count=st.integers(1, 3), kept=st.integers(0, 2))
+    def train(self, count: int, kept: int) -> None:
+        """The job commits some saves, keeps some, and ends."""
+        for _ in range(count):
+            self.stage(1)
+        self.end_pending()
+        for _ in range(kept):
+            self.stage(1, kept=True)
+        self.world.training = False
+
+    @precondition(lambda self: self.world.training)
+    @rule()
+    def end_job(self) -> None:
+        """The job ends, and all its saves."""
+        self.end_pending()
+        self.world.training = False
+
+    def end_pending(self) -> None:
+        while self.world.pending:
+            self.end(self.world.pending.pop(0), 0, late=False, cut=2)
+
+    def stage(self, steps: int, *, kept: bool = False, whole: bool = True) -> None:
         world = self.world
         run = max(world.runs, key=lambda other: int(other.name[7:], 16))
         run.iteration += 10 * steps
@@ -481,11 +513,6 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.world.training)
     @rule()
     def crash(self) -> None:
-        self.world.training = False
-
-    @precondition(lambda self: self.world.training)
-    @rule()
-    def crash_again(self) -> None:
         self.world.training = False
 
     @precondition(lambda self: self.world.memory)
