@@ -56,15 +56,17 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
         return lambda *_: phases.append(phase) or result
 
     expected = SimpleNamespace(nbytes=1, plan_nbytes=2)
-    checkpointer: Any = SimpleNamespace(link=SimpleNamespace(prepare=note("slab")))
+    checkpointer: Any = SimpleNamespace(
+        link=SimpleNamespace(prepare=note("slab")), start_run=note("start_run")
+    )
     monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
     startup = Startup(checkpointer, lambda _: None)
-    for name in ("check_ranks", "claim", "reserve", "agree"):
+    for name in ("check_ranks", "claim", "reserve"):
         monkeypatch.setattr(startup, f"_{name}", note(name))
     monkeypatch.setattr(startup, "_check_coverage", note("check_coverage", expected))
     for _ in range(2):  # in the load, or when the model is built; and in the first step
         startup.prepare([], None)
-    assert phases == ["check_ranks", "claim", "check_coverage", "reserve", "agree", "slab"]
+    assert phases == ["check_ranks", "claim", "check_coverage", "reserve", "start_run", "slab"]
 
 
 def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
