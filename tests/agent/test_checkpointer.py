@@ -253,7 +253,9 @@ def test_saves_of_a_refused_rank_fail_with_the_reason_of_the_agent(
     def refuse(*_: Any, **__: Any) -> None:
         raise AgentRefusedError(reason)
 
-    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, job.save_id(2))):
+    with blocked_open(
+        root / file_names.iteration_dir(2) / file_names.shard_name(0, job.save_id(2))
+    ):
         job.checkpointer.save(job.request(2))
         job.checkpointer.link.stager.wait()
         with monkeypatch.context() as patch:

@@ -57,6 +57,10 @@ class _SlowStore(PosixStore):
         return data
 
 
+def record_of_rank(rank: int) -> str:
+    return file_names.record_name(range(rank, rank + 1), SAVE_ID)
+
+
 def record_of(rank: int, **fields: object) -> CommitRecord:
     record = CommitRecord(
         iteration=1,
@@ -80,9 +84,7 @@ def records(tmp_path: Path) -> Path:
     directory.mkdir()
     for rank in range(RANKS):
         record = record_of(rank)
-        (directory / file_names.record_name(range(rank, rank + 1), SAVE_ID)).write_bytes(
-            encode_records([record])
-        )
+        (directory / record_of_rank(rank)).write_bytes(encode_records([record]))
     return tmp_path
 
 
@@ -120,11 +122,7 @@ def test_records_on_fast_storage_are_read_by_one_thread(
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
 def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> None:
-    path = (
-        records
-        / file_names.iteration_dir(1)
-        / file_names.record_name(range(rank, rank + 1), SAVE_ID)
-    )
+    path = records / file_names.iteration_dir(1) / record_of_rank(rank)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=path.name):
         read_records(_SlowStore(records, wait_s), 1, SAVE_ID, RANKS, names(records))

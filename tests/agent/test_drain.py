@@ -30,6 +30,7 @@ from tests.support.trainer import (
     remove_tree,
 )
 
+
 def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
     node: Node,
     root: Path,
