@@ -87,6 +87,7 @@ POINTS = {
     "forget.file": ("agent.janitor", "a node has removed its files of a failed save"),
     "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; trainers do not know"),
     # The janitor, after a commit. Trainers may know the result.
+    "commit.records": ("agent.janitor", "the commit records of a checkpoint are deleted"),
     "leftover.ended": ("agent.janitor", "a save of a dead run has a failed end; its files exist"),
     "leftover.deleted": ("agent.janitor", "the files of a failed save are deleted; its end is not"),
     "commit.tidy": ("agent.janitor", "unfinished saves that the commit has passed are removed"),

@@ -40,7 +40,7 @@ from megatron_flashckpt.catalog.retention import (
 )
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import class_of, may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, for_listing
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
@@ -380,6 +380,10 @@ class Janitor:
                 if of_save.stored is not None and not of_save.stored.is_whole:
                     self._age_s(save, End.COMMITTED)
                     again_at = 0.0
+                elif of_save.records:
+                    walk.look()
+                    walk.store.delete(f"{files.directory}/{name}" for name in of_save.records)
+                    hit("commit.records")
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at
@@ -389,8 +393,7 @@ class Janitor:
         save_id = of_save.save_id
         save = Save(files.iteration, save_id)
         if of_save.end is None:
-            walk.look()
-            if _ended(walk.store, files.iteration, save_id, _DEAD) is End.COMMITTED:
+            if self._ended_dead(walk, files, of_save) is End.COMMITTED:
                 return 0.0
             hit("leftover.ended")
         end = f"{files.directory}/{file_names.end_name(save_id)}"
@@ -407,6 +410,20 @@ class Janitor:
         walk.store.delete([end])
         del self._known_since[save, End.FAILED]
         return 0.0
+
+    def _ended_dead(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> End:
+        """End a dead save, also if storage has no room for the end; return what its end says."""
+        walk.look()
+        try:
+            return _ended(walk.store, files.iteration, of_save.save_id, _DEAD)
+        except OSError as error:
+            if class_of(error).kind != "full":
+                raise
+        # Only who has read the records of all ranks commits a save, so these make room first.
+        walk.look()
+        room = of_save.records or of_save.bulk
+        walk.store.delete(f"{files.directory}/{name}" for name in room)
+        return _ended(walk.store, files.iteration, of_save.save_id, _DEAD)
 
     def _age_s(self, save: Save, end: End) -> float:
         """Return for how many seconds the end (or that its checkpoint lacks files) is known."""

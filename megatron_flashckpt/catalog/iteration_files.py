@@ -17,6 +17,7 @@ from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.file_names import (
     common_name,
     end_name,
+    is_record_name,
     is_shard_name,
     iteration_dir,
     parse_iteration_dir,
@@ -56,6 +57,11 @@ class SaveFiles:
     def bulk(self) -> list[str]:
         """The names of all files but the end."""
         return [name for name in self.sizes if name != end_name(self.save_id)]
+
+    @property
+    def records(self) -> list[str]:
+        """The names of its commit records, which a manifest makes useless."""
+        return [name for name in self.sizes if is_record_name(name)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,11 +201,17 @@ def choose(facts: Facts) -> Choice:
     candidates = [Candidate(save, in_memory=False) for save in facts.in_storage() if counts(save)]
     candidates += [Candidate(save, in_memory=True) for save in facts.held if counts(save)]
     if wish is not None:
-        reason = f"a person wrote {_shown(wish)} into the tracker"
+        last = wish if wanted is None else wish - 1  # another checkpoint takes its place
+        reason = f"the tracker names {_shown(wish)}, which "
+        reason += "a person wrote there" if wanted is None else "no run of this directory has saved"
         unused |= {
-            save: reason for save, in_memory in candidates if in_memory and save.iteration > wish
+            save: reason for save, in_memory in candidates if in_memory and save.iteration > last
         }
-        candidates = [candidate for candidate in candidates if candidate.save.iteration <= wish]
+        candidates = [
+            candidate
+            for candidate in candidates
+            if candidate.save.iteration <= (last if candidate.in_memory else wish)
+        ]
     # Of one iteration, memory comes first: it needs no storage.
     candidates.sort(
         key=lambda candidate: (
@@ -244,20 +250,36 @@ def _wish(facts: Facts, history: History | None) -> tuple[int | None, Save | Non
     there = [save for save in facts.in_storage() if save.iteration == named]
     if named is None or not there:
         return None, None
-    # The tracker is all that there is of a copy, and of a directory that was begun anew.
-    is_alone = tracked is None and not facts.numbers
     if history is not None and any(map(history.holds, there)):
-        is_wish = is_alone or _is_set_back(named, tracked, history)
+        is_wish = _is_alone(facts) or _is_set_back(named, tracked, history)
         return named if is_wish else None, None
-    is_granted = tracked is not None and (
-        tracked.iteration == named and any(save.save_id == tracked.save_id for save in there)
-    )
-    if is_granted:
+    if _is_granted(tracked, there):
         return None, None
-    known = set() if is_alone or facts.begun_anew_by else {*facts.runs, *_ancestors(facts.runs)}
+    known = _known_runs(facts)
     wanted = [save for save in there if save.run not in known or named == RELEASE]
     best = max(wanted, key=lambda save: save.order, default=None)
     return (None, None) if best is None else (named, best)
+
+
+def _is_alone(facts: Facts) -> bool:
+    """Return whether there is nothing of ours but checkpoints and tracker, as in a copy."""
+    return facts.tracked is None and not facts.numbers
+
+
+def _is_granted(tracked: Tracked | None, there: Collection[Save]) -> bool:
+    """Return whether `tracked` says that the tracker led to one of these saves before."""
+    return tracked is not None and Save(tracked.iteration, tracked.save_id) in there
+
+
+def _known_runs(facts: Facts) -> set[str]:
+    """Return the runs whose saves an agent may have written into the tracker.
+
+    None, if a person has written the tracker: of a copy, or after a run was begun from scratch.
+    """
+    if _is_alone(facts) or facts.begun_anew_by:
+        return set()
+    ancestors = (ancestor for ancestors in facts.runs.values() for ancestor in ancestors)
+    return {*facts.runs, *(ancestor.run for ancestor in ancestors)} - {FOREIGN}
 
 
 def _is_set_back(named: int, tracked: Tracked | None, history: History) -> bool:
@@ -265,10 +287,6 @@ def _is_set_back(named: int, tracked: Tracked | None, history: History) -> bool:
     if tracked is None or tracked.iteration == NOTHING or tracked.iteration <= named:
         return False
     return tracked.run == history.run or history.holds(Save(tracked.iteration, tracked.save_id))
-
-
-def _ancestors(runs: Mapping[str, Ancestors]) -> set[str]:
-    return {ancestor.run for ancestors in runs.values() for ancestor in ancestors} - {FOREIGN}
 
 
 def at(facts: Facts, iteration: int) -> Save | None:
@@ -306,7 +324,7 @@ def awaited(facts: Facts) -> str | None:
         return f"the checkpoint of iteration {_shown(named)}, which the tracker names"
     said = None if tracked is None else tracked.iteration
     if named is not None and named != said and facts.runs:
-        return f"the tracker to say the same as its twin ({_shown(named)}, {said})"
+        return f"the tracker to name what its twin does ({_shown(named)}, {said})"
     # A run below the newest history decides nothing. Numbers have no gaps: an opener sees all.
     history = facts.history()
     decided = 0 if history is None else run_number(history.run)

@@ -167,6 +167,11 @@ def ends_in(names: Iterable[str]) -> list[str]:
     return [save for _, save in sorted(known, reverse=True)]
 
 
+def is_record_name(name: str) -> bool:
+    """Return whether `name` has the form of `record_name`."""
+    return _RECORD.fullmatch(name) is not None
+
+
 def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str, range]:
     """Return the commit records of a save among the files of its directory, with their ranks.
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_flashckpt.agent import runs
 from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.history import PastStart
 from megatron_flashckpt.catalog.lineage import Facts, Save
 from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
@@ -203,6 +205,7 @@ class Checkpointer:
         run = runs.new_run(save, ancestors, source, self.world_size)
         opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
         runs.grant_wish(self._admission.store, opened, facts)
+        history.append(self._admission.store, PastStart.of(opened), self.config.history)
         return opened
 
     def _begin_run(self, opened: RunObject) -> None:

@@ -161,8 +161,10 @@ class Startup:
         """Check this rank; return `ModelState.own_keys`."""
         self_check.check(job.args, self._state, job.chunks, job.optimizer)
         ensure(job.args.save)
-        # Without a directory for its log, no agent starts, and no save could be committed.
-        place_of(job.args.save, self.checkpointer.config.runtime_dir).prepare()
+        # Without its log and its name, no agent starts, and no save could be committed.
+        place = place_of(job.args.save, self.checkpointer.config.runtime_dir)
+        place.prepare()
+        place.listener()  # raises if another user has taken the name
         return self._state.own_keys(self._state.geometry(job.chunks))
 
     def _check_derived(self, job: _Job) -> None:

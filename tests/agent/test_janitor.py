@@ -125,6 +125,14 @@ def names_of(store: Store, named: Save) -> set[str]:
     return {entry.name for entry in listed if save_of(entry.name) == named.save_id}
 
 
+def expected_of(store: Store, named: Save) -> set[str]:
+    """Return the names that stay while the save is needed: a checkpoint needs no records."""
+    names = names_of(store, named)
+    if end_of(store, named) is not End.COMMITTED:
+        return names
+    return {name for name in names if not name.endswith(".record")}
+
+
 def is_whole(store: Store, named: Save) -> bool:
     """Return whether a load could read the save; by its files, not by the code under test."""
     names = {shard_name(rank, named.save_id) for rank in range(WORLD)}
@@ -334,7 +342,7 @@ def violations(rng: random.Random, store: World | None = None, make: Maker = Jan
     def expect() -> None:
         must.clear()
         must.update(needed(job, done, tracked, pending, base))
-        files.update((named, names_of(store, named)) for named in must)
+        files.update((named, expected_of(store, named)) for named in must)
 
     def check(moment: str) -> None:
         for named in must:
@@ -382,7 +390,7 @@ def violations(rng: random.Random, store: World | None = None, make: Maker = Jan
             must.clear()
             if start is not None:
                 must.add(start)
-                files[start] = names_of(store, start)
+                files[start] = expected_of(store, start)
 
     expect()
     store.before_change, store.before_look = others_act, later_run_starts
@@ -580,6 +588,36 @@ def test_a_save_that_another_agent_commits_first_is_a_checkpoint(clock: Clock) -
     assert is_whole(store, late)
 
 
+class FullStore(MemoryStore):
+    """A store with room for so many bytes."""
+
+    nbytes = 10**9
+
+    def create(self, name: str, data: bytes) -> None:
+        if sum(map(len, self.objects.values())) + len(data) > self.nbytes:
+            raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().create(name, data)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_dead_save_gives_its_space_back_although_there_is_no_room_for_its_end(
+    clock: Clock, has_record: bool
+) -> None:
+    store = FullStore()
+    dead, last = save(1, 10), save(2, 20)
+    commit(store, last)
+    put_bulk(store, dead)
+    record = path(dead, record_name(range(WORLD), dead.save_id))
+    if has_record:
+        store.put(record, bytes(1000))
+    else:
+        store.delete([record])
+        store.put(path(dead, shard_name(0, dead.save_id)), bytes(1000))
+    store.nbytes = sum(map(len, store.objects.values()))
+    Janitor(tuple, 0.0, clock).tidy(committed(store, last))
+    assert not names_of(store, dead)
+
+
 def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -614,6 +652,16 @@ def test_a_start_removes_signs_of_life_of_former_runs_and_probes(
 
 
 # ---------------------------------------------------------------------- checkpoints
+
+
+def test_the_records_of_a_checkpoint_go_once_it_is_committed(store: Store, clock: Clock) -> None:
+    pending, last = save(1, 10), save(1, 20)
+    put_bulk(store, pending)
+    commit(store, last)
+    Janitor(lambda: {pending.save_id}, 0.0, clock).tidy(committed(store, last))
+    assert record_name(range(WORLD), pending.save_id) in names_of(store, pending)
+    assert names_of(store, last) == expected_of(store, last)
+    assert is_whole(store, last)
 
 
 def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock: Clock) -> None:

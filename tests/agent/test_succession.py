@@ -24,7 +24,7 @@ STEPS = [
     *("persist.header:1", "file.synced:1", "persist.durable:1", "persist.record:1"),
     *(f"put.{step}:{count}" for step in ("written", "renamed") for count in (1, 2, 3, 4)),
     *("commit.ready:1", "commit.common:1", "commit.manifest:1", "commit.tracker:1"),
-    *("save.marked:1", "leftover.file:1", "commit.tidy:1", "commit.done:1"),
+    *("save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
 ]
 #: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-4:]

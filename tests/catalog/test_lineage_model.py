@@ -12,23 +12,35 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.catalog import directory, lineage
-from megatron_flashckpt.catalog.lineage import NOTHING, Facts, History, Save, Tracked
+from megatron_flashckpt.catalog.lineage import (
+    NOTHING,
+    Candidate,
+    Choice,
+    Facts,
+    History,
+    Save,
+    Tracked,
+)
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import RELEASE, TRACKED, TRACKER
 from megatron_flashckpt.file_format.manifest import seal
-from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
+from megatron_flashckpt.file_format.run_object import Ancestor, Ancestors, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
 
 EXAMPLES = int(os.environ.get("FLASHCKPT_EXAMPLES", "200"))
+#: Schedules within which a rule that is left out must fail.
+MUTANT_EXAMPLES = max(EXAMPLES, 200)
 #: Seconds after which every node sees a name.
 LATE = 60
 NODES = (0, 1)
@@ -267,6 +279,9 @@ class Schedule(RuleBasedStateMachine):
     )
     def resume(self, node: int, agrees: bool, dies: int) -> None:
         """A job starts, chooses, and trains on; or it dies before its load is agreed."""
+        self.start(node, agrees=agrees, dies_early=dies == 0)
+
+    def start(self, node: int, *, agrees: bool = True, dies_early: bool = False) -> None:
         world = self.world
         facts = world.facts(node)
         if lineage.awaited(facts) is not None:
@@ -278,7 +293,7 @@ class Schedule(RuleBasedStateMachine):
         if not agrees:
             return
         chosen = None if best is None else self.find(best)
-        self.open(chosen, facts, node, dies_early=dies == 0)
+        self.open(chosen, facts, node, dies_early=dies_early)
 
     def check(self, best: Save | None, node: int) -> None:
         world = self.world
@@ -372,6 +387,13 @@ class Schedule(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.world.training)
     @rule(node=st.sampled_from(NODES))
+    def resume_and_train(self, node: int) -> None:
+        """The most usual thing."""
+        self.start(node)
+        self.train(count=2, kept=1)
+
+    @precondition(lambda self: not self.world.training)
+    @rule(node=st.sampled_from(NODES))
     def start_without_load(self, node: int) -> None:
         """A job starts from scratch, or from another directory, and saves here."""
         facts = self.world.facts(node)
@@ -393,9 +415,6 @@ class Schedule(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ saves
 
-    def run(self) -> TrueRun:
-        return self.world.current
-
     @precondition(lambda self: self.world.training)
     @rule(
         steps=st.integers(1, 3),
@@ -404,6 +423,31 @@ class Schedule(RuleBasedStateMachine):
     )
     def save(self, steps: int, kept: bool, whole: bool) -> None:
         """A save is staged, for memory only perhaps, or on one node only before a rank died."""
+        self.stage(steps, kept=kept, whole=whole)
+
+    @precondition(lambda self: self.world.training)
+    @rule(count=st.integers(1, 3), kept=st.integers(0, 2))
+    def train(self, count: int, kept: int) -> None:
+        """The job commits some saves, keeps some, and ends."""
+        for _ in range(count):
+            self.stage(1)
+        self.end_pending()
+        for _ in range(kept):
+            self.stage(1, kept=True)
+        self.world.training = False
+
+    @precondition(lambda self: self.world.training)
+    @rule()
+    def end_job(self) -> None:
+        """The job ends, and all its saves."""
+        self.end_pending()
+        self.world.training = False
+
+    def end_pending(self) -> None:
+        while self.world.pending:
+            self.end(self.world.pending.pop(0), 0, late=False, cut=2)
+
+    def stage(self, steps: int, *, kept: bool = False, whole: bool = True) -> None:
         world = self.world
         run = max(world.runs, key=lambda other: int(other.name[7:], 16))
         run.iteration += 10 * steps
@@ -469,11 +513,6 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.world.training)
     @rule()
     def crash(self) -> None:
-        self.world.training = False
-
-    @precondition(lambda self: self.world.training)
-    @rule()
-    def crash_again(self) -> None:
         self.world.training = False
 
     @precondition(lambda self: self.world.memory)
@@ -751,9 +790,9 @@ class Schedule(RuleBasedStateMachine):
         world.wish, world.wish_is_set_back = copy.wish
 
 
-def examples(count: int) -> settings:
+def examples(count: int, *phases: Phase) -> settings:
     return settings(
-        phases=[Phase.generate, Phase.shrink],
+        phases=phases,
         max_examples=count,
         stateful_step_count=50,
         deadline=None,
@@ -764,4 +803,96 @@ def examples(count: int) -> settings:
 
 
 def test_a_load_returns_the_newest_checkpoint_that_counts() -> None:
-    run_state_machine_as_test(Schedule, settings=examples(EXAMPLES))
+    run_state_machine_as_test(Schedule, settings=examples(EXAMPLES, Phase.generate, Phase.shrink))
+
+
+# ---------------------------------------------------------------------- each rule is needed
+
+
+def memory_newer_than_a_wish(facts: Facts) -> Choice:
+    """Choose as the rules do, but let a wish exclude checkpoints in storage only."""
+    choice = CHOOSE(facts)
+    history = choice.history
+    held = [save for save in facts.held if history is not None and history.holds(save)]
+    newer = [save for save in held if choice.wish is not None and save.iteration > choice.wish]
+    first = [Candidate(save, in_memory=True) for save in sorted(newer, key=lambda save: save.order)]
+    return dataclasses.replace(choice, candidates=(*reversed(first), *choice.candidates))
+
+
+def awaited_but(text: str) -> Callable[[Facts], str | None]:
+    """Return `awaited` without the reason that begins with `text`."""
+
+    def awaited(facts: Facts) -> str | None:
+        missing = AWAITED(facts)
+        return None if missing is not None and missing.startswith(text) else missing
+
+    return awaited
+
+
+def every_run(runs: Any, left: Any, *, not_before: str = "") -> History | None:
+    run = max(runs, key=lineage.sort_key, default=None)
+    return None if run is None else History(run, runs[run])
+
+
+def with_memory_of_any_run(store: Any, held: Any = None) -> Facts:
+    facts = READ_FACTS(store, held)
+    runs = {save.run: ancestors for save, ancestors in (held or {}).items()}
+    return dataclasses.replace(facts, runs={**runs, **facts.runs})
+
+
+CHOOSE, AWAITED, READ_FACTS = lineage.choose, lineage.awaited, directory.read_facts
+FACTS, NOT = lineage.Facts, property(lambda _: False)
+#: The rule that is left out -> what replaces it.
+MUTANTS: dict[str, tuple[object, str, object]] = {
+    "a run is left at an iteration": (
+        *(History, "holds"),
+        lambda self, save: save.run in self._left_at,
+    ),
+    "only the newest history counts": (History, "holds", lambda self, save: True),
+    "a run from scratch counts once it has left something": (lineage, "newest_history", every_run),
+    "a tracker that was set back is a wish": (lineage, "_is_set_back", lambda *_: False),
+    "a tracker that an agent has not moved yet is no wish": (
+        *(lineage, "_is_set_back"),
+        lambda *_: True,
+    ),
+    "a tracker of an earlier history was not set back": (
+        *(lineage, "_is_set_back"),
+        lambda named, tracked, history: tracked is not None and tracked.iteration > named,
+    ),
+    "the run that was granted a wish is known": (
+        *(lineage, "_is_set_back"),
+        lambda named, tracked, history: (
+            tracked is not None
+            and tracked.iteration > named
+            and history.holds(Save(tracked.iteration, tracked.save_id))
+        ),
+    ),
+    "what no run has saved is a wish": (
+        *(lineage, "_known_runs"),
+        lambda facts: {save.run for save in facts.in_storage()},
+    ),
+    "a dead branch is no wish": (lineage, "_known_runs", lambda facts: set()),
+    "a granted wish is none": (lineage, "_is_granted", lambda *_: False),
+    "a wish excludes newer saves in memory": (lineage, "choose", memory_newer_than_a_wish),
+    "a copy is led by its tracker": (lineage, "_is_alone", lambda facts: False),
+    "a removed tracker means from scratch": (FACTS, "tracker_is_removed", NOT),
+    "from scratch, older runs do not count": (FACTS, "begun_anew_by", property(lambda _: "")),
+    "an agreed load grants the wish": (lineage, "granted", lambda *_: None),
+    "a release has no other history": (
+        *(lineage, "descent"),
+        lambda save, ancestors: (Ancestor(save.run, save.iteration), *ancestors),
+    ),
+    "a load awaits what the tracker names": (lineage, "awaited", awaited_but("the checkpoint")),
+    "a load awaits the tracker's twin": (lineage, "awaited", awaited_but("the tracker")),
+    "a load awaits the objects of lower runs": (lineage, "awaited", awaited_but("the object")),
+    "saves repeat their ancestors": (directory, "_repeated_by_saves", lambda *_: {}),
+    "memory of an unknown run does not count": (directory, "read_facts", with_memory_of_any_run),
+}
+
+
+@pytest.mark.parametrize("left_out", MUTANTS)
+def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    owner, name, replacement = MUTANTS[left_out]
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises(Exception):
+        run_state_machine_as_test(Schedule, settings=examples(MUTANT_EXAMPLES, Phase.generate))

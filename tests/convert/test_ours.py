@@ -204,7 +204,7 @@ def test_a_conversion_into_the_directory_of_a_live_job_is_refused(
     before = snapshot(tmp_path)
     renewals = itertools.count()
     monkeypatch.setattr(alive, "read", lambda _, run: sign_of(run, renewed=next(renewals)))
-    with pytest.raises(OtherWriterError, match="000001-aaaa .* trains and saves there"):
+    with pytest.raises(OtherWriterError, match=r"000001-aaaa .* trains and saves there"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
 

@@ -22,11 +22,16 @@ import msgspec
 import pytest
 import torch
 import xxhash
-
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import forget
+
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.catalog.listing import open_checkpoint
+from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.catalog.stored_checkpoint import (
+    StoredCheckpoint,
+    open_checkpoint,
+    read_manifest,
+)
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
@@ -37,12 +42,12 @@ from megatron_flashckpt.file_format.file_names import common_name, failure_name,
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
-from megatron_flashckpt.load.named_checkpoint import named_in
+from megatron_flashckpt.load.named_checkpoint import offered_by
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
@@ -132,14 +137,16 @@ def peak_kib() -> int:
 
 def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
     """Load as a job does, with all ranks in one; return the iteration and the tensors."""
-    storage = PosixStorage(scene.root)
+    store = PosixStore(scene.root)
     candidates = Candidates(
-        storage, named_in(storage, None), HeldInMemory(), rank=0, fall_back=True
+        *(lambda: offered_by(store, None)[1], HeldInMemory(), store.place),
+        rank=0,
+        fall_back=True,
     )
     while (current := candidates.current) is not None:
-        assert isinstance(current, int)
+        assert isinstance(current, Save)
         try:
-            stored = open_checkpoint(storage, current)
+            stored = StoredCheckpoint(store, current, read_manifest(store, current))
             name = common_name(stored.manifest.save_id)
             side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
             try:
@@ -151,7 +158,7 @@ def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
             candidates.refuse(error)
         else:
             candidates.report()
-            return current, tensors
+            return current.iteration, tensors
     return None, []
 
 
@@ -165,7 +172,7 @@ def is_exact(tensors: list[torch.Tensor], iteration: int) -> bool:
 
 def damages(scene: Scene) -> list[FlashCkptError]:
     try:
-        return verify(open_checkpoint(PosixStorage(scene.root), 20))
+        return verify(open_checkpoint(PosixStore(scene.root), 20))
     except FlashCkptError as error:
         return [error]
 
@@ -297,7 +304,7 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
         assert status == 1 or (status == 0 and damage not in PLAIN)
         if status == 0:
             converted += 1
-            written = open_ours(PosixStorage(result), ITERATION, Options())
+            written = open_ours(PosixStore(result), ITERATION, Options())
             assert differing(made.tensors, written.tensors) == []
         assert status == 0 or not any(result.glob("*/*.safetensors"))
         assert snapshot(scene.root) == save
@@ -392,7 +399,7 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
     outcomes: Counter[bool] = Counter()
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
-        storage = PosixStorage(scene.root)
+        storage = PosixStore(scene.root)
         save = dataclasses.replace(pending, storage=storage, error=None)
         before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
         finished, error = outcome_of(save, 1e9)

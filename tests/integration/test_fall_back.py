@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import TRACKER, record_name
+from megatron_flashckpt.file_format.file_names import TRACKED, TRACKER
 from megatron_flashckpt.memory.slab import Slab
 from tests.integration.test_bad_input import newer_version_in, snapshot
 from tests.support.megatron_jobs import (
@@ -38,7 +38,7 @@ NEWEST, OLDER = "iter_0000004", "iter_0000002"
 
 
 def shard(directory: Path, rank: int, iteration: str = NEWEST) -> Path:
-    (file,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
+    (file,) = (directory / iteration).glob(f"*.rank_{rank:05d}.safetensors")
     return file
 
 
@@ -62,54 +62,57 @@ def put(file: Path, make: Callable[[Path], object]) -> None:
 
 
 def common(directory: Path) -> Path:
-    (file,) = (directory / NEWEST).glob("common-*.msgpack")
+    (file,) = (directory / NEWEST).glob("*.common.msgpack")
     return file
 
 
 def manifest(directory: Path) -> Path:
-    return directory / NEWEST / "manifest.json"
+    (file,) = (directory / NEWEST).glob("*.end")
+    return file
 
 
 def without_tracker(directory: Path) -> None:
-    """Leave the directory as after the death of an agent that has not moved the tracker yet."""
+    """Leave the directory as after the death of an agent that has not written a tracker yet."""
     (directory / TRACKER).unlink()
-    file = shard(directory, 0)
-    file.with_name(record_name(0, file.stem.rpartition("-")[2])).touch()
+    (directory / TRACKED).unlink()
 
 
 #: name -> (damage, pattern of the log line). The load reads iteration 2 in every case.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data of one rank flipped": (
         lambda d: flip(shard(d, 1)),
-        r"rank_00001-\w+\.safetensors, chunk",
+        r"rank_00001\.safetensors, chunk",
     ),
     "data of two ranks flipped": (
         lambda d: (flip(shard(d, 0)), flip(shard(d, 1))),
-        r"rank_0000[01]-\w+\.safetensors, chunk 0",
+        r"rank_0000[01]\.safetensors, chunk 0",
     ),
-    "header flipped": (lambda d: flip(shard(d, 1), 100), r"rank_00001-.*header digest"),
-    "shard cut short": (lambda d: os.truncate(shard(d, 1), 5000), r"rank_00001-.*bytes long"),
-    "shard missing": (lambda d: shard(d, 1).unlink(), r"rank_00001-.*is missing"),
-    "shards swapped": (swap_shards, r"rank_0000[01]-.*(header digest|bytes long)"),
+    "header flipped": (lambda d: flip(shard(d, 1), 100), r"rank_00001.*header digest"),
+    "shard cut short": (lambda d: os.truncate(shard(d, 1), 5000), r"rank_00001.*bytes long"),
+    "shard missing": (lambda d: shard(d, 1).unlink(), r"rank_00001.*is missing"),
+    "shards swapped": (swap_shards, r"rank_0000[01].*(header digest|bytes long)"),
     "shard a directory": (lambda d: put(shard(d, 0), Path.mkdir), r"a directory stands where"),
     "shard a pipe": (lambda d: put(shard(d, 0), os.mkfifo), r"a pipe or device stands where"),
     "shard a link": (
         lambda d: put(shard(d, 0), lambda p: p.symlink_to(p.with_suffix(".kept"))),
         r"a symbolic link stands where",
     ),
-    "manifest flipped": (lambda d: flip(manifest(d)), r"manifest\.json: "),
+    "manifest flipped": (lambda d: flip(manifest(d)), r"\.end: "),
     "manifest empty": (
         lambda d: manifest(d).write_bytes(b""),
-        r"manifest\.json: is not a manifest",
+        r"\.end: is not a manifest|holds no end of a save",
     ),
-    "manifest missing": (lambda d: manifest(d).unlink(), r"manifest\.json: does not exist"),
-    "common flipped": (lambda d: flip(common(d)), r"common-\w+\.msgpack: digest"),
-    "directory gone": (lambda d: shutil.rmtree(d / NEWEST), r"manifest\.json: does not exist"),
+    "manifest missing": (lambda d: manifest(d).unlink(), r"holds no end of a save"),
+    "common flipped": (lambda d: flip(common(d)), r"common\.msgpack: digest"),
+    "directory gone": (lambda d: shutil.rmtree(d / NEWEST), r"holds no end of a save"),
     "directory a file": (
         lambda d: (shutil.rmtree(d / NEWEST), (d / NEWEST).write_text("x")),
         r"a file stands where a directory should be",
     ),
-    "tracker to nowhere": (lambda d: (d / TRACKER).write_text("77"), r"iter_0000077.*not exist"),
+    "tracker to nowhere": (
+        lambda d: (d / TRACKER).write_text("77"),
+        r"iter_0000077.*was not committed",
+    ),
     "tracker garbage": (lambda d: (d / TRACKER).write_bytes(b"\0\xff4"), r"is no iteration"),
     "tracker a link": (
         lambda d: put(d / TRACKER, lambda p: p.symlink_to(p.with_suffix(".kept"))),
@@ -124,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
         lambda d: flip(shard(d, 1)),
         {"config": {"damaged": "stop"}},
         "CorruptCheckpointError",
-        r"rank_00001-\w+\.safetensors, chunk 0",
+        r"rank_00001\.safetensors, chunk 0",
     ),
     "configured to stop, tracker": (
         lambda d: (d / TRACKER).write_text("?"),
@@ -136,13 +139,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
         lambda d: flip(shard(d, 1)),
         {"args": {"ckpt_step": 4}},
         "CorruptCheckpointError",
-        r"rank_00001-\w+\.safetensors, chunk 0",
+        r"rank_00001\.safetensors, chunk 0",
     ),
     "to be tuned": (
         lambda d: flip(shard(d, 1)),
         {"args": {"finetune": True}},
         "CorruptCheckpointError",
-        r"rank_00001-\w+\.safetensors, chunk 0",
+        r"rank_00001\.safetensors, chunk 0",
     ),
     "of another release": (
         lambda d: newer_version_in(manifest(d)),
@@ -186,7 +189,7 @@ class CasesJob:
             **TROUBLE,
             AWAY: ({"errno": errno.ETIMEDOUT, "times": 1000}, 0),
         }.items():
-            where = {"on": 1, "name": f"{NEWEST}/rank_", **trouble}
+            where = {"on": 1, "name": f"{NEWEST}/", **trouble}
             cases.append(self._case(name, None, {}) | {"trouble": where})
         cases += [self._case(name, tell, more) for name, (tell, more, *_) in REFUSED.items()]
         pretrained = {"args": {"pretrained_checkpoint": str(self.good)}}
@@ -301,7 +304,7 @@ def test_unavailable_storage_stops_all_ranks_and_loses_no_iteration(ran: CasesJo
     for event in ran.of(AWAY):
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
-        assert "rank_0000" in event["error"][1]
+        assert NEWEST in event["error"][1]
         assert "storage is unavailable: check" in event["error"][1]
     assert ran.blocks(AWAY) == []
 

@@ -120,7 +120,7 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
             slot = held.slab.slots[held.offer.slot]
             with slot.data() as data:
                 is_right = data == content(rank, held.offer.iteration, len(data))
-            entries.append((held.offer.iteration, is_right, held.committed))
+            entries.append((held.offer.iteration, is_right))
         (where / f"{name}-{rank}").write_text(json.dumps([calls, entries]))
         dist.barrier()
         link.close(leave=False)
@@ -131,7 +131,7 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
     """Return, by scenario and rank, the collective calls and the checkpoints found in memory.
 
-    A checkpoint is a list `[iteration, is_right, committed]`.
+    A checkpoint is a list `[iteration, is_right]`.
     """
     where = tmp_path_factory.mktemp("changed_nodes")
     made = {}
@@ -163,8 +163,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             job.close()
 
 
-BOTH = [[10, True, 5], [5, True, 5]]
-LATER = [[15, True, 5], [10, True, 5]]
+BOTH = [[10, True], [5, True]]
+LATER = [[15, True], [10, True]]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,6 @@ LATER = [[15, True, 5], [10, True, 5]]
 def test_ranks_on_other_nodes_recover_checkpoints_from_memory(
     results: dict[str, list[Any]], name: str, expected: list[Any]
 ) -> None:
-    """The ranks learn that iteration 5 is in storage and that later iterations are not.
-
-    A load compares the tracker with the last committed iteration. Without that iteration, a tracker
-    that was set back would be ignored; a later one would make storage look set back.
-    """
     assert [entries for _, entries in results[name]] == [expected] * RANKS
 
 

@@ -135,7 +135,7 @@ def test_an_error_names_host_and_path_of_the_agents_log(
     reports.failed(outcome(8, ERROR, (0,)))
     (message,) = caplog.messages
     assert re.search(
-        rf"; the agent's log: {platform.node()}:{tmp_path}/run/\w{{16}}/agent\.log$", message
+        rf"; the agent's log: {platform.node()}:{tmp_path}/run/agent-[-\w]{{33}}\.log$", message
     )
 
 

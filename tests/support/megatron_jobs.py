@@ -293,10 +293,21 @@ def same(one: object, other: object) -> bool:
 
 
 def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the global tensors, assembled from pieces that cover each element exactly once.
+    """Return the global tensors, assembled from pieces that cover each element exactly once."""
+    wholes = _with_copies(save, iteration)
+    return {name: whole for name, whole in wholes.items() if "@" not in name[0]}
 
-    A copy other than the main copy has the kind `kind@place`, for example `weight@0.1`.
+
+def copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Return all copies other than the main copies, as `assemble` does.
+
+    The kind names the place of the copy. For example, "weight@0.1" is of tensor rank 1.
     """
+    wholes = _with_copies(save, iteration)
+    return {name: whole for name, whole in wholes.items() if "@" in name[0]}
+
+
+def _with_copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     shards = tensors(save, iteration)

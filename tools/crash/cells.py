@@ -48,7 +48,7 @@ _AGENT = {
     "commit.common": (1, 3),
     "commit.manifest": (1, 3),
     "commit.tracker": (1, 3),
-    "leftover.file": (1, 2),
+    "commit.records": (1, 3),
     "commit.tidy": (1, 3),
     "commit.done": (1, 3),
     "save.marked": (1, 3),
@@ -56,8 +56,8 @@ _AGENT = {
 _RETAINING = {
     "retain.chosen": (1,),
     "retain.hidden": (1,),
-    "retain.file": (1, 3),
-    "retain.deleted": (1,),
+    "retain.failed": (1,),
+    "leftover.deleted": (1,),
 }
 _FAILING = {"save.failed": (1,), "forget.file": (1, 2)}
 #: Retention keeps every fourth checkpoint, so each commit removes an earlier checkpoint.
@@ -78,7 +78,7 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
         _cell(Crash("agent", "put.written", 8, AGENT)),
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
-        _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
+        _cell(Crash("agent", "retain.failed", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),

@@ -51,14 +51,14 @@ _OF_RANK_1 = {
 }
 #: Record, common state, manifest, its marker for the other node, tracker, history.
 _PUTS = (7, 8, 9, 10, 11, 12)
-#: Failpoints of the agent of rank 0. Each save removes two records.
+#: Failpoints of the agent of rank 0.
 _OF_RANK_0 = {
     "agent.granted": (2,),
     "agent.enqueued": (2,),
     **COUNTS,
     "put.written": _PUTS,
     "put.renamed": _PUTS,
-    "leftover.file": (3, 4),
+    "commit.records": (2,),
 }
 #: Longest wait of a start for the end of the previous run.
 _AWAIT_S = 20.0
