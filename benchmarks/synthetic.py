@@ -18,7 +18,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import order, placed
 
 KINDS = (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
-SAVE_ID = "0badcafe0001"
+SAVE_ID = "000001-cafe.00001.1"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,8 +92,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. Every default suits a single node and a cluster."""
 
     runtime_dir: str | None = None
-    """Directory of the agents' sockets (mode 0700). `None`: a directory below `XDG_RUNTIME_DIR` if
-    that is private, else `/tmp/flashckpt-<uid>`, or another name if another user owns that one."""
+    """Directory of the agents' logs (mode 0700). Ranks find only agents with the same setting.
+    `None`: `/tmp/flashckpt-<uid>`."""
 
     slots: Count = 2
     """Checkpoints that a rank keeps in host memory. With 2 or more the last one stays in memory
@@ -207,8 +207,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Last saves that `flashckpt-history.jsonl` in the save directory records for `flashckpt
-    report`, one line per save, including failed and removed ones. 0: the file is not written."""
+    """Last saves, and last starts of the job, that `flashckpt/history.jsonl` in the save directory
+    records for `flashckpt report`, one line each. 0: the file is not written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()

@@ -48,6 +48,8 @@ POINTS = {
         "load.resume",
         "the model has the checkpoint's state; the agent does not know",
     ),
+    "run.announced": ("agent.runs", "the sign of life is there, the object of the run is not"),
+    "run.created": ("agent.runs", "the object of the run is there; no agent knows the run"),
     "load.adopted": ("load.resume", "the agent knows the checkpoint that training resumes from"),
     # The agent, answering trainers.
     "agent.attached": (
@@ -74,11 +76,8 @@ POINTS = {
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
     "persist.record": ("agent.publication", "the commit record of a node exists"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
-    "put.written": ("storage.posix_files", "the temporary file is written, but not renamed"),
+    "put.written": ("storage.posix_files", "the data is written under a temporary name only"),
     "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
-    # The agent, creating a small object that is never replaced.
-    "create.written": ("storage.posix_store", "the data is durable under a temporary name"),
-    "create.named": ("storage.posix_store", "the object has its name, which may not be durable"),
     # The agent, committing.
     "commit.ready": ("agent.commit", "all commit records exist; none is merged"),
     "commit.common": ("agent.commit", "the common state exists; there is no manifest"),
@@ -88,6 +87,7 @@ POINTS = {
     "forget.file": ("agent.janitor", "a node has removed its files of a failed save"),
     "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; trainers do not know"),
     # The janitor, after a commit. Trainers may know the result.
+    "commit.records": ("agent.janitor", "the commit records of a checkpoint are deleted"),
     "leftover.ended": ("agent.janitor", "a save of a dead run has a failed end; its files exist"),
     "leftover.deleted": ("agent.janitor", "the files of a failed save are deleted; its end is not"),
     "commit.tidy": ("agent.janitor", "unfinished saves that the commit has passed are removed"),

@@ -1,4 +1,4 @@
-"""Only the store, the agent's clean-up and the makers of a file remove or truncate files."""
+"""Only the store, the janitor and the makers of a file remove or truncate files."""
 
 from __future__ import annotations
 
@@ -9,30 +9,18 @@ import megatron_flashckpt
 
 HOME = Path(megatron_flashckpt.__file__).parent
 
-#: Names of functions and of methods of paths and of a `Storage`. `os.remove` and `os.replace` are
+#: Names of functions and of methods of paths. `os.remove` and `os.replace` are
 #: found by their module, because lists and strings have methods of these names.
 REMOVING = {"unlink", "rmdir", "rmtree", "removedirs", "rename", "renames", "truncate", "ftruncate"}
-REMOVING |= {"delete", "delete_directory", "move"}
 #: Modules that may do so, and to which files.
 MAY_REMOVE = {
     "storage.posix": "names below its root, through no link",
     "storage.posix_store": "names below its root, through no link",
-    "storage.retrying_store": "as `storage.posix_store`, which it repeats",
-    "storage.store_probe": "its own objects",
     "storage.posix_files": "its own temporary file",
     "storage.posix_writer": "the file that it writes",
-    "storage.patient": "as `storage.posix`, which it repeats",
-    "agent.fence": "as `storage.posix`, while this agent is the writer",
-    "agent.cleanup": "files of saves that were not committed",
-    "agent.failed_save": "files of a save that failed",
     "agent.log": "its own log, which is full",
-    "agent.markers": "markers of older saves",
-    "catalog.retention": "checkpoints that no rule keeps",
-    "save.probe": "its own file, under a random name",
-    "agent.incarnations": "its own file",
-    "agent.socket_dir": "its own empty directories and dead links",
+    "agent.place": "its own log",
     "agent.trace_files": "its own traces",
-    "agent.upkeep": "files in the agent's directory",
     "convert.common.former_export": "files that an export listed as its own",
     "convert.common.output_dir": "directories that a conversion made under a random name",
     "memory.slab": "its own memory",
@@ -58,3 +46,29 @@ def test_only_the_listed_modules_remove_rename_or_truncate_files() -> None:
         if any(removes(node) for node in ast.walk(ast.parse(path.read_text())))
     }
     assert removing == MAY_REMOVE.keys()
+
+
+#: Modules that delete objects of a store, besides the store itself, and which.
+MAY_DELETE = {
+    "agent.janitor": "all that no run needs",
+    "agent.alive": "the sign of life of its own run",
+    "convert.writers.flashckpt": "the run that it has opened in vain",
+    "save.probe": "its own file, under a random name",
+}
+
+
+def test_only_the_store_and_the_janitor_delete_what_others_may_need() -> None:
+    deleting = {
+        module
+        for path in HOME.rglob("*.py")
+        if not (module := ".".join(path.relative_to(HOME).with_suffix("").parts)).startswith(
+            "storage."
+        )
+        and any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "delete"
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert deleting == MAY_DELETE.keys()

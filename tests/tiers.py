@@ -48,7 +48,6 @@ SECOND = (
     "agent/test_survival.py",
     "agent/test_takeover.py",
     "agent/test_trace_files.py",
-    "agent/test_upkeep.py",
     "agent/test_write_limits.py",
     "convert/test_dp_reshardable.py",
     "convert/test_legacy.py",

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.resources import write_raw
 from benchmarks.study import Result, Study, Table
-from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.proposals import create_records
 from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
@@ -27,10 +27,10 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.sizing.cluster_model import Cluster, PerParameter, even_sizes, plan
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 FACTOR = 2.0
-SAVE_ID = "0badcafe0002"
+SAVE_ID = "000001-bad0.00001.1"
 
 
 def seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -60,26 +60,26 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         common=b"",
         description={},
     )
-    storage, stager, slab = open_storage(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
+    store, stager, slab = open_store(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
     slab.populate()
     stager.use(slab, device=None)
     slot, target = slab.slots[0], torch.zeros(numel)
     seconds_of: dict[str, list[float]] = {
         name: [] for name in ("copy", "write", "stage", "persist")
     }
-    for _ in range(options.rounds):
+    for iteration in range(options.rounds):
         seconds_of["copy"].append(seconds_of_copy(state, target))
         started = time.perf_counter()
         stager.stage([Copy(state, slot.data_offset, early=False)], lambda *_: None)
         stager.wait()
         seconds_of["stage"].append(time.perf_counter() - started)
-        slot.set_header(SlotHeader(SlotState.STAGED, 1, SAVE_ID, 0, layout.nbytes))
+        slot.set_header(SlotHeader(SlotState.STAGED, iteration, SAVE_ID, 0, layout.nbytes))
         seconds_of["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
         (root / "raw").unlink()
         started = time.perf_counter()
-        shard = slot_shard(storage, slot, slot.header, meta)
+        shard = slot_shard(store, slot, slot.header, meta)
         assert shard.record is not None
-        put_records(storage, [shard.record])
+        create_records(store, [shard.record])
         seconds_of["persist"].append(time.perf_counter() - started)
     stager.close()
     slab.close()

@@ -1,7 +1,7 @@
 """Two ways to load, compared: all replicas read everything, or one replica reads and sends a chunk.
 
 All replicas load the same whole checkpoint, as data-parallel replicas load weights, over gloo on
-one machine. The "shared" storages simulate a file system whose bandwidth is shared: a lock is held
+one machine. The "shared" stores simulate a file system whose bandwidth is shared: a lock is held
 for the time that the bytes would take at the given bandwidth.
 """
 
@@ -23,15 +23,15 @@ from benchmarks.resources import drop_from_cache
 from benchmarks.studies.resharding_load import ITERATION, write_checkpoint
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import Model, World
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.posix_store import PosixStore
 
 MODEL = Model(layers=1, hidden=1024, ffn=2816, qkv=1536, vocab=4096)
 MODES = ("never", "always", "auto")
@@ -55,20 +55,20 @@ SPEEDS = (
 )
 
 
-class SharedStorage(PosixStorage):
+class SharedStore(PosixStore):
     """Files behind one lock, which a read holds for the time that its bytes would take."""
 
     def __init__(self, root: Path, lock: Any, mib_per_s: float | None) -> None:
         super().__init__(root)
-        self._lock = lock
+        self._held = lock
         self._mib_per_s = mib_per_s
 
-    def read_into(self, *args: Any) -> int:
+    def get_into(self, *args: Any) -> int:
         if self._mib_per_s is None:
-            return super().read_into(*args)
-        with self._lock:
+            return super().get_into(*args)
+        with self._held:
             started = time.perf_counter()
-            filled = super().read_into(*args)
+            filled = super().get_into(*args)
             took = time.perf_counter() - started
             time.sleep(max(0.0, filled / 2**20 / self._mib_per_s - took))
             return filled
@@ -83,8 +83,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
     for round_number in range(rounds + 1):  # the first round is a warm-up
         for speed in SPEEDS:
-            storage = SharedStorage(root, lock, speed.mib_per_s)
-            stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+            stored = open_checkpoint(SharedStore(root, lock, speed.mib_per_s), ITERATION)
             for mode in MODES:
                 if speed.cold and rank == 0:
                     drop_from_cache(sorted((root / stored.directory).glob("*.safetensors")))
@@ -109,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the seconds of a load by storage and mode, as medians over the rounds."""
     replicas, rounds = options.replicas, options.rounds
-    write_checkpoint(open_storage(root), World(MODEL, tp=2, pp=1, dp=2))
+    write_checkpoint(open_store(root), World(MODEL, tp=2, pp=1, dp=2))
     nbytes = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
     context = mp.get_context("spawn")
     results, lock = context.SimpleQueue(), context.Lock()

@@ -21,10 +21,10 @@ import torch
 from benchmarks.resources import drop_from_cache
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import SAVE_ID, Model, World
-from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.agent.shard_writer import write_shard
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache
@@ -32,13 +32,13 @@ from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import Store
 
 ITERATION = 1000
 
 
-def write_checkpoint(storage: Storage, world: World) -> None:
+def write_checkpoint(store: Store, world: World) -> None:
     """Write a committed checkpoint of random bytes with the agents' code."""
     noise = memoryview(random.Random(0).randbytes(CHUNK_NBYTES))
 
@@ -50,7 +50,7 @@ def write_checkpoint(storage: Storage, world: World) -> None:
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
         layout = PlanCache().layout(pieces)
         meta = SlotMeta(
-            root=storage.place,
+            root=store.place,
             rank=rank,
             world_size=world.size,
             coordinates=coordinates,
@@ -60,9 +60,10 @@ def write_checkpoint(storage: Storage, world: World) -> None:
             common=b"" if rank else b"none",
             description={},
         )
-        write_shard(storage, ITERATION, SAVE_ID, meta, data_section(layout.nbytes))
+        write_shard(store, ITERATION, SAVE_ID, meta, data_section(layout.nbytes))
         metas.append(meta)
-    commit(PendingSave(storage, ITERATION, SAVE_ID, 0.0, metas={0: metas[0]}))
+    names = [entry.name for entry in store.list(iteration_dir(ITERATION))]
+    propose_manifest(store, ITERATION, SAVE_ID, metas[0], names)
 
 
 def read_raw(paths: list[Path], into: memoryview, threads: int) -> int:
@@ -94,9 +95,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     threads = options.threads
     layers = max(1, round(options.mib / 600))  # 45 million parameters, 14 bytes each
     model = Model(layers, hidden=2048, ffn=5632, qkv=3072, vocab=8192)
-    storage = open_storage(root)
-    write_checkpoint(storage, World(model, tp=2, pp=1, dp=2))
-    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    store = open_store(root)
+    write_checkpoint(store, World(model, tp=2, pp=1, dp=2))
+    stored = open_checkpoint(store, ITERATION)
     paths = sorted((root / stored.directory).glob("*.safetensors"))
     wanted = World(model, 1, 1, 1).wanted(0, 0, 0)
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]

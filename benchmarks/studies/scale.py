@@ -1,33 +1,36 @@
 """Commits of growing numbers of ranks, and the time in which one rank plans its reads.
 
 The agent's code commits the records that a job of this size would write. It lists the directory,
-reads, merges and checks the records, puts the manifest and its marker, and moves the tracker. Then
-it reports the outcome and deletes the records. Shards are empty files of the right size, because
-the commit does not open them. A waiting node asks for the marker, as its agent does.
+reads, merges and checks the records, creates the manifest, and moves the tracker. Then it deletes
+the records. Shards are empty files of the right size, because the commit does not open them. A
+waiting node asks for the end of the save, as its agent does.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.peak_memory import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
-from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.tidying import CommittedSave, tidy
+from megatron_flashckpt.agent.proposals import look, propose_manifest
+from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_records
+from megatron_flashckpt.file_format.end import End
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.opening import open_storage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.store import Entry
 
 ITERATION = 1000
 #: Tensor and pipeline parallel sizes, which stay the same; the number of replicas grows.
@@ -68,7 +71,7 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
         )
         of_node.append(record)
         if len(of_node) == per_node:
-            name = file_names.record_name(of_node[0].rank, SAVE_ID, per_node)
+            name = file_names.record_name(range(rank + 1 - per_node, rank + 1), SAVE_ID)
             (directory / name).write_bytes(encode_records(of_node))
             of_node.clear()
         with open(directory / record.file, "xb") as shard:
@@ -88,21 +91,49 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
     return first
 
 
-class _CountingStorage(PosixStorage):
-    """Storage that counts listings and bytes read."""
+class CountingStore(PosixStore):
+    """A store that counts requests by kind, and bytes read: on an object store they are money."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.listed = self.nbytes = 0
+        self.requests: Counter[str] = Counter()
+        self.nbytes = 0
 
-    def list(self, directory: str) -> list[str]:
-        self.listed += 1
-        return super().list(directory)
-
-    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        data = super().read(name, offset, nbytes)
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        self.requests["get"] += 1
+        data = super().get(name, offset, nbytes)
         self.nbytes += len(data)
         return data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.requests["put"] += 1
+        super().put(name, data)
+
+    def create(self, name: str, data: bytes) -> None:
+        self.requests["create"] += 1
+        super().create(name, data)
+
+    def stat(self, name: str) -> Entry | None:
+        self.requests["stat"] += 1
+        return super().stat(name)
+
+    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
+        self.requests["list"] += 1
+        return super().list(directory, sizes=sizes)
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        self.requests["present"] += 1
+        return super().present(directory, names)
+
+    def delete(self, names: Iterable[str]) -> None:
+        names = builtins.list(names)
+        self.requests["delete"] += len(names)
+        super().delete(names)
+
+    @property
+    def counts(self) -> str:
+        """The numbers of requests, for a table."""
+        return " ".join(f"{kind} {count:,}" for kind, count in sorted(self.requests.items()))
 
 
 class Commit(NamedTuple):
@@ -113,39 +144,46 @@ class Commit(NamedTuple):
     peak_mb: float
     """Peak growth of the committing agent's memory."""
     tidy_s: float
-    """Seconds for the removals after the commit."""
-    waiting_listed: int
-    """Listings by a waiting node, in `_LOOKS` polls before the commit and one after it."""
+    """Seconds for the removal of the records."""
+    requests: str
+    """Requests of the committing node."""
+    waiting_requests: str
+    """Requests of a waiting node, in `_LOOKS` polls before the commit and one after it."""
     waiting_nbytes: int
     """Bytes read by that node."""
 
 
 def committed(root: Path, meta: SlotMeta) -> Commit:
     """Commit the records in `root`, while another node waits."""
-    began = time.monotonic()
-    save = PendingSave(open_storage(root), ITERATION, SAVE_ID, began, {0: meta}, {0})
-    distant = _CountingStorage(root)
-    waiting = PendingSave(distant, ITERATION, SAVE_ID, began, {1: meta}, {1})
+    store, distant = CountingStore(root), CountingStore(root)
+    directory = file_names.iteration_dir(ITERATION)
     for _ in range(_LOOKS):
-        assert outcome_of(waiting, 600.0) == (False, None)
+        assert look(distant, ITERATION, SAVE_ID) is None
 
     def commit() -> float:
         started = time.perf_counter()
-        assert outcome_of(save, 600.0) == (True, None)
+        names = [entry.name for entry in store.list(directory, sizes=False)]
+        propose_manifest(store, ITERATION, SAVE_ID, meta, names)
+        moved_tracker(store, Save(ITERATION, SAVE_ID))
         return time.perf_counter() - started
 
     seconds, peak_mb = with_peak_mb(commit)
-    assert outcome_of(waiting, 600.0) == (True, None)
+    requests = store.counts
+    ended = look(distant, ITERATION, SAVE_ID)
+    assert ended is not None
+    assert ended.end is End.COMMITTED
+    names = [entry.name for entry in store.list(directory, sizes=False)]
+    records = file_names.records_of(names, SAVE_ID, meta.world_size)
     started = time.perf_counter()
-    tidy(CommittedSave.of(save))
+    store.delete(f"{directory}/{name}" for name in records)
     tidy_s = time.perf_counter() - started
-    return Commit(seconds, peak_mb, tidy_s, distant.listed, distant.nbytes)
+    return Commit(seconds, peak_mb, tidy_s, requests, distant.counts, distant.nbytes)
 
 
 def read_and_plan_s(root: Path) -> tuple[float, int]:
     """Return the seconds from the manifest's file to a checked plan, and the manifest's bytes."""
     wanted = LOADING.wanted(tp=1, stage=3, dp=20)
-    path = root / file_names.iteration_dir(ITERATION) / file_names.MANIFEST
+    path = root / file_names.iteration_dir(ITERATION) / file_names.end_name(SAVE_ID)
     started = time.perf_counter()
     encoded = path.read_bytes()
     decoded = manifest.decode_manifest(encoded, str(path))
@@ -167,8 +205,9 @@ _COLUMNS = {
     "read and plan, s": ".2f",
     "peak memory of a rank, MB": ".0f",
     "tidy up, s": ".2f",
-    "bytes read by a waiting node": ",",
-    "listings by it": "",
+    "requests of the committing node": "",
+    "requests of a waiting node": "",
+    "bytes read by it": ",",
 }
 
 
@@ -193,14 +232,14 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], float]:
     """Return the row of a job of `ranks` ranks, and the seconds of its commit."""
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
-    records = [path.stat().st_size for path in where.rglob("*.commit")]
+    records = [path.stat().st_size for path in where.rglob("*.record")]
     commit = committed(where, meta)
     (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
     shutil.rmtree(where)
     row = (
         *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, commit.peak_mb),
         *(nbytes / 1e6, planned_s, planning_mb),
-        *(commit.tidy_s, commit.waiting_nbytes, commit.waiting_listed),
+        *(commit.tidy_s, commit.requests, commit.waiting_requests, commit.waiting_nbytes),
     )
     return row, commit.seconds
 

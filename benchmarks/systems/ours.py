@@ -38,7 +38,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.gc_pause import gc_paused
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 #: Replacement of Megatron's arguments.
 _ARGS = argparse.Namespace(**COMMON)
@@ -150,8 +150,10 @@ class Ours(System):
     def load(self, state: State) -> int:
         self._loads(state)
         request = self._load_request(ModelState(self._config.replicated))
+        store = open_store(self.root)
+        save = stored_checkpoint.open_checkpoint(store, self.latest()).save
         with gc_paused():
-            source = open_stored(open_storage(self.root), self.latest(), self._config)
+            source = open_stored(store, save, self._config)
             return loader.load(request, source).origin.iteration
 
     def load_from_memory(self, state: State) -> int:
@@ -198,7 +200,7 @@ class Ours(System):
 
     def files(self, step: int) -> list[Path]:
         """Return the files of a checkpoint, except commit records, which the agent removes."""
-        return [path for path in super().files(step) if path.suffix != ".commit"]
+        return [path for path in super().files(step) if path.suffix != ".record"]
 
     def phases(self, step: int) -> dict[str, float]:
         return self._phases[step]

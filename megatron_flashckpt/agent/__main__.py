@@ -7,18 +7,17 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
 import msgspec
 
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent.log import BriefFormatter, last_lines
+from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.state import options_of
-from megatron_flashckpt.agent.upkeep import Upkeep
 
 
 class _ErrorFlag(logging.Handler):
@@ -35,26 +34,30 @@ _SETTINGS = msgspec.json.Decoder(AgentSettings)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_flashckpt.agent")
-    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--key", required=True)
     parser.add_argument("--runtime-dir")
     parser.add_argument("--root", required=True)
     parser.add_argument("--settings", required=True)
     parser.add_argument("--foreground", action="store_true")
     arguments = parser.parse_args()
     settings = _SETTINGS.decode(arguments.settings)
+    place = Place(arguments.key, arguments.runtime_dir)
     options = options_of(settings, arguments.root, foreground=arguments.foreground)
     if arguments.foreground:
         # Imported here, because other agents start faster without this module.
         from megatron_flashckpt.agent import foreground
 
-        return foreground.serve(arguments.runtime_dir, options)
+        return foreground.serve(place, options)
 
     try:
-        upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
-        if not upkeep.writes_log:
-            return 0  # an agent that has left since removed the log that is our stderr
-    except (BlockingIOError, FileNotFoundError):
-        return 0  # another agent serves this directory, or has just left and removed it
+        own = AgentSocket(place)
+    except PlaceTakenError:
+        return 0  # another agent serves this directory
+    # Only now: an agent that has left since may have removed the log that is our stderr.
+    log = place.open_log()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(BriefFormatter())
@@ -74,9 +77,10 @@ def main() -> int:
         os.close(listening)
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
-    # `Agent` listens after the fork, because the kernel reports the process that called `listen` to
-    # trainers (`frames.peer`), and they kill that process if it hangs.
-    agent = Agent(upkeep, options, process)
+    # After the fork, because the kernel reports the process that called `listen` to trainers
+    # (`frames.peer`), and they kill that process if it hangs.
+    own.listen()
+    agent = Agent(own, options, process)
     os.write(listening, b"1")
     os.close(listening)
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
@@ -84,7 +88,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     agent.serve()
-    upkeep.leave(keep_log=errors.seen)
+    own.leave(keep_log=errors.seen)
     logging.shutdown()
     last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait: one may be writing to a

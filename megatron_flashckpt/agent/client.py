@@ -27,7 +27,6 @@ from megatron_flashckpt.agent.run_messages import (
 )
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s, runs
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.file_format.run_object import RunObject
@@ -65,20 +64,20 @@ class AgentClient:
         self,
         sock: socket.socket,
         rank: int,
-        directory: Path,
+        log: Path,
         settings: AgentConfig,
         identity: str = "",
     ) -> None:
         """Send the greeting, which may be answered within `start_timeout_s`.
 
         Args:
+            log: the agent's log.
             identity: identity of the save directory; see `save_directory.identity_of`.
         """
         self._sock = sock
         self._lock = threading.Lock()
-        self.directory = directory
-        """Directory with the socket and the log of the agent."""
-        self._log = directory / LOG
+        self.log = log
+        """The agent's log, in a directory of this user on this node."""
         self._answer_s = max(settings.start_timeout_s, settings.answer_timeout_s)
         self._last_copies_s = last_copies_wait_s(settings)
         #: Reason why no request can follow: after a missing answer, the next answer would be taken
@@ -133,10 +132,10 @@ class AgentClient:
         if runs(pid) and not self._was_killed:
             return ClosedError(
                 f"agent {pid} of this node has closed the connection of this rank; its log: "
-                f"{self._log}"
+                f"{self.log}"
             )
         closed = ClosedError(
-            f"the agent of this node is gone ({self._ended}); its log: {self._log}"
+            f"the agent of this node is gone ({self._ended}); its log: {self.log}"
             + ("" if self._was_killed else f"; if the log has no reason, {KILLED}")
         )
         closed.was_killed = self._was_killed
@@ -148,7 +147,7 @@ class AgentClient:
         Returns the saves that are staged in the slab: the agent persists them and reports their
         results.
         """
-        return self._ask(p.AttachSlab(slab.read_only), p.Attached, slab.fd)[0].taken
+        return self._ask(p.AttachSlab(slab.formers), p.Attached, slab.fd)[0].taken
 
     def detach(self) -> None:
         """Make the agent unmap this rank's slab, so that closing the slab here frees the memory.
@@ -179,7 +178,8 @@ class AgentClient:
                 )
             if not reply.is_digesting or time.monotonic() > deadline:
                 slab = Slab.attach(fd)
-                slab.read_only = reply.read_only
+                slab.formers = reply.formers
+                slab.read_only = bool(reply.formers)
                 return slab, reply.offers
             os.close(fd)
             time.sleep(_RETRY_S)

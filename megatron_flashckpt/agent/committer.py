@@ -11,9 +11,9 @@ import random
 import threading
 import time
 
-from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import proposals
+from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore, Pace
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -27,6 +27,8 @@ from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.file_format.file_names import run_number
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ _TICK_S = 0.2
 _TIDY_S = 10.0
 #: Seconds after the commit timeout until a save is concluded whose storage does not even answer.
 _HUNG_S = 3.0
+#: Seconds that an agent waits for its trainers to report a later run, which may be their own.
+_REPORT_S = 10.0
 #: Failed saves whose failed ranks are remembered. Few saves are pending at a time.
 _FAILURES_KNOWN = 16
 _GIVEN_UP = "a crash interrupted it; training resumed from another checkpoint"
@@ -263,14 +267,29 @@ class Committer:
 
     def _overtaken(self, save: PendingSave) -> Failure | None:
         """Return why the save is useless if a later run has started elsewhere. Asked once."""
-        number = self._node.run_number
-        if save.has_looked_for_runs or not save.core.holds_rank_0 or not number:
+        if save.has_looked_for_runs or not save.core.holds_rank_0:
             return None
-        later = later_run(save.store, number)
+        later = self._later_run(save)
         save.has_looked_for_runs = True
         if later is None:
             return None
         return Failure(failed=why_overtaken(save.store, later), is_final=True)
+
+    def _later_run(self, save: PendingSave) -> RunObject | None:
+        """Return a later run, of which this node has no trainers; None if there is none.
+
+        A run has its object a moment before its trainers report it to their agents.
+        """
+        with self._node.changed:
+            number = self._node.run_number
+        later = later_run(save.store, number) if number else None
+        if later is None:
+            return None
+        with self._node.changed:
+            is_own = self._node.changed.wait_for(
+                lambda: self._node.run_number >= run_number(later.name), _REPORT_S
+            )
+        return None if is_own else later
 
     # ------------------------------------------------------------------ the result
 
@@ -300,9 +319,7 @@ class Committer:
             self._remove_own(save)
         self._node.traces.write(save.save_id)
         if end is End.COMMITTED and failure is None and save.core.holds_rank_0:
-            self._janitor.after_commit(
-                CommittedSave.of(save.store, save.save, save.metas[0], previous)
-            )
+            self._tidy_after(save, previous)
 
     def _track(self, save: PendingSave) -> tuple[int | None, Failure | None]:
         """Move the tracker to a committed save, if loads will count it.
@@ -310,16 +327,13 @@ class Committer:
         Returns:
             The iteration that the tracker named before, and why the save does not count.
         """
-        with self._node.changed:
-            history, number = self._node.history, self._node.run_number
-            leads = self._node.leads
         try:
-            later = later_run(save.store, number) if number else None
+            later = self._later_run(save)
             if later is not None:
                 return None, Failure(failed=why_overtaken(save.store, later), is_final=True)
-            if history is not None and not (leads and history.holds(save.save)):
-                return None, None
-            return moved_tracker(save.store, save.save), None
+            with self._node.changed:
+                counts = self._counts(save)
+            return (moved_tracker(save.store, save.save) if counts else None), None
         except (FlashCkptError, OSError) as error:
             # The end counts, not the tracker: loads of this package find the checkpoint.
             text = f"the checkpoint is committed, but its tracker was not written: {error}"
@@ -327,6 +341,20 @@ class Committer:
             with self._node.changed:
                 self._node.ranks[0].report(p.Notice(save.iteration, text))
             return None, None
+
+    def _counts(self, save: PendingSave) -> bool:
+        """Return whether this agent names a committed save in the tracker. Lock held."""
+        history = self._node.history
+        return history is None or (self._node.leads and history.holds(save.save))
+
+    def _tidy_after(self, save: PendingSave, previous: int | None) -> None:
+        with self._node.changed:
+            history, counts = self._node.history, self._counts(save)
+        if history is None or not counts:
+            return
+        self._janitor.after_commit(
+            CommittedSave.of(save.store, save.save, save.metas[0], previous, history)
+        )
 
     def _remove_own(self, save: PendingSave) -> None:
         remove_own(save.store, save.iteration, save.save_id, frozenset(save.metas))

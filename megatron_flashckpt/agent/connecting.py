@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 import time
 
 from megatron_flashckpt import forks
-from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent.client import AgentClient, ClosedError, close_socket
-from megatron_flashckpt.agent.launcher import MovingAgent, SilentHolder, start_agent
+from megatron_flashckpt.agent.launcher import MovingAgent, start_agent
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import settings_of
-from megatron_flashckpt.agent.silent_agent import last_copies_wait_s
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 
-#: Seconds that an agent has to restore its socket.
-_SILENT_S = 10.0
 _RETRY_S = 0.02
 
 
@@ -30,34 +25,23 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     agent.
 
     Raises:
-        AgentError: the agent did not answer in time, or the socket directory is not private.
+        AgentError: the agent did not answer in time, or another user has taken its name.
     """
     start_s = config.agent.start_timeout_s
     deadline = time.monotonic() + start_s
-    silent = SilentHolder(min(_SILENT_S, start_s / 2), last_copies_wait_s(config.agent))
     moving = MovingAgent(root)
     ensure(root)
     while True:
-        directory = agent_directory(root, config.runtime_dir)
+        place = place_of(root, config.runtime_dir)
         sock, began = _new_socket(), time.monotonic()
         try:
-            sock.connect(str(directory / SOCKET))
-            if frames.peer(sock).uid != os.getuid():
-                raise AgentError(
-                    f"{directory / SOCKET}: belongs to user {frames.peer(sock).uid}; "
-                    "remove it or set 'runtime_dir'"
-                )
-            client = AgentClient(sock, rank, directory, config.agent, identity_of(root))
+            place.connect(sock)
+            client = AgentClient(sock, rank, place.log, config.agent, identity_of(root))
             client.configure(settings_of(config))
             return client
-        except (
-            FileNotFoundError,
-            ConnectionRefusedError,
-            ConnectionResetError,
-            ClosedError,
-        ) as error:
-            # Start over, also if an agent has just left and removed the directory. A refusal (an
-            # agent of another release or user) is final.
+        except (ConnectionRefusedError, ConnectionResetError, ClosedError) as error:
+            # Start over, also if an agent has just left. A refusal (an agent of another release or
+            # user) is final.
             close_socket(sock)
             if isinstance(error, ClosedError):
                 # The wait for a silent agent, which this rank or another one has killed, does not
@@ -67,18 +51,14 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         except BaseException:
             close_socket(sock)
             raise
-        if silent.holds_last_copies:
-            deadline = time.monotonic() + start_s  # leaves time to start another agent
         if time.monotonic() > deadline:
             raise AgentError(
-                f"no agent answered at {directory / SOCKET} within "
-                f"{start_s:.0f} s; its log: {directory / LOG}; if the "
-                "log has no reason, the node is slow: raise 'agent.start_timeout_s'"
+                f"no agent answered at {place} within {start_s:.0f} s; its log: {place.log}; if "
+                "the log has no reason, the node is slow: raise 'agent.start_timeout_s'; or "
+                "another process keeps that name: set 'runtime_dir' to any other directory"
             )
-        if local_rank == 0:
-            directory = agent_directory(root, config.runtime_dir)
-            if silent.may_start(directory) and not moving.is_expected(directory):
-                start_agent(directory, root, config)
+        if local_rank == 0 and not moving.is_expected(place):
+            start_agent(place, root, config)
         time.sleep(_RETRY_S)
 
 

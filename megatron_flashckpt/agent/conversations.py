@@ -13,12 +13,7 @@ import msgspec
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.incarnations import (
-    RankProcess,
-    ReplacedError,
-    SecondStarts,
-    process_of,
-)
+from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.reception import GREETING_NBYTES, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
@@ -37,14 +32,11 @@ class TrainerConnections:
         saves: Saves,
         handler: RequestHandler,
         silent: SilentConnections,
-        second_starts: SecondStarts,
     ) -> None:
         self._node = node
         self._saves = saves
         self._handler = handler
         self._silent = silent
-        self._second_starts = second_starts
-        self._met_before = second_starts.read()
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
@@ -64,8 +56,8 @@ class TrainerConnections:
     def _serve(self, connection: socket.socket) -> None:
         number: int | None = None
         try:
-            if frames.peer(connection).uid != os.getuid():
-                logger.warning("refused a connection of user %d", frames.peer(connection).uid)
+            if (uid := frames.peer(connection).uid) != os.getuid():
+                self._silent.log_refused(f"user {uid} is another user")
                 return
             process = process_of(connection)
             number = self._greet(connection, process)
@@ -114,16 +106,13 @@ class TrainerConnections:
             frames.send(connection, p.Refused(refusal))
             return None
         with self._node.changed:
-            rank = self._node.ranks.setdefault(
-                hello.rank, Trainer(self._met_before.pop(hello.rank, None))
-            )
+            rank = self._node.ranks.setdefault(hello.rank, Trainer())
             try:
                 former = rank.incarnations.greet(process, left=rank.left)
             except ReplacedError as error:
                 logger.warning(
                     "rank %d: refused process %d", hello.rank, frames.peer(connection).pid
                 )
-                self._note_second_starts()
                 answer: p.Reply = p.Refused(str(error))
             else:
                 self._begin_incarnation(hello.rank, connection, former)
@@ -152,7 +141,6 @@ class TrainerConnections:
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
                 rank.slots.note_former(former)
-            self._note_second_starts()
         rank.left, rank.run = False, ""
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
@@ -162,11 +150,6 @@ class TrainerConnections:
         if self._node.peers is not None:
             self._node.peers.begin_trainer(number)
         self._node.changed.notify_all()
-
-    def _note_second_starts(self) -> None:
-        """Store the former processes of ranks for the next agent. The caller holds the lock."""
-        met = {number: trainer.incarnations for number, trainer in self._node.ranks.items()}
-        self._second_starts.write({**self._met_before, **met})
 
     def _disconnected(self, number: int | None, connection: socket.socket) -> None:
         with self._node.changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from pathlib import Path
@@ -36,20 +35,8 @@ def why_not_started(status: int, log: Path, begun: int) -> str:
         lines = []
     if status > 0 and lines:
         return f"the agent ended with status {status}: {lines[-1]}; its log: {log}"
-    if status > 0 and _is_full(log):
-        return (
-            f"the agent could not start, because the file system of {log} is full; free space "
-            "there, or set 'runtime_dir' to a directory on another one"
-        )
     cause = f"status {status}"
     if status < 0:
         with contextlib.suppress(ValueError):  # a signal without a name
             cause = signal.Signals(-status).name
     return f"the agent was ended by {cause} while it started and logged nothing to {log}; {KILLED}"
-
-
-def _is_full(file: Path) -> bool:
-    try:
-        return os.statvfs(file).f_bavail == 0
-    except OSError:
-        return False

@@ -7,37 +7,34 @@ and waits for new ones.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from types import FrameType
 from typing import NoReturn
 
 from megatron_flashckpt import failpoints
-from megatron_flashckpt.agent import frames, process
+from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.log import (
     BriefFormatter,
     ThreadedHandler,
     last_lines,
     write_to_stderr,
 )
+from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder, leave, open_log
 from megatron_flashckpt.agent.state import AgentOptions
-from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-#: Attempts to enter a directory that a former agent is removing.
+#: Attempts to take the name of an agent that ends.
 _ATTEMPTS = 100
 
 
@@ -60,10 +57,11 @@ def become(root: str, config: Config) -> NoReturn:
             f"{root}: cannot be written by user {os.getuid()}; mount it writable, or run the "
             "agent as the user of the job"
         )
-    directory = agent_directory(root, config.runtime_dir)
-    if pid := holder(directory):
-        raise AgentError(_refusal(pid, root))
-    command = [*process.command(directory, root, config), "--foreground"]
+    place = place_of(root, config.runtime_dir)
+    place.prepare()
+    if (agent := place.listener()) is not None:
+        raise AgentError(_refusal(agent.pid, root))
+    command = [*process.command(place, root, config), "--foreground"]
     # Leave the working directory, so that its file system can be unmounted.
     os.chdir("/")
     os.execve(command[0], command, process.environment(os.environ, config.agent.environment))
@@ -78,15 +76,10 @@ def wait_for_agent(root: str, config: Config) -> int:
     ensure(root)
     deadline = time.monotonic() + config.agent.start_timeout_s
     while True:
-        directory = agent_directory(os.path.abspath(root), config.runtime_dir)
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock,
-            contextlib.suppress(OSError),
-        ):
-            sock.connect(str(directory / SOCKET))
-            return frames.peer(sock).pid
+        agent = place_of(os.path.abspath(root), config.runtime_dir).listener()
+        if agent is not None:
+            return agent.pid
         if time.monotonic() > deadline:
-            leave(directory, config.runtime_dir)
             raise AgentError(
                 f"no agent for {root} answered on this node within "
                 f"{config.agent.start_timeout_s:g} s; look at the output of 'flashckpt agent "
@@ -95,10 +88,11 @@ def wait_for_agent(root: str, config: Config) -> int:
         time.sleep(_RETRY_S)
 
 
-def serve(runtime_dir: str | None, options: AgentOptions) -> int:
+def serve(place: Place, options: AgentOptions) -> int:
     """Serve trainers until SIGTERM, Ctrl-C or the end of the grace time; return the exit status."""
     try:
-        upkeep, log = _enter(options.root, runtime_dir)
+        listener = _enter(place, options.root)
+        log = open(place.open_log(), "a", errors="backslashreplace")  # noqa: SIM115, until the end
     except AgentError as error:
         print(f"flashckpt: {error}", file=sys.stderr)
         return 1
@@ -112,7 +106,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     failpoints.set_process_name("agent")
     raise_limit()
     own = process.AgentProcess(options)
-    agents = _SuccessiveAgents(upkeep, options, own)
+    agents = _SuccessiveAgents(listener, options, own)
     for ending_signal in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending_signal, agents.end_soon)
     logger.info(
@@ -124,7 +118,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     logger.info("this process has %s", own)
     clean = agents.serve()
     logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
-    upkeep.leave(keep_log=to_stderr.error_seen)
+    listener.leave(keep_log=to_stderr.error_seen)
     last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait.
     os._exit(0 if clean else 1)
@@ -137,61 +131,42 @@ def _refusal(pid: int, root: str) -> str:
     )
 
 
-def _enter(root: str, runtime_dir: str | None) -> tuple[Upkeep, _Log]:
-    """Return the lock of the agent's directory, and the log in it.
+def _enter(place: Place, root: str) -> AgentSocket:
+    """Take the agent's name, and listen.
 
     Raises:
-        AgentError: another agent holds the lock, or the directory cannot be used.
+        AgentError: another agent has the name.
     """
     for _ in range(_ATTEMPTS):
-        directory = agent_directory(root, runtime_dir)
         try:
-            fd = open_log(directory)
-        except FileNotFoundError:
-            continue
-        try:
-            upkeep = Upkeep(directory, runtime_dir, (fd,))
-            if upkeep.writes_log:
-                return upkeep, _Log(fd)
-            upkeep.leave(keep_log=True)
-        except BlockingIOError as error:
-            if pid := holder(directory):  # 0: the holder has not written its pid yet
-                os.close(fd)
-                raise AgentError(_refusal(pid, root)) from error
-        except FileNotFoundError:
-            pass  # an agent has just left and removed the directory
-        os.close(fd)
+            listener = AgentSocket(place)
+        except PlaceTakenError as error:
+            if (agent := place.listener()) is not None:
+                raise AgentError(_refusal(agent.pid, root)) from error
+        else:
+            listener.listen()
+            return listener
         time.sleep(_RETRY_S)
     raise AgentError(
-        f"{directory}: other agents start and end there all the time; end whatever starts them"
+        f"{place}: another process has the name of the agent's socket and does not listen; end it, "
+        "or set 'runtime_dir' to any other directory, which changes the name"
     )
-
-
-class _Log:
-    """Writes to a descriptor that `Upkeep` may redirect to a new file."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def write(self, text: str) -> None:
-        os.write(self._fd, text.encode(errors="backslashreplace"))
-
-    def flush(self) -> None:
-        """Do nothing: `write` does not buffer."""
 
 
 class _SuccessiveAgents:
     """Agents one after the other: a new one when all trainers have ended as planned."""
 
-    def __init__(self, upkeep: Upkeep, options: AgentOptions, own: process.AgentProcess) -> None:
-        self._upkeep = upkeep
+    def __init__(
+        self, listener: AgentSocket, options: AgentOptions, own: process.AgentProcess
+    ) -> None:
+        self._listener = listener
         self._options = options
         self._own = own
         self._is_ending = False
         self._agent = self._new()
 
     def _new(self) -> Agent:
-        return Agent(self._upkeep, self._options, self._own, unclaimed_s=self._options.grace_s)
+        return Agent(self._listener, self._options, self._own, unclaimed_s=self._options.grace_s)
 
     def end_soon(self, number: int, _: FrameType | None) -> None:
         """Make `serve` return; the signal handler."""

@@ -3,23 +3,18 @@
 A rank may be started a second time while its first process runs: a job is submitted twice, or
 torchrun is killed and its ranks continue. Two processes must never write into one slab, because a
 mixture of both would be committed. The agent serves the process that was started last.
+
+Another agent does not know which processes were replaced. There, an earlier process is served until
+the later one connects. It writes to its own slab, and its run was overtaken, so it commits nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_flashckpt.agent import frames
-from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
-from megatron_flashckpt.errors import UNDECODABLE
-
-logger = logging.getLogger(__name__)
 
 
 class RankProcess(NamedTuple):
@@ -34,10 +29,6 @@ class RankProcess(NamedTuple):
         """Return whether the process runs; a zombie does not run."""
         state, started = _state_of(self.pid)
         return state not in ("", "Z", "X") and started == self.started
-
-
-_Entry = tuple[int, RankProcess | None, list[RankProcess]]
-"""Rank, its served process, and its former processes."""
 
 
 def process_of(connection: socket.socket) -> RankProcess | None:
@@ -94,54 +85,6 @@ class Incarnations:
             self.replaced.add(former)
         self.served = process
         return former
-
-
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
-
-
-class SecondStarts:
-    """Ranks that were started a second time, in a file for the next agent.
-
-    The next agent may be contacted by the former process first. The file is on this node and
-    written rarely.
-    """
-
-    def __init__(self, directory: Callable[[], Path]) -> None:
-        """Keep `directory`, which returns the agent's current directory (it may move)."""
-        self._directory = directory
-
-    def read(self) -> dict[int, Incarnations]:
-        """Return the incarnations that an earlier agent has written, by rank; empty if none."""
-        ranks = {}
-        try:
-            encoded = (self._directory() / SECOND_STARTS).read_bytes()
-            for number, served, replaced in _ENTRIES.decode(encoded):
-                ranks[number] = Incarnations()
-                ranks[number].served = served
-                ranks[number].replaced = {former for former in replaced if former.is_alive}
-        except FileNotFoundError:
-            return {}
-        except (OSError, *UNDECODABLE) as error:
-            logger.warning(
-                "cannot read the former processes of ranks, so one may be served again: %s", error
-            )
-            return {}
-        return ranks
-
-    def write(self, ranks: Mapping[int, Incarnations]) -> None:
-        """Store all ranks that have former processes. Never raises."""
-        entries = [
-            (number, rank.served, sorted(rank.replaced))
-            for number, rank in sorted(ranks.items())
-            if rank.replaced
-        ]
-        path = self._directory() / SECOND_STARTS
-        try:
-            draft = path.with_suffix(".tmp")
-            draft.write_bytes(msgspec.json.encode(entries))
-            draft.replace(path)
-        except OSError as error:
-            logger.warning("the next agent will not know the former processes: %s", error)
 
 
 class ReplacedError(Exception):

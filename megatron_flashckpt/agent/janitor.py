@@ -20,7 +20,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog.directory import later_run
@@ -40,7 +40,7 @@ from megatron_flashckpt.catalog.retention import (
 )
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import class_of, may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, for_listing
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
@@ -51,7 +51,8 @@ from megatron_flashckpt.file_format.end import (
     encode_failure,
     kind_of,
 )
-from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
+from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.tracing import phase
@@ -84,8 +85,31 @@ class CommittedSave:
     retain_interval: int | None
     previous: int | None
     """The iteration that the tracker named before this save."""
-    resumed: Save | None
-    """The save that the run has resumed from; it stays until a later one is durable."""
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        save: Save,
+        meta: SlotMeta,
+        previous: int | None,
+        history: History | None = None,
+    ) -> CommittedSave:
+        """Return the facts of a save that this agent has committed.
+
+        Args:
+            meta: of rank 0.
+            history: of the newest run, which may be a later one than that of the save.
+        """
+        return cls(
+            store=store,
+            iteration=save.iteration,
+            save_id=save.save_id,
+            history=history or History(save.run, meta.ancestors),
+            rules=meta.retention,
+            retain_interval=meta.retain_interval,
+            previous=previous,
+        )
 
 
 class _OvertakenError(FlashCkptError):
@@ -98,7 +122,6 @@ class _Pass:
 
     store: Store
     history: History
-    resumed: Save | None
     committed: str | None
     """The save after whose commit the janitor works; None: after the start of the run."""
 
@@ -121,7 +144,8 @@ class _Pass:
         Args:
             newest: iteration of the newest whole checkpoint of the history.
         """
-        if save == self.resumed:
+        # What the run resumed from, perhaps in memory, stays until a later one is durable.
+        if self.history.ancestors[:1] == (Ancestor(save.run, save.iteration),):
             return newest > save.iteration
         if save.run != self.history.run:
             return not self.is_later(save.save_id)
@@ -164,7 +188,7 @@ class Janitor:
         self._looks: dict[int, _Look] = {}
         self._manifests: KnownManifests = {}
         #: Since when ends are known to be failed, and checkpoints to lack files, by save.
-        self._known_since: dict[tuple[str, End], float] = {}
+        self._known_since: dict[tuple[Save, End], float] = {}
         #: What was logged since the start of the run.
         self._told: set[str] = set()
 
@@ -200,22 +224,16 @@ class Janitor:
         """Remove what earlier runs have left unfinished; keep every checkpoint."""
         self._looks.clear()
         self._told.clear()
-        resumed = None if run.save_id is None else Save(run.iteration, run.save_id)
-        walk = _Pass(store, History(run.name, run.ancestors), resumed, None)
+        walk = _Pass(store, History(run.name, run.ancestors), None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
-            stale = [
-                f"{file_names.ALIVE}/{entry.name}"
-                for entry in store.list(file_names.ALIVE, sizes=False)
-                if 0 < file_names.run_number(entry.name) < walk.number
-            ]
-            if stale:
-                walk.look()
-                store.delete(stale)
+            self._remove_signs(walk)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
-        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        walk = _Pass(save.store, save.history, save.save_id)
+        # An earlier attempt, or an earlier save of this iteration, may have been looked at.
+        self._looks.pop(save.iteration, None)
         with self._errors_logged("obsolete files"):
             with phase("tidy up"):
                 self._end_and_clear(walk)
@@ -224,9 +242,26 @@ class Janitor:
                 self._retire(walk, self._expired(save))
             hit("commit.done")
 
+    def _remove_signs(self, walk: _Pass) -> None:
+        """Remove the signs of life of overtaken runs, and the probes of starts that were killed.
+
+        Nobody looks at them any more. An overtaken agent may put its own again until it ends.
+        """
+        alive = (entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False))
+        stale = [
+            file_names.alive_file(name)
+            for name in alive
+            if 0 < file_names.run_number(name) < walk.number
+        ]
+        probes = walk.store.list(file_names.PROBES, sizes=False)
+        stale += [f"{file_names.PROBES}/{entry.name}" for entry in probes]
+        if stale:
+            walk.look()
+            walk.store.delete(stale)
+
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
         """Return what `tidy` would remove, with its files. Changes nothing; `prune` calls this."""
-        walk = _Pass(save.store, save.history, save.resumed, save.save_id)
+        walk = _Pass(save.store, save.history, save.save_id)
         read = self._read(walk)
         newest = newest_of(self._all_stored(), walk.history)
         expired = {checkpoint.save for checkpoint in self._expired(save)}
@@ -330,6 +365,7 @@ class Janitor:
             return self._settle_emptied(walk, files)
         again_at = math.inf
         for save_id, of_save in files.saves.items():
+            save = Save(files.iteration, save_id)
             if save_id in pending or walk.is_later(save_id):
                 again_at = 0.0
             elif of_save.problem is not None:
@@ -338,12 +374,16 @@ class Janitor:
                     *(save_id, place, for_listing(str(of_save.problem))),
                 )
                 again_at = min(again_at, 0.0 if may_pass(of_save.problem) else math.inf)
-            elif of_save.end is None and not walk.is_dead(Save(files.iteration, save_id), newest):
+            elif of_save.end is None and not walk.is_dead(save, newest):
                 again_at = 0.0
             elif of_save.end is End.COMMITTED:
                 if of_save.stored is not None and not of_save.stored.is_whole:
-                    self._age_s(save_id, End.COMMITTED)
+                    self._age_s(save, End.COMMITTED)
                     again_at = 0.0
+                elif of_save.records:
+                    walk.look()
+                    walk.store.delete(f"{files.directory}/{name}" for name in of_save.records)
+                    hit("commit.records")
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at
@@ -351,9 +391,9 @@ class Janitor:
     def _end_and_clear_one(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> float:
         """Delete the files of a save that is not committed; return the time of the next look."""
         save_id = of_save.save_id
+        save = Save(files.iteration, save_id)
         if of_save.end is None:
-            walk.look()
-            if _ended(walk.store, files.iteration, save_id, _DEAD) is End.COMMITTED:
+            if self._ended_dead(walk, files, of_save) is End.COMMITTED:
                 return 0.0
             hit("leftover.ended")
         end = f"{files.directory}/{file_names.end_name(save_id)}"
@@ -363,18 +403,32 @@ class Janitor:
             hit("leftover.deleted")
             logger.info("removed the files of save %s in %s", save_id, files.directory)
             self._tell_of_others(walk.store, files)
-        age_s = self._age_s(save_id, End.FAILED)
+        age_s = self._age_s(save, End.FAILED)
         if age_s < self._deadline_s:
             return self._clock() + self._deadline_s - age_s
         walk.look()
         walk.store.delete([end])
-        del self._known_since[save_id, End.FAILED]
+        del self._known_since[save, End.FAILED]
         return 0.0
 
-    def _age_s(self, save_id: str, end: End) -> float:
+    def _ended_dead(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> End:
+        """End a dead save, also if storage has no room for the end; return what its end says."""
+        walk.look()
+        try:
+            return _ended(walk.store, files.iteration, of_save.save_id, _DEAD)
+        except OSError as error:
+            if class_of(error).kind != "full":
+                raise
+        # Only who has read the records of all ranks commits a save, so these make room first.
+        walk.look()
+        room = of_save.records or of_save.bulk
+        walk.store.delete(f"{files.directory}/{name}" for name in room)
+        return _ended(walk.store, files.iteration, of_save.save_id, _DEAD)
+
+    def _age_s(self, save: Save, end: End) -> float:
         """Return for how many seconds the end (or that its checkpoint lacks files) is known."""
         now = self._clock()
-        return now - self._known_since.setdefault((save_id, end), now)
+        return now - self._known_since.setdefault((save, end), now)
 
     def _settle_emptied(self, walk: _Pass, files: IterationFiles) -> float:
         """Remove a directory without saves that the history has passed, if it is empty."""
@@ -439,13 +493,16 @@ class Janitor:
             # A listing may be late: files are missing only if they stay missing.
             and (
                 checkpoint.is_whole
-                or self._age_s(checkpoint.save.save_id, End.COMMITTED) >= self._deadline_s
+                or self._age_s(checkpoint.save, End.COMMITTED) >= self._deadline_s
             )
         ]
 
-    def _retire(self, walk: _Pass, expired: Iterable[Stored]) -> None:
+    def _retire(self, walk: _Pass, expired: list[Stored]) -> None:
         """Remove committed checkpoints that are not pending."""
-        for iteration, save_id in (checkpoint.save for checkpoint in expired):
+        if not expired:
+            return
+        for save in (checkpoint.save for checkpoint in expired):
+            iteration, save_id = save
             if save_id in self._pending():
                 continue
             with self._removal_errors_logged(iteration):
@@ -454,12 +511,12 @@ class Janitor:
                 end = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
                 walk.store.delete([end])
                 hit("retain.hidden")
-                self._manifests.pop(save_id, None)
+                self._manifests.pop(save, None)
                 self._looks.pop(iteration, None)
                 if _ended(walk.store, iteration, save_id, _EXPIRED) is End.FAILED:
                     hit("retain.failed")
                     logger.info(
-                        "removes the checkpoint of iteration %d (save %s)", iteration, save_id
+                        "removed the checkpoint of iteration %d (save %s)", iteration, save_id
                     )
         self._end_and_clear(walk)
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.digester import Digester
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -27,7 +27,12 @@ from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_mem
 from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError, shown_error
+from megatron_flashckpt.errors import (
+    AgentError,
+    CorruptCheckpointError,
+    FlashCkptError,
+    shown_error,
+)
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.end import Failure
 from megatron_flashckpt.file_format.file_names import next_attempt

@@ -22,6 +22,7 @@ import msgspec
 
 import megatron_flashckpt
 from megatron_flashckpt import cpu_list
+from megatron_flashckpt.agent.place import Place
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
 from megatron_flashckpt.config import Config
 
@@ -72,12 +73,12 @@ def environment(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[st
     return kept
 
 
-def command(directory: Path, root: str, config: Config) -> list[str]:
+def command(place: Place, root: str, config: Config) -> list[str]:
     """Return the command that starts an agent with the settings of `config`."""
     return [
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
-        *("--directory", str(directory), "--root", root),
-        *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
+        *("--key", place.key, "--root", root),
+        *(("--runtime-dir", place.runtime_dir) if place.runtime_dir else ()),
         *("--settings", msgspec.json.encode(settings_of(config)).decode()),
     ]
 

@@ -192,9 +192,12 @@ def look(store: Store, iteration: int, save_id: str) -> Ended | None:
 
 
 def _ended(head: bytes, *, is_durable: bool) -> Ended:
-    kind = ends.kind_of(head)
-    failure = ends.decode_failure(head) if kind is End.FAILED else None
-    return Ended(kind, failure, is_durable)
+    if ends.kind_of(head) is End.COMMITTED:
+        return Ended(End.COMMITTED, None, is_durable)
+    failure = ends.decode_failure(head)
+    if failure.was_removed:  # it was a checkpoint, until no rule of retention kept it
+        return Ended(End.COMMITTED, None, is_durable=True)
+    return Ended(End.FAILED, failure, is_durable)
 
 
 def propose_failure(store: Store, iteration: int, save_id: str, failure: Failure) -> Ended:

@@ -44,9 +44,6 @@ class Outcome(msgspec.Struct, frozen=True):
     """True: the save was for host memory only, and all of this rank's part is there."""
     cost: SaveCost | None = None
     """Timings of a committed save, if they are known."""
-    differing: tuple[str, ...] = ()
-    compared: bool = False
-    """The manifest's facts about copies, for a committed save."""
     failed_ranks: tuple[int, ...] = ()
     """Ranks of this node whose own part has failed; ranks of other nodes may have failed too."""
     lasts: bool = False
@@ -78,8 +75,8 @@ class AttachSlab(msgspec.Struct, frozen=True, tag=True):
     A slab may have unfinished saves of an agent that died; the new agent finishes them.
     """
 
-    is_former: bool = False
-    """True: the slab of an earlier process of the rank, which may still write to it."""
+    formers: tuple[tuple[int, int], ...] = ()
+    """Earlier processes of the rank (`RankProcess`) that may still write to the slab."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -112,8 +109,8 @@ class LendSlab(msgspec.Struct, frozen=True, tag=True):
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     present: bool
     offers: tuple[Offer, ...]
-    read_only: bool = False
-    """An earlier process of this rank still runs and may write to the slab's other slots."""
+    formers: tuple[tuple[int, int], ...] = ()
+    """Earlier processes of this rank (`RankProcess`) that may write to the slab's other slots."""
     is_digesting: bool = False
     """True if offers without digests will have them soon: send the request again."""
     saves: tuple[tuple[int, str], ...] = ()

@@ -87,49 +87,42 @@ class SilentConnections:
 class Acceptor:
     """Accepts connections one at a time, on one thread."""
 
-    def __init__(self, listener: socket.socket, silent: SilentConnections) -> None:
-        self._listener = listener
+    def __init__(self, silent: SilentConnections) -> None:
         self._silent = silent
         #: Spare descriptor. Without another free descriptor, this one is closed to accept a
         #: connection and close it: while that connection waits in the queue, the kernel reports the
         #: same error for ever.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def listen_on(self, listener: socket.socket) -> None:
-        """Accept connections from another socket from now on."""
-        self._listener.close()
-        self._listener = listener
-
     def close(self) -> None:
-        """Refuse the connections that wait in the queue."""
-        self._listener.close()
+        """Free the spare descriptor."""
         if self._spare >= 0:
             os.close(self._spare)
 
-    def accept(self, within_s: float) -> socket.socket | None:
+    def accept(self, listener: socket.socket, within_s: float) -> socket.socket | None:
         """Return the next connection; None if none came or none could be accepted."""
         try:
-            self._listener.settimeout(within_s)
-            return self._listener.accept()[0]
+            listener.settimeout(within_s)
+            return listener.accept()[0]
         except TimeoutError:
             return None
         except OSError as error:
             if is_scarce(error):
-                self._refuse(str(error))
+                self._refuse(listener, str(error))
             else:
                 # The peer has closed already (ECONNABORTED), or the kernel has another reason.
                 self._silent.log_refused(str(error))
                 time.sleep(within_s)
             return None
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, listener: socket.socket, reason: str) -> None:
         self._silent.close_all(reason)
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with contextlib.suppress(OSError):
-            self._listener.settimeout(0.0)
-            self._listener.accept()[0].close()
+            listener.settimeout(0.0)
+            listener.accept()[0].close()
             self._silent.log_refused(reason)
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

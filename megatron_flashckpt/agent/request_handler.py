@@ -78,11 +78,11 @@ class RequestHandler:
                     saves = self._node.saves()
                     if rank.slots is None:
                         return (p.SlabOffer(False, (), saves=saves),)
-                    read_only = rank.slots.former_pid() > 0
+                    formers = rank.slots.formers()
                     self._saves.digester.digest(rank)
                     offers = tuple(rank.slots.offers())
                     is_digesting = rank.slots.awaits_digests
-                    reply = p.SlabOffer(True, offers, read_only, is_digesting, saves)
+                    reply = p.SlabOffer(True, offers, formers, is_digesting, saves)
                     return reply, rank.slots.slab.fd
                 case p.LendSlab():
                     return self._lend(request)
@@ -166,8 +166,8 @@ class RequestHandler:
                 slab.close()
             else:
                 slots = RankSlots(slab)
-                for former in rank.incarnations.replaced if request.is_former else ():
-                    slots.note_former(former)
+                for former in request.formers:
+                    slots.note_former(RankProcess(*former))
                 self._node.replace_slots(rank, slots)
                 self._protect(number)
                 self._saves.look_up_digests(number)
@@ -237,9 +237,9 @@ class RequestHandler:
         rank = self._served(number, process)
         if rank.slots is None:
             raise AgentError("a slot was requested before a slab was attached")
-        if former_pid := rank.slots.former_pid():
+        if formers := rank.slots.formers():
             raise AgentError(
-                f"process {former_pid}, an earlier one of rank {number}, may still "
+                f"process {formers[-1].pid}, an earlier one of rank {number}, may still "
                 "write to this slab; attach another one"
             )
         deadline = time.monotonic() + wait_s

@@ -25,6 +25,7 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import (
     parse_iteration_dir,
     parse_save,
@@ -117,6 +118,7 @@ def _create(store: Store, run: RunObject, agent_pid: int) -> bool:
     try:
         if agent_pid:
             alive.put(store, alive.sign_of_life(run.name, "training", agent_pid))
+        hit("run.announced")
         try:
             store.create(name, encode_run(run))
         except StorageError as error:
@@ -128,6 +130,7 @@ def _create(store: Store, run: RunObject, agent_pid: int) -> bool:
             is_ours = True
         if is_ours:
             store.make_durable(name)
+            hit("run.created")
         return is_ours
     finally:
         if agent_pid and not is_ours:

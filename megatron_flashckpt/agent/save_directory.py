@@ -54,13 +54,14 @@ def resolved(root: str) -> str:
 
 
 def key_of(root: str, identity: str | None = None) -> str:
-    """Return the name of the directory of the agents for save directory `root`.
+    """Return the key of save directory `root`: 16 hex digits of its path, 16 of its identity.
 
     Args:
         identity: of the save directory; None: what `identity_of` returns.
     """
     identity = identity_of(root) if identity is None else identity
-    return xxhash.xxh3_64_hexdigest(os.fsencode(f"{resolved(root)}\0{identity}"))
+    parts = os.fsencode(resolved(root)), identity.encode()
+    return "-".join(xxhash.xxh3_64_hexdigest(part) for part in parts)
 
 
 def _with_retries(call: Callable[[], str]) -> str:

@@ -13,14 +13,13 @@ from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.heartbeat import Heartbeat
-from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.place import AgentSocket
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import AgentOptions, Node
-from megatron_flashckpt.agent.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +35,29 @@ class Agent:
 
     def __init__(
         self,
-        upkeep: Upkeep,
+        listener: AgentSocket,
         options: AgentOptions,
         process: AgentProcess | None = None,
         *,
         unclaimed_s: float = _UNCLAIMED_S,
     ) -> None:
-        """Listen for trainers.
+        """Prepare to serve the trainers that connect to `listener`, which listens already.
 
         Args:
             process: this process, to which settings of later runs are applied; None: it is
                 unchanged.
             unclaimed_s: seconds to wait for the first trainer.
         """
-        self._upkeep = upkeep
+        self._listener = listener
         self._node = Node(options, process)
         self._janitor = Janitor(lambda: self._committer.pending_ids(), options.commit_timeout_s)
         self._committer: Committer = Committer(self._node, self._janitor)
         self._heartbeat = Heartbeat(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         silent = SilentConnections()
-        second_starts = SecondStarts(lambda: upkeep.directory)
         self._handler = RequestHandler(self._node, self._saves, self._committer, self._janitor)
-        self._conversations = TrainerConnections(
-            self._node, self._saves, self._handler, silent, second_starts
-        )
-        self._reception = Acceptor(upkeep.listen(), silent)
+        self._conversations = TrainerConnections(self._node, self._saves, self._handler, silent)
+        self._reception = Acceptor(silent)
         self._unclaimed_s = unclaimed_s
         #: Latest time to end, and the time of the signal that has set it.
         self._deadline: float | None = None
@@ -82,10 +78,8 @@ class Agent:
             self._committer.watch()
             self._saves.digester.digest_settled()
             self._handler.departed.release()
-            listener = self._upkeep.restore_missing(self._node.held.key)
-            if listener is not None:
-                self._reception.listen_on(listener)
-            connection = self._reception.accept(_TICK_S)
+            self._listener.follow(self._node.held.key)
+            connection = self._reception.accept(self._listener.socket, _TICK_S)
             if connection is not None:
                 self._conversations.begin(connection)
         with self._node.changed:

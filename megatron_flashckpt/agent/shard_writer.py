@@ -29,8 +29,8 @@ from megatron_flashckpt.file_format.shard_file import (
 )
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
-from megatron_flashckpt.storage.store import Store, Writer
 from megatron_flashckpt.storage.direct_io import ALIGNMENT
+from megatron_flashckpt.storage.store import Store, Writer
 from megatron_flashckpt.tracing import phase
 
 
@@ -225,8 +225,6 @@ def durable_shard(
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,
-        differing=meta.differing,
-        sums=meta.sums,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     return DurableShard(record, tuple(digests))

@@ -67,22 +67,22 @@ class RankSlots:
         """Record an earlier process of the rank, which may still write to its acquired slots."""
         self._former.add(process)
 
-    def former_pid(self) -> int:
-        """Return the pid of an earlier process that may still write to this slab; 0: none.
+    def formers(self) -> tuple[RankProcess, ...]:
+        """Return the earlier processes that may still write to this slab, oldest first.
 
-        When that process has ended, its unfinished slots are emptied.
+        When the last of them has ended, their unfinished slots are emptied.
         """
         if not self._former:
-            return 0
+            return ()
         self._former = {process for process in self._former if process.is_alive}
         if self._former:
-            return max(self._former).pid
+            return tuple(sorted(self._former))
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             state = slot.header.state
             in_hand = state in (SlotState.STAGED, SlotState.KEPT) and info.accepted_at is None
             if state == SlotState.STAGING or in_hand:
                 slot.set_header(EMPTY_HEADER)
-        return 0
+        return ()
 
     @property
     def is_persisting(self) -> bool:

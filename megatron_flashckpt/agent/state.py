@@ -48,8 +48,7 @@ def options_of(settings: AgentSettings, root: str, *, foreground: bool) -> Agent
 class Trainer:
     """The agent's state of one trainer, kept across the trainer's restarts."""
 
-    def __init__(self, incarnations: Incarnations | None = None) -> None:
-        """Start without slots, with the `incarnations` that an earlier agent has met."""
+    def __init__(self) -> None:
         self.slots: RankSlots | None = None
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
@@ -58,7 +57,7 @@ class Trainer:
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
-        self.incarnations = incarnations or Incarnations()
+        self.incarnations = Incarnations()
         self.run = ""
         """The run that the connected trainer has opened; empty: none yet."""
         self.followed = ""
@@ -99,6 +98,8 @@ class Node:
         self.options = options
         self._process = process
         self.direct_io = DirectIo(options.direct_io)
+        self.leads = False
+        """True: rank 0 of the newest run has opened it here, and may have ended since."""
         self.run: RunObject | None = None
         """The newest run that trainers of this node have opened; None: they have opened none."""
         self.history: History | None = None
@@ -118,12 +119,6 @@ class Node:
         """Number of the newest run that trainers of this node have opened; 0: none."""
         return 0 if self.run is None else run_number(self.run.name)
 
-    @property
-    def leads(self) -> bool:
-        """Return whether rank 0 of the newest run is, or was, connected here. Lock held."""
-        rank_0 = self.ranks.get(0)
-        return rank_0 is not None and self.run is not None and rank_0.run == self.run.name
-
     def open_run(self, number: int, run: RunObject) -> bool:
         """Note the run of a rank; return whether this node had no run as new as this one.
 
@@ -131,10 +126,11 @@ class Node:
         caller holds the lock.
         """
         self.ranks[number].run = run.name
-        if self.run is not None and sort_key(run.name) <= sort_key(self.run.name):
-            return False
-        self.run, self.history = run, History(run.name, run.ancestors)
-        return True
+        is_new = self.run is None or sort_key(run.name) > sort_key(self.run.name)
+        if is_new:
+            self.run, self.history, self.leads = run, History(run.name, run.ancestors), False
+        self.leads = self.leads or (number == 0 and run == self.run)
+        return is_new
 
     def _has_own_run(self) -> bool:
         """Return whether the directory at `root` has the object of this node's newest run."""

@@ -1,7 +1,7 @@
 """Megatron's tracker, as the agent of rank 0 moves it, and its twin.
 
-The tracker belongs to Megatron and to people, who edit it. Its twin `flashckpt/tracker.json` repeats
-what this package last wrote, so that a lower tracker is recognized as a person's wish.
+The tracker belongs to Megatron and to people, who edit it. Its twin `flashckpt/tracker.json`
+repeats what this package last wrote, so that a lower tracker is recognized as a person's wish.
 """
 
 from __future__ import annotations

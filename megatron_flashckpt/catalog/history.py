@@ -9,6 +9,7 @@ logged.
 from __future__ import annotations
 
 import logging
+import threading
 
 import msgspec
 
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes to read of the file, at most; only long histories have more.
 _MAX_NBYTES = 2**24
+#: Held while a thread of this agent replaces the file.
+_APPENDING = threading.Lock()
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="save"):
@@ -79,12 +82,13 @@ def append(store: Store, event: PastSave | PastStart, keep: int) -> None:
     if not keep:
         return
     try:
-        past = [*_read(store), event]
-        # Many starts in a row, of a job that crashes at once, must not push out the saves.
-        starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
-        saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
-        kept = sorted([*starts[-keep:], *saves[-keep:]])
-        store.put(HISTORY, b"".join(msgspec.json.encode(past[n]) + b"\n" for n in kept))
+        with _APPENDING:
+            past = [*_read(store), event]
+            # Many starts in a row, of a job that crashes at once, must not push out the saves.
+            starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
+            saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
+            kept = sorted([*starts[-keep:], *saves[-keep:]])
+            store.put(HISTORY, b"".join(msgspec.json.encode(past[n]) + b"\n" for n in kept))
     except (FlashCkptError, OSError) as error:
         logger.warning("%s/%s was not updated: %s", store.place, HISTORY, error)
 

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.retention import Stored
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.file_names import (
     common_name,
     end_name,
+    is_record_name,
     is_shard_name,
     iteration_dir,
     parse_iteration_dir,
@@ -33,8 +35,8 @@ class KnownManifest(NamedTuple):
     """Hash of the names and sizes of all shards."""
 
 
-KnownManifests = dict[str, KnownManifest]
-"""Manifests that were read, by save: an end is never replaced by another manifest."""
+KnownManifests = dict[Save, KnownManifest]
+"""Manifests that were read: an end is never replaced by another manifest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,11 @@ class SaveFiles:
     def bulk(self) -> list[str]:
         """The names of all files but the end."""
         return [name for name in self.sizes if name != end_name(self.save_id)]
+
+    @property
+    def records(self) -> list[str]:
+        """The names of its commit records, which a manifest makes useless."""
+        return [name for name in self.sizes if is_record_name(name)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,32 +118,31 @@ def read_iteration(store: Store, iteration: int, known: KnownManifests) -> Itera
         else:
             by_save.setdefault(save_id, {})[entry.name] = entry.nbytes
     saves = {
-        save_id: _read_save(store, iteration, save_id, sizes, known)
+        save_id: _read_save(store, Save(iteration, save_id), sizes, known)
         for save_id, sizes in by_save.items()
     }
     return IterationFiles(iteration, saves, others)
 
 
-def _read_save(
-    store: Store, iteration: int, save_id: str, sizes: dict[str, int], known: KnownManifests
-) -> SaveFiles:
+def _read_save(store: Store, save: Save, sizes: dict[str, int], known: KnownManifests) -> SaveFiles:
+    save_id = save.save_id
     end = end_name(save_id)
     if end not in sizes:
         return SaveFiles(save_id, sizes, None)
-    name = f"{iteration_dir(iteration)}/{end}"
+    name = f"{iteration_dir(save.iteration)}/{end}"
     try:
         # Another agent may have removed the checkpoint, so that a known manifest is one no more.
-        encoded = store.get(name, 0, HEAD_NBYTES if save_id in known else MAX_MANIFEST_NBYTES)
+        encoded = store.get(name, 0, HEAD_NBYTES if save in known else MAX_MANIFEST_NBYTES)
         if kind_of(encoded) is End.FAILED:
             return SaveFiles(save_id, sizes, End.FAILED)
-        if save_id not in known:
-            known[save_id] = _known_manifest(encoded, f"{store.place}/{name}", save_id)
+        if save not in known:
+            known[save] = _known_manifest(encoded, f"{store.place}/{name}", save_id)
     except FileNotFoundError:
         return SaveFiles(save_id, sizes, None)
     except (FlashCkptError, OSError) as error:
         return SaveFiles(save_id, sizes, End.COMMITTED, problem=error)
     shards = {(name, nbytes) for name, nbytes in sizes.items() if is_shard_name(name)}
-    facts, contents = known[save_id]
+    facts, contents = known[save]
     is_whole = common_name(save_id) in sizes and hash(frozenset(shards)) == contents
     stored = Stored(facts, is_whole, has_shards=bool(shards))
     return SaveFiles(save_id, sizes, End.COMMITTED, stored)

@@ -325,7 +325,7 @@ def awaited(facts: Facts) -> str | None:
     said = None if tracked is None else tracked.iteration
     if named is not None and named != said and facts.runs:
         return f"the tracker to name what its twin does ({_shown(named)}, {said})"
-    # A run below the newest history decides nothing. Numbers have no gaps: who opens a run sees all.
+    # A run below the newest history decides nothing. Numbers have no gaps: an opener sees all.
     history = facts.history()
     decided = 0 if history is None else run_number(history.run)
     seen = {*facts.numbers, *map(run_number, facts.runs)}

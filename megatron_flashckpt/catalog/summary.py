@@ -50,8 +50,6 @@ class Summary(msgspec.Struct, frozen=True):
     tracked: bool
     metrics: dict[str, float]
     """Metrics that training code has reported."""
-    differing: tuple[str, ...]
-    """Keys of tensors whose copies differ between ranks."""
     nbytes: int
     description: dict[str, Any]
     tensors: tuple[TensorSummary, ...]
@@ -79,7 +77,6 @@ def summary_of(stored: StoredCheckpoint) -> Summary:
         world_size=manifest.world_size,
         tracked=tracked_iteration(stored.store) == manifest.iteration,
         metrics=manifest.metrics,
-        differing=manifest.differing,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         description=manifest.description,
         tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),

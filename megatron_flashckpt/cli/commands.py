@@ -177,7 +177,6 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         "tracker": "names this checkpoint" if summary.tracked else "does not name this checkpoint",
         "size": f"{human_size(summary.nbytes)} in {counted(len(summary.files), 'file')}",
         **({"metrics": ", ".join(metrics)} if summary.metrics else {}),
-        **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(value) for name, value in summary.description.items() if value is not None},
     }
     print_facts(out, facts)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.agent import alive, log, socket_dir
+from megatron_flashckpt.agent import alive, log
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.cli import report
@@ -147,8 +148,8 @@ def run(args: argparse.Namespace, out: Console) -> int:
 def _logs(directory: str, writer: alive.Alive | None) -> Iterator[str]:
     """Yield a line for each log of an agent: this node's own, and those beside the checkpoints."""
     runtime_dir = load_config().runtime_dir
-    own = socket_dir.log_on_this_node(os.path.abspath(directory), runtime_dir)
-    if own is not None:
+    own = place_of(os.path.abspath(directory), runtime_dir).log
+    if own.exists():
         yield f"log of this node's agent: {platform.node()}:{own}"
     elif writer is not None and writer.host != platform.node():
         yield f"the log of an agent is on its node: 'flashckpt ls' there names it ({writer.host})"

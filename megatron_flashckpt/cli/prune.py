@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.agent.takeover import is_live
+from megatron_flashckpt.agent.alive import is_live
+from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
 from megatron_flashckpt.agent_config import MOST
 from megatron_flashckpt.catalog import listing
-from megatron_flashckpt.catalog.retention import removable, retire
-from megatron_flashckpt.catalog.tracker import tracked_iteration
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.iteration_files import SaveFiles
+from megatron_flashckpt.catalog.lineage import Save, choose
 from megatron_flashckpt.cli.console import busy, human_size, json_help, say
 from megatron_flashckpt.config import Retention, load_config
-from megatron_flashckpt.errors import ConfigError, FlashCkptError, OtherWriterError
+from megatron_flashckpt.errors import ConfigError, OtherWriterError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.parallel import for_all
+from megatron_flashckpt.storage.store import Store
 
 #: Fields of `Retention` that have an option.
 _OPTIONS = ("latest", "every", "max_age_hours")
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
         ConfigError: no rule is set.
         OtherWriterError: a job saves to the directory.
     """
-    storage = listing.save_directory(args.directory)
+    store = listing.save_directory(args.directory)
     given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
     rules = msgspec.structs.replace(load_config().retention, **given)
     if rules == Retention():
@@ -113,30 +112,16 @@ def run(args: argparse.Namespace, out: Console) -> int:
             "'retention' has no rule, so every checkpoint is kept; give a rule such as --latest 3, "
             "or set one in the file that FLASHCKPT_CONFIG names"
         )
-    tracked = tracked_iteration(storage)
-    if tracked is not None:
-        # Only checkpoints below this one are removed, so that one which loads stays.
-        tracked = _newest_whole(storage, tracked)
-    context: dict[str, Any] = {"retain_interval": None, "tracked": tracked, "previous": None}
     if not args.dry_run:
         with busy("looking whether a job saves there"):
-            writer = is_live(storage)
+            writer = is_live(store)
         if writer is not None:
             raise OtherWriterError(
                 f"{args.directory}: nothing was removed, because {writer.writer} saves there and "
                 "applies its own 'retention'; end that job first"
             )
     with busy("removing checkpoints" if not args.dry_run else "reading the checkpoints"):
-        # A removal that was interrupted has moved the manifest away; `retire` completes it.
-        interrupted = sorted(filter(None, map(file_names.parse_removal_name, storage.list(""))))
-        chosen = [_Chosen(storage, *names, hidden=True) for names in interrupted]
-        chosen += [
-            _Chosen(storage, commit.iteration, commit.save_id)
-            for commit in removable(storage, rules, **context)
-        ]
-        if not args.dry_run:
-            retire(storage, rules, **context)
-        removals = [checkpoint.removal(args.dry_run) for checkpoint in chosen]
+        removals = _prune(store, rules, dry_run=args.dry_run)
     result = Result(
         directory=args.directory,
         dry_run=args.dry_run,
@@ -150,58 +135,50 @@ def run(args: argparse.Namespace, out: Console) -> int:
     return 0 if args.dry_run or all(removal.removed for removal in removals) else 1
 
 
-def _newest_whole(storage: Storage, tracked: int) -> int:
-    """Return the iteration that a load takes: `tracked`, or else the newest whole one below it.
+def _prune(store: Store, rules: Retention, *, dry_run: bool) -> list[Removal]:
+    """Remove what the agent of the newest run would remove, if this were its last commit."""
+    choice = choose(read_facts(store))
+    last = next((candidate.save for candidate in choice.candidates), None)
+    if last is None or choice.history is None or not choice.history.holds(last):
+        return []
+    # No job is alive, so no node waits for an end.
+    janitor = Janitor()
+    save = CommittedSave(
+        store=store,
+        iteration=last.iteration,
+        save_id=last.save_id,
+        history=choice.history,
+        rules=rules,
+        retain_interval=None,
+        previous=None,
+    )
+    chosen = janitor.removable(save)
+    if not dry_run:
+        janitor.tidy(save)
+    return [
+        _removal(named, files, {} if dry_run else _sizes(store, named), dry_run=dry_run)
+        for named, files in chosen
+    ]
 
-    A checkpoint is whole if it has a valid manifest and all its files, with their lengths.
-    """
-    below = [number for number in listing.committed_iterations(storage) if number < tracked]
-    for iteration in (tracked, *reversed(below)):
-        with contextlib.suppress(FlashCkptError):  # `ls` and `verify` report the reason
-            stored = listing.open_checkpoint(storage, iteration)
-            if not listing.damage(stored, set(storage.list(stored.directory))):
-                return iteration
-    return tracked
+
+def _sizes(store: Store, named: Save) -> dict[str, int]:
+    """Return the sizes of the files that a save still has."""
+    listed = store.list(file_names.iteration_dir(named.iteration))
+    return {
+        entry.name: entry.nbytes
+        for entry in listed
+        if entry.kind == "file" and file_names.save_of(entry.name) == named.save_id
+    }
 
 
-class _Chosen:
-    """Checkpoint to remove, with the bytes of its files."""
-
-    def __init__(
-        self, storage: Storage, iteration: int, save_id: str, *, hidden: bool = False
-    ) -> None:
-        self._storage = storage
-        self._iteration = iteration
-        self._save_id = save_id
-        self._hidden = hidden
-        """True if its manifest was moved away; the directory may have that of another save."""
-        self._nbytes = sum(self._sizes())
-
-    def removal(self, dry_run: bool) -> Removal:
-        """Return what was removed, or what would be removed."""
-        left = [] if dry_run else self._sizes()
-        return Removal(
-            iteration=self._iteration,
-            save_id=self._save_id,
-            nbytes=self._nbytes,
-            freed_nbytes=self._nbytes - sum(left),
-            removed=not dry_run and not left,
-        )
-
-    def _sizes(self) -> list[int]:
-        """Return the sizes of the files that a removal deletes."""
-        directory = file_names.iteration_dir(self._iteration)
-        names = [
-            name
-            for name in self._storage.list(directory)
-            if file_names.save_id_of(name) == self._save_id
-            or (name == file_names.MANIFEST and not self._hidden)
-        ]
-        sizes = for_all(self._size, [f"{directory}/{name}" for name in names])
-        return [size for size in sizes if size is not None]
-
-    def _size(self, path: str) -> int | None:
-        return self._storage.size(path) if self._storage.kind(path) == "file" else None
+def _removal(named: Save, files: SaveFiles, left: dict[str, int], *, dry_run: bool) -> Removal:
+    return Removal(
+        iteration=named.iteration,
+        save_id=named.save_id,
+        nbytes=sum(files.sizes.values()),
+        freed_nbytes=max(0, sum(files.sizes.values()) - sum(left.values())),
+        removed=not dry_run and not left,
+    )
 
 
 def _print(result: Result, out: Console) -> None:

@@ -85,12 +85,12 @@ def rows(
         past: the history.
         reasons: rules that keep a checkpoint, by iteration.
     """
-    stored = {entry.commit.save_id: entry for entry in entries if entry.commit is not None}
+    stored = {entry.commit.save_id for entry in entries if entry.commit is not None}
     by_iteration = {entry.iteration: entry for entry in entries}
     result = []
-    for entry in stored.values():
-        commit = entry.commit
-        assert commit is not None
+    for entry in entries:
+        if (commit := entry.commit) is None:
+            continue
         result.append(
             Row(
                 iteration=commit.iteration,

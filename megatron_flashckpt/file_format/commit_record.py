@@ -12,7 +12,6 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
-from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Placement, TemplateItem
 
@@ -49,10 +48,6 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of the model that training code on this rank has reported."""
     cost: RankCost | None = None
     """Timings of the save; None if the trainer died before it reported them."""
-    differing: tuple[str, ...] = ()
-    """Keys of tensors whose copy on this rank is known to differ from other ranks' copies."""
-    sums: tuple[CopySum, ...] | None = None
-    """Sums of this rank's copies of tensors. None: copies are not compared in this save."""
 
 
 def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:

@@ -21,6 +21,8 @@ TRACKED = f"{OWN}/tracker.json"
 HISTORY = f"{OWN}/history.jsonl"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
+#: Objects with which starts check the store; the janitor removes those of killed starts.
+PROBES = f"{OWN}/probes"
 #: The table of contents of format 1.
 MANIFEST_OF_FORMAT_1 = "manifest.json"
 #: The last commit that reads format 1, and converts it into Megatron's own formats.
@@ -163,6 +165,11 @@ def ends_in(names: Iterable[str]) -> list[str]:
     parsed = {save: parse_save(save) for save in saves}
     known = [(where, save) for save, where in parsed.items() if where is not None]
     return [save for _, save in sorted(known, reverse=True)]
+
+
+def is_record_name(name: str) -> bool:
+    """Return whether `name` has the form of `record_name`."""
+    return _RECORD.fullmatch(name) is not None
 
 
 def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str, range]:

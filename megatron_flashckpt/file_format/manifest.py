@@ -24,7 +24,6 @@ from megatron_flashckpt.file_format.commit_record import (
 from megatron_flashckpt.file_format.file_names import parse_save, shard_name
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.file_format.shard_file import refuse_other_version
-from megatron_flashckpt.layout.copies import compared
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.save_cost import SaveCost, combine
 from megatron_flashckpt.layout.template import Placement, Template, TemplateItem, placement_length
@@ -75,10 +74,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
-    differing: tuple[str, ...] = ()
-    """Keys of tensors whose copies differ between ranks (see `copies`)."""
-    compared: bool = False
-    """True if the copies of all ranks were compared in this save."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -148,7 +143,6 @@ def merge(
                 for item in decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
-    differing, is_compared = compared(records)
     metrics: dict[str, float] = {}
     for record in reversed(ordered):
         metrics |= record.metrics
@@ -178,8 +172,6 @@ def merge(
             sum(record.nbytes for record in ordered),
             committed_at or 0.0,
         ),
-        differing=tuple(sorted(differing)),
-        compared=is_compared,
         common_digest=common_digest,
         keys=tuple(keys),
         templates=templates,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.copies import is_copy
+from megatron_flashckpt.layout.copies import CopyPlace, copy_kind, split
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.template import Source, pieces_of
 
@@ -23,6 +23,8 @@ _WHOLE = (WEIGHT, BUFFER)
 #: An outline has 2**axes corners per box; models shard along four axes at most.
 _MAX_CUT_AXES = 10
 
+_Name = tuple[str, str, CopyPlace | None]
+"""Kind, key, and place of the copy."""
 _Box = tuple[Shape, Shape]
 """Offset and shape."""
 _Runs = dict[_Box, list[tuple[int, int, int]]]
@@ -32,7 +34,7 @@ _DERIVED = frozenset(("BF16", "F16"))
 
 
 class _Tensor:
-    """The stored pieces of all ranks for one kind and key."""
+    """The stored pieces of all ranks for one kind, key and copy."""
 
     def __init__(self) -> None:
         self.shapes: set[Shape] = set()
@@ -79,11 +81,11 @@ def tally(pieces: Iterable[Piece], wanted: Iterable[tuple[str, str, Shape]]) -> 
 def incomplete(sources: Iterable[Source]) -> list[str]:
     """Return one line per tensor that is not stored exactly once; empty if all tensors are.
 
-    The ranges of every box must tile the box, and the boxes of a tensor must tile the tensor. Rank
-    state is exempt from the second rule: every rank has a box of its own size. Copies other than
-    the main copy may be missing, because a load then uses the main copy.
+    The ranges of every box must tile the box, and the boxes of a tensor must tile the tensor, in
+    each copy of it. Rank state is exempt from the second rule: every rank has a box of its own
+    size.
     """
-    tensors: dict[tuple[str, str], _Tensor] = defaultdict(_Tensor)
+    tensors: dict[_Name, _Tensor] = defaultdict(_Tensor)
     problems = []
     for source in sources:
         for piece in pieces_of(source.template, source.placement):
@@ -92,14 +94,17 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
             except LayoutError as error:
                 problems.append(f"rank {source.rank}: {error}")
                 continue
-            if is_copy(piece.kind):
-                continue
-            tensors[piece.kind, piece.key].add(piece, source.rank)
-    for (kind, key), tensor in sorted(tensors.items()):
-        same_key = [tensors.get((each, key), _Tensor()) for each in (WEIGHT, MASTER)]
+            place, main = split(piece)
+            tensors[main.kind, main.key, place].add(main, source.rank)
+    for kind, key, place in sorted(tensors, key=str):
+        tensor = tensors[kind, key, place]
+        same_key = [tensors.get((each, key, place), _Tensor()) for each in (WEIGHT, MASTER)]
         problem = _problem(kind, tensor, *same_key)
         if problem is not None:
-            problems.append(f"{kind}/{key}: {problem}")
+            name = f"{kind}/{key}"
+            if place is not None:
+                name = f"{copy_kind(kind)}/{key}: the copy at {place.offset}"
+            problems.append(f"{name}: {problem}")
     return problems
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import ANOTHER, MissingStateError
+from megatron_flashckpt.layout.copies import row_axis
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.exact_match import NOTHING_STORED, StoredPieces
 from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, UNUSED, WEIGHT, Piece, Shape
@@ -196,8 +197,13 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
         return None
     if (piece.global_shape, piece.dtype) in variants:
         return piece.global_shape
+    rows = row_axis(piece.kind)
+
+    def row_of(shape: Shape) -> Shape:
+        return shape[:rows] + shape[rows + 1 :]
+
     for shape, dtype in variants:
-        if resizable and dtype == piece.dtype and shape[1:] == piece.global_shape[1:]:
+        if resizable and dtype == piece.dtype and row_of(shape) == row_of(piece.global_shape):
             return shape
     return None
 

@@ -44,8 +44,6 @@ def load(request: LoadRequest, source: CheckpointSource) -> LoadedCheckpoint:
         report = source.fill(plan, reader)
     run_and_agree(plan.finish)
     hit("load.filled")
-    # The next save stores all copies of these tensors.
-    request.model_state.differing_keys |= source.job.differing
     return LoadedCheckpoint(source.origin, side, report)
 
 

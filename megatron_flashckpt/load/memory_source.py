@@ -26,7 +26,6 @@ from megatron_flashckpt.collectives import (
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
@@ -130,7 +129,6 @@ def open_memory(checkpoint: MemoryCheckpoint, config: Config) -> MemorySource:
             for number, description in enumerate(descriptions)
         ],
         [description.saved_at for description in descriptions],
-        compared(descriptions)[0],
     )
     host = reports[this_rank()].host
     neighbours = {n for n, report in enumerate(reports) if report.slot and report.host == host}
@@ -163,8 +161,6 @@ class _Description(NamedTuple):
     placement: Placement
     saved_at: Coordinates
     """Coordinates of the rank at the time of the save."""
-    differing: tuple[str, ...]
-    sums: tuple[CopySum, ...] | None
 
 
 class _Report(NamedTuple):
@@ -192,8 +188,6 @@ def _described(
         len(items),
         meta.placement,
         meta.coordinates,
-        meta.differing,
-        meta.sums,
     )
     return (slot, items), _Report(description, now_at, host)
 

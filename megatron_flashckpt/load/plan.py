@@ -23,7 +23,7 @@ from megatron_flashckpt.collectives import (
     world_size,
 )
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.copies import copy_kind
+from megatron_flashckpt.layout.copies import as_copy, is_copy
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.read_plan import (
     ReadPlan,
@@ -35,7 +35,6 @@ from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
 from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
@@ -96,12 +95,11 @@ def plan_load(
     """
     planner = _RankPlanner(request, job, stored_words)
     planned, findings = run_and_gather(lambda: planner.plan(param_groups, state_types))
-    unexpected, replaced = _agreed_names(planner, job, planned, findings)
+    unexpected = _unexpected(planner, job, planned, findings)
     _raise_missing(request, job, findings, unexpected)
     raise_agreed([finding.refusal for finding in findings], planned.refusal)
     if this_rank() == 0:
         _log_lenience(job, findings, unexpected)
-        _log_replaced(job, replaced, same_tensor_ranks=planner.has_same_tensor_ranks)
     assert planned.plan is not None
     return planned.plan
 
@@ -114,8 +112,6 @@ class _RankPlan:
     names: Names
     """Kind and key of all tensors of this rank's model, read or derived from others."""
     refusal: Exception | None = None
-    replaced: frozenset[str] = frozenset()
-    """Keys of tensors for which the rank gets the main copy in place of its own copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +125,6 @@ class _Findings:
     """Requested names that the checkpoint does not have."""
     refusal: ErrorReport | None = None
     """The reason, apart from differences, why the rank refuses the load."""
-    replaces: bool = False
-    """True if the rank gets the main copy of a tensor in place of its own copy."""
     resized: tuple[str, ...] = ()
     """Embeddings that lose rows of words, or get new ones."""
 
@@ -142,9 +136,9 @@ class _RankPlanner:
         self._request = request
         self._stored_words = stored_words
         self._job = job
-        self.has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
-        self._copies = job.copies if self.has_same_tensor_ranks else frozenset()
+        has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
+        self._copies = job.copies if has_same_tensor_ranks else {}
         optimizer_kinds = job.optimizer_kinds if request.optimizer else set()
         self._kinds = {WEIGHT, BUFFER} | optimizer_kinds
 
@@ -183,16 +177,19 @@ class _RankPlanner:
         partly = {f"{pieces[n].kind}/{pieces[n].key} (in part)" for n in plan.reads.absent}
         missing_names = shorten_list(sorted({*missing_names, *partly}))
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
-        replaced = self._replaced(wanted)
         return (
-            _RankPlan(plan, names, checked.error, replaced),
-            _Findings((), sees_unexpected, missing_names, checked.report, bool(replaced), changes),
+            _RankPlan(plan, names, checked.error),
+            _Findings((), sees_unexpected, missing_names, checked.report, changes),
         )
 
     def _resized(self, wanted: list[LocalPiece]) -> tuple[str, ...]:
         """Return one line for each embedding that would lose rows of words, or get new ones."""
         rows = {p.piece.key: p.piece.global_shape[0] for p in wanted if p.resizable}
-        stored = {key: shape[0] for _, key, _, shape in self._job.tensors if key in rows}
+        stored = {
+            key: shape[0]
+            for kind, key, _, shape in self._job.tensors
+            if key in rows and not is_copy(kind)
+        }
         return shorten_list(
             [
                 f"{WEIGHT}/{key}: {resized(rows[key], stored[key])}"
@@ -233,9 +230,8 @@ class _RankPlanner:
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
         if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
-        if local.copy and (piece.key, local.copy) in self._copies:
-            piece = msgspec.structs.replace(piece, kind=copy_kind(piece.kind, local.copy))
-        return piece
+        place = local.copy and self._copies.get((piece.key, local.copy.offset))
+        return piece if place is None else as_copy(piece, place)
 
     def _not_stored(self, names: Names) -> tuple[Names, Names]:
         """Return the names that are not stored: first those that no forward uses, then the rest."""
@@ -282,18 +278,6 @@ class _RankPlanner:
         copies = [(master.tensor, weight) for master, weight in masters]
         return LoadPlan(reads, pieces, targets, names, (*copies, *origins.values()))
 
-    def _replaced(self, wanted: list[LocalPiece]) -> frozenset[str]:
-        """Return the keys for which this rank gets the main copy in place of its own copy."""
-        return frozenset(
-            local.piece.key
-            for local in wanted
-            if local.piece.key in self._job.differing
-            and (
-                not self.has_same_tensor_ranks
-                or (local.copy and (local.piece.key, local.copy) not in self._copies)
-            )
-        )
-
     def expects(self, name: tuple[str, str], names: Names) -> bool:
         """Return whether a stored tensor is among `names`, or no rank needs to read it."""
         kind, key = name
@@ -329,24 +313,20 @@ def _masters_of(
                 break
 
 
-def _agreed_names(
+def _unexpected(
     planner: _RankPlanner, job: SavedJob, planned: _RankPlan, findings: list[_Findings]
-) -> tuple[set[str], set[str]]:
-    """Return the stored tensors that no rank expects, and the keys whose copies are replaced.
+) -> set[str]:
+    """Return the stored tensors that no rank expects, as `kind/key`.
 
     Collective; costs nothing if no rank reports one. A tensor that one rank does not expect may
     belong to another rank, so every rank sends one flag for each stored name.
     """
-    if not any(finding.sees_unexpected or finding.replaces for finding in findings):
-        return set(), set()
-    names, keys = sorted(job.names), sorted(job.differing)
-    flags = reduce_flags(
-        [planner.expects(name, planned.names) for name in names]
-        + [key in planned.replaced for key in keys]
-    )
-    expected, replaced = flags[: len(names)], flags[len(names) :]
+    if not any(finding.sees_unexpected for finding in findings):
+        return set()
+    names = sorted(job.names)
+    expected = reduce_flags([planner.expects(name, planned.names) for name in names])
     unexpected = itertools.compress(names, (not is_expected for is_expected in expected))
-    return {f"{kind}/{key}" for kind, key in unexpected}, set(itertools.compress(keys, replaced))
+    return {f"{kind}/{key}" for kind, key in unexpected}
 
 
 def _raise_missing(
@@ -380,19 +360,3 @@ def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]
             ", ".join(sorted(missing)) or "none",
             ", ".join(sorted(unexpected)) or "none",
         )
-
-
-def _log_replaced(job: SavedJob, keys: set[str], *, same_tensor_ranks: bool) -> None:
-    if not keys:
-        return
-    reason = "the tensor parallel size has changed"
-    if same_tensor_ranks:
-        reason = "no other copies were saved"
-    logger.warning(
-        "%s: ranks held different copies of %s, which should be equal. All ranks now get the "
-        "first copy of each, because %s: training continues as from one of Megatron's own "
-        "checkpoints, not bit for bit",
-        job.place,
-        named(keys),
-        reason,
-    )

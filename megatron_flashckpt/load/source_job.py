@@ -12,7 +12,7 @@ import torch
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.layout.copies import is_copy, split_kind
+from megatron_flashckpt.layout.copies import CopyPlace, is_copy, place_of
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
@@ -36,8 +36,6 @@ class SavedJob:
     """Name of the checkpoint in messages."""
     sources: list[Source]
     coordinates: list[Coordinates]
-    differing: frozenset[str] = frozenset()
-    """Keys of tensors whose copies differed between these ranks."""
 
     @property
     def model_sizes(self) -> tuple[int, int, int]:
@@ -127,23 +125,19 @@ class SavedJob:
         return StoredStates(self)
 
     @functools.cached_property
-    def copies(self) -> frozenset[tuple[str, str]]:
-        """Key and copy (`Geometry.copy`) of all copies stored in addition to the main ones.
-
-        Incomplete copies are left out: nodes may have learned at different saves that the copies of
-        a tensor differ.
-        """
-        stored: dict[str, dict[str, dict[str, int]]] = {}
-        for (kind, key, *_), numel in self.tensors.items():
-            kind, copy = split_kind(kind)
-            kinds = stored.setdefault(key, {}).setdefault(copy, {})
-            kinds[kind] = kinds.get(kind, 0) + numel
-        return frozenset(
-            (key, copy)
-            for key, copies in stored.items()
-            for copy, kinds in copies.items()
-            if copy and kinds == copies.get("")
-        )
+    def copies(self) -> dict[tuple[str, Shape], CopyPlace]:
+        """Places of all copies stored in addition to the main ones, by key and offset."""
+        items: dict[int, list[TemplateItem]] = {}
+        places: dict[tuple[str, Shape], CopyPlace] = {}
+        for source in self.sources:
+            template = source.template
+            if id(template) not in items:  # a weight, its master and its moments have one place
+                of_places = {item.placed_at: item for item in template.items if is_copy(item.kind)}
+                items[id(template)] = list(of_places.values())
+            for item in items[id(template)]:
+                place = place_of(item.global_shape, source.placement[item.place])
+                places[item.key, place.offset] = place
+        return places
 
     def pieces_of_rank(self, rank: int | None) -> StoredPieces:
         """Return the pieces that only `rank` stores; empty if `rank` is None."""

@@ -85,5 +85,4 @@ def _manifest_and_common_state(store: Store, save: Save) -> tuple[bytes, bytes]:
 def _decoded(store: Store, save: Save, encoded: bytes) -> tuple[StoredCheckpoint, SavedJob]:
     stored = StoredCheckpoint(store, save, encoded)
     coordinates = [shard.coordinates for shard in stored.manifest.shards]
-    differing = frozenset(stored.manifest.differing)
-    return stored, SavedJob(stored.place, stored.sources(), coordinates, differing)
+    return stored, SavedJob(stored.place, stored.sources(), coordinates)

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
@@ -23,8 +24,8 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """True if other code than `optimizer.step()` may change the tensor."""
     resizable: bool = False
     """True if the stored global shape may differ (padded vocabulary)."""
-    copy: str = ""
-    """Name of this rank's copy of the tensor; empty for the main copy (`Geometry.copy`)."""
+    copy: CopyPlace | None = None
+    """In a load: place of the copy that this rank had saved (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
     """A non-contiguous tensor and its contiguous copy; `source` is a view of the copy."""
     start: int = 0
@@ -64,14 +65,13 @@ def cut(
     parts = geometry.parts(kind, tensor.dtype, start, end)
     flattened = flat(tensor)
     if len(parts) == 1 and parts[0].end - parts[0].start == flattened.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, flattened, early, geometry.resizable, geometry.copy)]
+        return [LocalPiece(parts[0].piece, flattened, early, geometry.resizable)]
     return [
         LocalPiece(
             part.piece,
             flattened[part.start - start : part.end - start],
             early,
             geometry.resizable,
-            geometry.copy,
         )
         for part in parts
     ]
@@ -84,15 +84,15 @@ def to_fill(
 
     `LoadPlan.finish` copies filled copies back into non-contiguous tensors.
     """
-    if tensor.is_contiguous():
-        return cut(geometry, kind, tensor, start, end)
-    refuse_shared_elements(geometry.name, tensor)
-    # Flattening would copy, so the load fills a copy, which is copied back afterwards.
-    copied = tensor.contiguous()
-    return [
-        msgspec.structs.replace(local, origin=(tensor, copied))
-        for local in cut(geometry, kind, copied, start, end)
-    ]
+    origin = None
+    if not tensor.is_contiguous():
+        refuse_shared_elements(geometry.name, tensor)
+        # Flattening would copy, so the load fills a copy, which is copied back afterwards.
+        origin = tensor, tensor.contiguous()
+    filled = cut(geometry, kind, tensor if origin is None else origin[1], start, end)
+    if origin is None and geometry.copy is None:
+        return filled
+    return [msgspec.structs.replace(local, origin=origin, copy=geometry.copy) for local in filled]
 
 
 def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:

@@ -56,9 +56,9 @@ def _geometry(
         module = modules[f"{match['layers']}.{match['index']}"]
         layer = Layer(module.layer_number - 1, args.num_layers)
     rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     sharding = None
     if getattr(parameter, "tensor_model_parallel", False):
-        size = parallel_state.get_tensor_model_parallel_world_size()
         sharding = Sharding(parameter.partition_dim, size, rank, parameter.partition_stride)  # type: ignore[attr-defined]
     return geometry(
         name,
@@ -66,6 +66,6 @@ def _geometry(
         layer=layer,
         sharding=sharding,
         swiglu=bool(getattr(args, "swiglu", False)),
-        tensor_rank=rank,
+        tensor_rank=(rank, size),
         replica=parallel.data_parallel()[1],
     )

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.megatron_lm import legacy_geometry, parallel
 from megatron_flashckpt.megatron_lm.compat import takes
@@ -34,6 +35,8 @@ from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
 #: Characters of an error text of Megatron that are quoted; an assertion may list all names.
 _LONG = 300
+#: Megatron numbers the main copies 0 over pipeline stages, and the copy of a later stage 1.
+_STAGES = 2
 _form_of = operator.attrgetter("shape", "dtype")
 
 
@@ -91,12 +94,6 @@ class ModelGeometry:
         """Keys of the global tensors for which this rank has a frozen parameter."""
         frozen = (geo for parameter, geo in self.parameters if not parameter.requires_grad)
         return frozenset(run.key for geo in frozen for run in geo.runs)
-
-    @functools.cached_property
-    def copied_keys(self) -> frozenset[str]:
-        """Keys of the global tensors for which this rank has a copy other than the main copy."""
-        geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
-        return frozenset(run.key for geo in geometries if geo.copy for run in geo.runs)
 
     def buffer_tensors(self, chunks: list[Any]) -> list[tuple[Geometry, torch.Tensor]]:
         """Return the live buffers of `chunks`, each with its geometry.
@@ -288,7 +285,7 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
         main=main,
         replica=replica_id[-1],
         resizable=isinstance(entry, ShardedTensor) and entry.allow_shape_mismatch,
-        copy="" if main else _copy(name == entry.key, *replica_id[:-1]),
+        copy=None if main else _copy(name, replica_id),
     )
 
 
@@ -316,18 +313,27 @@ def _reduced_as_dense(geometry: Geometry) -> Geometry:
     expert_count, expert_index = parallel.expert_data_parallel()
     if geometry.replica != expert_index or not geometry.main:
         return geometry  # of a dense parameter, or of a duplicate by its own numbers
-    copy = expert_index % (expert_count // count)
-    return dataclasses.replace(
-        geometry, main=copy == 0, replica=index, copy="" if copy == 0 else f"0.{copy}"
-    )
+    number = expert_index % (expert_count // count)
+    copy = None if number == 0 else _copy(geometry.name, (0, number, index))
+    return dataclasses.replace(geometry, main=number == 0, replica=index, copy=copy)
 
 
-def _copy(is_under_own_name: bool, stage: int, *others: int) -> str:
-    """Return the name of a copy; all copies of one box have different names.
+def _copy(name: str, replica_id: tuple[int, ...]) -> CopyPlace | None:
+    """Return the place of a copy; None if Megatron keeps the copy equal to the main one.
 
-    A later stage may have two copies of tied embeddings: one of the output layer, and one of
-    multi-token prediction. Megatron gives both the same number. Only the second copy is listed
-    under the embedding's own name.
+    On later stages these are word embeddings. Megatron adds up their gradients over its embedding
+    group. The stage of multi-token prediction has such a copy and may be outside of that group.
+
+    Args:
+        replica_id: numbers of the copy over stages, tensor ranks and data-parallel replicas.
     """
-    number = stage + 1 if stage and is_under_own_name else stage
-    return ".".join(map(str, (number, *others)))
+    numbers, counts = replica_id[:-1], (_STAGES, parallel.tensor_ranks())
+    if len(numbers) != len(counts) or any(map(operator.ge, numbers, counts)):
+        raise UnsupportedError(
+            f"{name}: its replica_id {replica_id} in the sharded state dict is not (stage, tensor "
+            f"rank, replica) with numbers below {counts}; give it one, or keep Megatron's own "
+            "checkpointing for this job"
+        )
+    if numbers[0] and parallel.is_in_embedding_group():
+        return None
+    return CopyPlace(numbers, counts)

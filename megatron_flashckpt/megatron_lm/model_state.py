@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.config import Replicated, ShareOut, Weights
-from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape, spread_over_nodes
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.repeats import Repeat
-from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT
 from megatron_flashckpt.megatron_lm.written_pieces import PieceCollector, Share, own_pieces
 
@@ -36,10 +34,6 @@ class ModelState:
         """Keys under which any rank has FP8 or FP4 parameters (`note_keys`)."""
         self.frozen_keys: frozenset[str] = frozenset()
         """Keys under which any rank has frozen parameters, with `derives_all` (`note_keys`)."""
-        self.copied_keys: frozenset[str] = frozenset()
-        """Keys of the tensors that may have copies on several ranks."""
-        self.differing_keys: frozenset[str] = frozenset()
-        """Keys of the tensors whose copies are known to differ; a save writes all these copies."""
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
@@ -113,12 +107,10 @@ class ModelState:
         optimizer: Any,
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
     ) -> list[LocalPiece]:
-        """Return the pieces that this rank writes. All ranks together write every element once.
+        """Return the pieces that this rank writes. All ranks together write every copy once.
 
         With the distributed optimizer a rank writes the weights whose masters it owns. These are
         up to date on this rank, even while an overlapped all-gather refreshes the other weights.
-
-        Copies that are known to differ are included, each exactly once, under separate kinds.
 
         Args:
             geometry: geometry of `chunks`, requested in this save.
@@ -126,62 +118,8 @@ class ModelState:
         """
         # An estimate adds tensors that the optimizer does not have yet; `Repeat` cannot find these.
         repeats = tensors_of is OptimizerEntry.tensors
-        pieces = self._written(
-            geometry, chunks, optimizer, tensors_of, lambda geo: geo.main, repeats=repeats
-        )
-        return pieces + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
-
-    @torch.no_grad()
-    def copies(
-        self,
-        geometry: ModelGeometry,
-        chunks: list[Any],
-        optimizer: Any,
-        keys: frozenset[str],
-        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
-    ) -> list[LocalPiece]:
-        """Return this rank's share of the copies other than the main copies (see `owned`).
-
-        Args:
-            keys: keys of the tensors whose copies are returned.
-        """
-        if keys.isdisjoint(geometry.copied_keys):
-            return []
-
-        def is_copy_of_keys(geo: Geometry) -> bool:
-            return bool(geo.copy) and any(run.key in keys for run in geo.runs)
-
-        return self._written(geometry, chunks, optimizer, tensors_of, is_copy_of_keys)
-
-    def differing_here(self, chunks: list[Any]) -> tuple[str, ...]:
-        """Return the keys for which this rank has a copy that is known to differ.
-
-        After a change of the tensor parallel size the result may be empty.
-        """
-        if not self.differing_keys:
-            return ()
-        return tuple(sorted(self.differing_keys & self.geometry(chunks).copied_keys))
-
-    def _written(
-        self,
-        geometry: ModelGeometry,
-        chunks: list[Any],
-        optimizer: Any,
-        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
-        is_written: Callable[[Geometry], bool],
-        *,
-        repeats: bool = False,
-    ) -> list[LocalPiece]:
-        """Return the pieces that this rank writes of the local tensors that `is_written` selects.
-
-        Args:
-            repeats: True if every call with True selects the same tensors; then a call may reuse
-                the enumeration of an earlier call.
-        """
         derived = self.derived(geometry, optimizer)
-        collector = PieceCollector(
-            self._replicated, self._share, geometry, derived, tensors_of, is_written
-        )
+        collector = PieceCollector(self._replicated, self._share, geometry, derived, tensors_of)
         pieces: list[LocalPiece] = []
         for sub, assigned in optimizer_state.parts(optimizer):
             known = geometry.repeats.get(sub) if repeats else None
@@ -197,8 +135,8 @@ class ModelState:
         collector.add_whole_weights(optimizer)
         pieces += collector.shares()
         for geo, tensor in geometry.buffer_tensors(chunks):
-            if is_written(geo) and geo.replica == 0:
-                kind = copy_kind(BUFFER, geo.copy)
+            if geo.is_saved and geo.replica == 0:
+                kind = geo.saved_kind(BUFFER)
                 pieces += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
         return pieces
 

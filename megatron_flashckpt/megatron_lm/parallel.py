@@ -28,9 +28,17 @@ def pipeline_parallel_group() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-def model_parallel_group() -> Any:
-    """Return the group of the ranks that together hold one replica of the model."""
-    return parallel_state.get_model_parallel_group()
+def tensor_ranks() -> int:
+    """Return the number of ranks that may hold copies of one tensor, of experts or other layers."""
+    ranks: int = parallel_state.get_tensor_model_parallel_world_size()
+    if hasattr(parallel_state, "get_expert_tensor_parallel_world_size"):  # since core 0.9
+        ranks = max(ranks, parallel_state.get_expert_tensor_parallel_world_size())
+    return ranks
+
+
+def is_in_embedding_group() -> bool:
+    """Return whether Megatron keeps this rank's word embeddings equal to those of other stages."""
+    return bool(parallel_state.is_rank_in_embedding_group(ignore_virtual=True))
 
 
 def data_parallel_group(*, with_context_parallel: bool = True) -> Any:

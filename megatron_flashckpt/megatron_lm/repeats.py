@@ -140,7 +140,6 @@ class Repeat:
         self._pieces: list[Piece] = []
         self._sources: list[int] = []
         self._resizable: list[bool] = []
-        self._copies: list[str] = []
         self._starts: list[int] = []
         self._ends: list[int | None] = []
         for entry, geometry, kinds, weight_kind in written:
@@ -158,7 +157,6 @@ class Repeat:
                     self._sources.append(source)
                     self._pieces.append(part.piece)
                     self._resizable.append(geometry.resizable)
-                    self._copies.append(geometry.copy)
 
     def _arranged(self, tensors: list[torch.Tensor]) -> list[LocalPiece]:
         """Return the pieces of `tensors`: all weights, then the tensors from `_tensors`."""
@@ -169,7 +167,7 @@ class Repeat:
                 map(tensors.__getitem__, self._sources),
                 itertools.repeat(False),
                 self._resizable,
-                self._copies,
+                itertools.repeat(None),
                 itertools.repeat(None),
                 self._starts,
                 self._ends,

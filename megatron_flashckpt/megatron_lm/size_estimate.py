@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.layout.copies import compared_numel
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -20,9 +19,6 @@ from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE, Optimiz
 
 #: Bytes of one piece in a plan, without its key and its axes.
 _PIECE_NBYTES = 256
-#: Prefix of the names of copies on the first pipeline stage. Other stages may have copies of whole
-#: embeddings. Megatron reduces their gradients, so no memory is reserved until they differ.
-_FIRST_STAGE = "0."
 #: Bytes reserved for a rank's side state, without the extra states of its modules.
 SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
@@ -35,20 +31,16 @@ class SizeEstimate:
     """Pieces to save, including those that the optimizer makes in its first step."""
     side_nbytes: int
     """Upper bound of the side state's size."""
-    copies: list[Piece]
-    """Copies of tensors that another tensor rank writes; saved only if the copies differ."""
-    compared_nbytes: int = 0
-    """Bytes of host memory for copies that the first save only compares."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces and copies and of the side state."""
-        return sum(piece.nbytes for piece in (*self.pieces, *self.copies)) + self.side_nbytes
+        """Bytes of all pieces and of the side state."""
+        return sum(piece.nbytes for piece in self.pieces) + self.side_nbytes
 
     @property
     def plan_nbytes(self) -> int:
         """Upper bound of the bytes of the plan, which names the bytes of each piece."""
-        return sum(_plan_nbytes(piece) for piece in (*self.pieces, *self.copies))
+        return sum(map(_plan_nbytes, self.pieces))
 
 
 def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> SizeEstimate:
@@ -60,16 +52,7 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> SizeEstimate
     geometry = state.geometry(chunks)
     owned = state.owned(geometry, chunks, optimizer, _tensors_after_step)
     side_nbytes = SIDE_NBYTES + side_state.extra_states_nbytes(chunks, geometry)
-    unsaved = geometry.copied_keys - state.differing_keys
-    unsaved_copies = state.copies(geometry, chunks, optimizer, unsaved, _tensors_after_step)
-    copies = [local.piece for local in unsaved_copies if local.copy.startswith(_FIRST_STAGE)]
-    compared = sum(_compared_nbytes(local.piece) for local in unsaved_copies)
-    return SizeEstimate([local.piece for local in owned], side_nbytes, copies, compared)
-
-
-def _compared_nbytes(piece: Piece) -> int:
-    numel = piece.end - piece.start
-    return piece.nbytes * compared_numel(piece) // numel if numel else 0
+    return SizeEstimate([local.piece for local in owned], side_nbytes)
 
 
 def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.copies import CopyPlace, as_copy, copy_kind, main_kind
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
@@ -61,22 +62,29 @@ class Geometry:
     """State-dict name, for messages."""
     runs: tuple[Run, ...]
     main: bool
-    """True if this rank is a writer: not a tensor-parallel or pipeline duplicate."""
+    """True if this rank has the main copy: not a tensor-parallel or pipeline duplicate."""
     replica: int
     """Position among the data-parallel replicas."""
     resizable: bool
     """True if Megatron lets the global shape differ (padded vocabulary)."""
-    copy: str = ""
-    """Name of this rank's copy of the tensor; empty for the main copy.
-
-    The name consists of the duplicate's numbers over pipeline stages and over tensor ranks. For
-    example, "0.1" is tensor rank 1's copy if the main copy is on tensor rank 0."""
+    copy: CopyPlace | None = None
+    """Place of this rank's copy of the tensor; None for the main copy, and for copies that Megatron
+    keeps equal to it, which are not saved. For example, tensor rank 1's copy has offset (0, 1)."""
     _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    def is_saved(self) -> bool:
+        """True if saves store this rank's copy."""
+        return self.main or self.copy is not None
+
+    def saved_kind(self, kind: str) -> str:
+        """Return the kind under which saves store this rank's copy."""
+        return kind if self.copy is None else copy_kind(kind)
+
     def parts(self, kind: str, dtype: torch.dtype, start: int, end: int) -> tuple[Part, ...]:
-        """Return local range `[start, end)` as pieces.
+        """Return local range `[start, end)` as pieces: of the main copy, or as `saved_kind` says.
 
         Pieces are independent of memory addresses, so all saves share them. Making 20,000 pieces
         anew took most of the time that a save of them blocked training.
@@ -88,6 +96,11 @@ class Geometry:
                 name = dtype_name(dtype)
             except LayoutError as error:
                 raise LayoutError(f"{self.name}: {error}") from None
-            of_run = (run.parts(kind, name, start, end) for run in self.runs)
-            parts = self._parts[request] = tuple(itertools.chain.from_iterable(of_run))
+            main = main_kind(kind)
+            of_run = (run.parts(main, name, start, end) for run in self.runs)
+            parts = tuple(itertools.chain.from_iterable(of_run))
+            if kind != main:
+                assert self.copy is not None
+                parts = tuple(part._replace(piece=as_copy(part.piece, self.copy)) for part in parts)
+            self._parts[request] = parts
         return parts

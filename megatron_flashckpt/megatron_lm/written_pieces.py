@@ -12,7 +12,6 @@ import torch
 
 from megatron_flashckpt.config import Replicated, ShareOut
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import WEIGHT, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state
@@ -52,7 +51,6 @@ class PieceCollector:
         share: returns this rank's share under such a policy, for expert or dense parameters.
         derived: ids of the parameters that are saved as masters only.
         tensors_of: returns the optimizer's tensors other than the weight, by kind.
-        is_written: selects the local tensors to write.
     """
 
     def __init__(
@@ -62,13 +60,11 @@ class PieceCollector:
         geometry: ModelGeometry,
         derived: set[int],
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
-        is_written: Callable[[Geometry], bool],
     ) -> None:
         self._policy = policy
         self._geometry = geometry
         self._derived = derived
         self._tensors_of = tensors_of
-        self._is_written = is_written
         self._share = functools.cache(share)  # Megatron's answers are slow
         self._streams: dict[Share, list[ReplicatedTensor]] = defaultdict(list)
 
@@ -82,19 +78,20 @@ class PieceCollector:
 
         Replicated tensors are added to streams, for `shares`.
         """
-        geometry_of, is_written, tensors_of = self._geometry_of, self._is_written, self._tensors_of
+        geometry_of, tensors_of = self._geometry_of, self._tensors_of
         written: list[WrittenEntry] = []
         for entry in entries:
             geo = geometry_of.get(id(entry.parameter))
             if geo is None:
                 raise _outside_model(entry)
             tensors = tensors_of(entry)
-            if not is_written(geo):
+            if not geo.is_saved:
                 tensors = {}
-            tensors = {copy_kind(kind, geo.copy): tensor for kind, tensor in tensors.items()}
+            elif geo.copy is not None:
+                tensors = {geo.saved_kind(kind): tensor for kind, tensor in tensors.items()}
             if entry.sharded:
-                has_weight = is_written(geo) and id(entry.parameter) not in self._derived
-                weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
+                has_weight = geo.is_saved and id(entry.parameter) not in self._derived
+                weight_kind = geo.saved_kind(WEIGHT) if has_weight else None
                 if not entry.main:  # another instance writes the tensors; listed for `Repeat`
                     tensors, weight_kind = {}, None
                 written.append(WrittenEntry(entry, geo, tensors, weight_kind))
@@ -123,9 +120,9 @@ class PieceCollector:
                     "cannot be saved; train it and save the optimizer, or start without "
                     "--fp8-param-gather and --fp4-param-gather"
                 )
-            if self._is_written(geo):
+            if geo.is_saved:
                 expert = optimizer_state.is_expert(parameter)
-                weight = ReplicatedTensor(geo, copy_kind(WEIGHT, geo.copy), parameter)
+                weight = ReplicatedTensor(geo, geo.saved_kind(WEIGHT), parameter)
                 self._streams[self._share(self._policy.weight, expert)].append(weight)
 
     def shares(self) -> list[LocalPiece]:

@@ -198,7 +198,7 @@ class PinnedSlab:
             return
         try:
             fd = os.open(self._lock_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # a cleaner has removed it; the agent restores it
+        except OSError:  # a cleaner has removed it
             yield not self._ended.is_set()
             return
         try:

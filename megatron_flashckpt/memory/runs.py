@@ -34,16 +34,6 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class UnsavedCopies:
-    """Copies outside the slab: data that a save checks but does not store."""
-
-    copies: list[Copy]
-    """Offsets count from the start of `content`."""
-    content: torch.Tensor
-    """Memory for the copies, flat uint8."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """Adjacent pieces of one element type, and their bytes in the slab."""
 

@@ -39,6 +39,8 @@ class Slab:
         #: True while another process may write to slots without a complete checkpoint; this process
         #: must not save into the slab then.
         self.read_only = False
+        #: Those other processes, as the agent names them.
+        self.formers: tuple[tuple[int, int], ...] = ()
         #: Bytes in pages of 2 MiB, as far as `populate` knows; the rest is in pages of 4 KiB.
         self.huge_nbytes = 0
         forks.close_in_children(self)

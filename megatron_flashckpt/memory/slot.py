@@ -22,7 +22,6 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.run_object import Ancestors
-from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.template import Placement, Template
 
 _T = TypeVar("_T")
@@ -82,9 +81,6 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     retention: Retention = Retention()
     metrics: dict[str, float] = {}
     """Metrics of the model that training code on this rank has reported."""
-    differing: tuple[str, ...] = ()
-    sums: tuple[CopySum, ...] | None = None
-    """As in `CommitRecord`. In a STAGING slot the sums are placeholders of the final size."""
 
 
 SlotMeta = _Meta[Template]

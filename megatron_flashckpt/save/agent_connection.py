@@ -8,9 +8,9 @@ import os
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
-from megatron_flashckpt.agent.socket_dir import agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.run_object import RunObject
@@ -85,7 +85,7 @@ class AgentConnection:
     def has_living_agent(self) -> bool:
         """Return whether this node has an agent, though this rank may not be connected to it."""
         try:
-            return holder(agent_directory(self._root, self._config.runtime_dir)) is not None
+            return place_of(self._root, self._config.runtime_dir).listener() is not None
         except OSError:  # an AgentError is one
             return True
 
@@ -150,8 +150,7 @@ class AgentConnection:
         that the run does not have.
         """
         try:
-            directory = agent_directory(self._root, self._config.runtime_dir)
-            if self._client is None and holder(directory) is None:
+            if self._client is None and not self.has_living_agent():
                 return ""
             return held_memory(self.client(), wait_s)
         except OSError:  # includes AgentError; the caller must reach its next collective

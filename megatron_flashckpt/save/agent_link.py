@@ -137,7 +137,7 @@ class NodeLink:
         """Begin to page-lock the slab: for the copies of saves, and of a load after a restart."""
         client = self._connection.current
         if self._config.pinned and self._device is not None and client is not None:
-            self.stager.pin(client.directory, hurry=hurry)
+            self.stager.pin(client.log.parent, hurry=hurry)
 
     def _prepare(self, nbytes: int | None, plan_nbytes: int) -> None:
         try:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_flashckpt.agent import runs
 from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.history import PastStart
 from megatron_flashckpt.catalog.lineage import Facts, Save
 from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
@@ -28,7 +30,6 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
-from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
@@ -71,9 +72,12 @@ class _PlannedSave:
 
     pieces: list[LocalPiece]
     """In layout order."""
-    comparison: Comparison | None
     layout: Layout
     slot: Slot
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 class Checkpointer:
@@ -109,9 +113,8 @@ class Checkpointer:
         self._start_id: str | None = None
         #: The run that the agent of this rank was told.
         self._told: RunObject | None = None
-        copy_check = CopyCheck(self.model_state, self.rank)
-        self.planner = Planner(self.rank, self.world_size, self.link, self.model_state, copy_check)
-        self.saves = PendingSaves(self.root, self.rank, self.link, copy_check)
+        self.planner = Planner(self.rank, self.world_size, self.link, self.model_state)
+        self.saves = PendingSaves(self.root, self.rank, self.link)
         self._slots = SlotAcquisition(
             *(self.root, self.rank, self.world_size, config),
             *(self.link, self.model_state, self.saves),
@@ -131,18 +134,19 @@ class Checkpointer:
             OtherWriterError: another run trains there; nothing was changed.
         """
         if not self._has_waited:
-            run_on_rank_0(self._await_end)
+            self._start_id = run_on_rank_0(self._await_end)
             self._has_waited = True
 
-    def _await_end(self) -> None:
+    def _await_end(self) -> str:
         if self.run.name is not None:
             self._admission.allow(self.run.name)
         self._admission.await_end()
+        return _new_id()
 
     def agree(self) -> str:
         """Return an id of this start of the job, chosen by rank 0 in the first call. Collective."""
         if self._start_id is None:
-            self._start_id = broadcast_object(uuid.uuid4().hex[:8])
+            self._start_id = broadcast_object(_new_id())
         return self._start_id
 
     def open_run(
@@ -201,6 +205,7 @@ class Checkpointer:
         run = runs.new_run(save, ancestors, source, self.world_size)
         opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
         runs.grant_wish(self._admission.store, opened, facts)
+        history.append(self._admission.store, PastStart.of(opened), self.config.history)
         return opened
 
     def _begin_run(self, opened: RunObject) -> None:
@@ -324,8 +329,7 @@ class Checkpointer:
             UnsupportedError: as `save`; the other ranks are informed.
         """
         try:
-            pieces, comparison = self.planner.enumerated(request)
-            return self._place(request, pieces, comparison, save_id)
+            return self._place(request, self.planner.enumerated(request), save_id)
         except Exception as error:
             if isinstance(error, UnsupportedError) or not isinstance(error, FlashCkptError):
                 self._withdraw(request, save_id, error)
@@ -361,11 +365,7 @@ class Checkpointer:
         return request.blocking or self.config.staging == "blocking"
 
     def _place(
-        self,
-        request: SaveRequest,
-        pieces: list[LocalPiece],
-        comparison: Comparison | None,
-        save_id: str,
+        self, request: SaveRequest, pieces: list[LocalPiece], save_id: str
     ) -> _PlannedSave | _SkipReason:
         """Plan and acquire a slot; if the agent is gone, from its successor."""
         may_skip = self._may_skip(request)
@@ -374,8 +374,7 @@ class Checkpointer:
                 layout = self.planner.layout(pieces)
                 with phase("acquire slot"):
                     slot = self._slots.acquire(
-                        *(request, layout, comparison, save_id, self.run.ancestors),
-                        may_skip=may_skip,
+                        *(request, layout, save_id, self.run.ancestors), may_skip=may_skip
                     )
             except AgentRefusedError:
                 raise  # the agent still holds earlier saves, which another agent would not have
@@ -386,7 +385,7 @@ class Checkpointer:
             else:
                 if slot is None:
                     return _SkipReason.BUSY
-                return _PlannedSave(pieces, comparison, layout, slot)
+                return _PlannedSave(pieces, layout, slot)
         raise AssertionError
 
     def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> CopyFigures:
@@ -399,7 +398,6 @@ class Checkpointer:
             slot=plan.slot,
             header=plan.slot.header,
             layout=plan.layout,
-            comparison=plan.comparison,
             recorder=recorder,
             plan=self.planner.take_origin(),
             memory_only=request.memory_only,
@@ -418,9 +416,7 @@ class Checkpointer:
                 )
                 for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
             ]
-        if plan.comparison is None:
-            return self.link.stager.stage(copies, hand_over)
-        return self.link.stager.stage(copies, hand_over, plan.comparison.unsaved)
+        return self.link.stager.stage(copies, hand_over)
 
     # ------------------------------------------------------------------ after a save
 

@@ -17,7 +17,6 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout
-from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.tracing import Recorder, phase
@@ -40,7 +39,6 @@ class HandOver:
     header: SlotHeader
     """The slot's header during the copies."""
     layout: Layout
-    comparison: Comparison | None
     recorder: Recorder
     plan: PlanOrigin
     memory_only: bool
@@ -89,8 +87,6 @@ class HandOver:
 
     def _mark_staged(self) -> None:
         """Write the header last: its state promises the agent that all other bytes are complete."""
-        if self.comparison is not None:
-            self.comparison.write(self.slot, self.layout)
         state = SlotState.KEPT if self.memory_only else SlotState.STAGED
         self.slot.set_header(msgspec.structs.replace(self.header, state=state))
         hit("stage.staged")

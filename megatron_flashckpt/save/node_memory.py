@@ -33,15 +33,13 @@ class Need:
     limits: tuple[Limit, ...]
     process_limits: tuple[ProcessLimit, ...] = ()
     agent: str = ""
-    """Directory of the agent of this rank; ranks of one host may have several."""
+    """Socket of the agent of this rank; ranks of one host may have several agents."""
     holder: str = ""
     """Memory that the agent holds already, and for which ranks; empty if unknown."""
-    compared_nbytes: int = 0
-    """Bytes of copies that the first save compares outside of its slot."""
 
     @property
     def nbytes(self) -> int:
-        return self.slab_nbytes + self.held_nbytes + self.compared_nbytes
+        return self.slab_nbytes + self.held_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +54,10 @@ class SharedLimit:
     left_nbytes: int
     """Bytes that the limit leaves: the smallest value that one of the ranks has read."""
     holders: tuple[str, ...] = ()
-    compared_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.slab_nbytes + self.held_nbytes + self.compared_nbytes
+        return self.slab_nbytes + self.held_nbytes
 
     @property
     def missing_nbytes(self) -> int:
@@ -69,13 +66,7 @@ class SharedLimit:
 
 
 def gather_needs(
-    slab_nbytes: int,
-    held_nbytes: int,
-    *,
-    is_there: bool,
-    agent: str = "",
-    holder: str = "",
-    compared_nbytes: int = 0,
+    slab_nbytes: int, held_nbytes: int, *, is_there: bool, agent: str = "", holder: str = ""
 ) -> list[Need]:
     """Return the needs of all ranks, in rank order. Collective.
 
@@ -83,15 +74,14 @@ def gather_needs(
         slab_nbytes: size of this rank's slab.
         held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
         is_there: True if the agent has kept that memory over a restart.
-        agent: directory of this rank's agent.
+        agent: socket of this rank's agent.
         holder: memory that the agent holds already, and for which ranks.
-        compared_nbytes: bytes of copies that the first save holds in addition to the slab.
     """
 
     def measure() -> tuple[None, Need]:
         bounds = tuple(limits()), tuple(process_limits())
         sizes = (slab_nbytes, held_nbytes, is_there)
-        return None, Need(platform.node(), *sizes, *bounds, agent, holder, compared_nbytes)
+        return None, Need(platform.node(), *sizes, *bounds, agent, holder)
 
     return run_and_gather(measure)[1]
 
@@ -175,7 +165,6 @@ def by_limit(needs: Sequence[Need]) -> list[SharedLimit]:
             held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
             left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
             holders=tuple(sorted({needs[rank].holder for rank, _ in group} - {""})),
-            compared_nbytes=sum(needs[rank].compared_nbytes for rank, _ in group),
         )
         for group in bounded.values()
     ]
@@ -195,8 +184,6 @@ def _refusal(shared: SharedLimit) -> str:
     if first == last:
         needing = f"rank {first} needs"
     held = f", {shown(shared.held_nbytes)} of it for other nodes" if shared.held_nbytes else ""
-    if shared.compared_nbytes:
-        held += f", {shown(shared.compared_nbytes)} to compare copies in the first save"
     lines = [
         f"{shared.host}: {needing} {shown(shared.nbytes)}{held}; {shared.place} has "
         f"{shown(shared.left_nbytes)} left",

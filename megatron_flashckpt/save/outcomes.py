@@ -22,10 +22,8 @@ from megatron_flashckpt.catalog import history
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, decode_failure, kind_of
+from megatron_flashckpt.file_format.end import FAILED_NBYTES, End, decode_failure, kind_of
 from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
-from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
-from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
@@ -60,11 +58,10 @@ class PendingSaves:
     `agent_failed`.
     """
 
-    def __init__(self, root: str, rank: int, link: NodeLink, copy_check: CopyCheck) -> None:
+    def __init__(self, root: str, rank: int, link: NodeLink) -> None:
         self._root = root
         self._rank = rank
         self._link = link
-        self._copy_check = copy_check
         self._watch = AgentWatch()
         self.traces = OpenTraces()
         #: Iterations of pending saves, by save id.
@@ -166,9 +163,6 @@ class PendingSaves:
         outcomes, self._unreported = self._unreported, []
         if self._unanswered and not outcomes:
             time.sleep(min(wait_s, _ASK_AGAIN_S))
-        for outcome in outcomes:
-            if outcome.compared:
-                self._copy_check.learn(outcome.iteration, outcome.differing)
         return outcomes
 
     def _ask_agent(self, wait_s: float, handed_over: int) -> Outcomes | None:
@@ -360,12 +354,9 @@ class PendingSaves:
         name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
         outcome = Outcome(iteration, save_id, None, 0.0)
         try:
-            encoded = store.get(name, 0, MAX_MANIFEST_NBYTES)
-            if kind_of(encoded[:HEAD_NBYTES]) is End.COMMITTED:
-                manifest = decode_manifest(encoded, f"{store.place}/{name}")
-                return msgspec.structs.replace(
-                    outcome, differing=manifest.differing, compared=manifest.compared
-                )
+            encoded = store.get(name, 0, FAILED_NBYTES)
+            if kind_of(encoded) is End.COMMITTED:
+                return outcome
             failure = decode_failure(encoded)
             reason = None if failure.was_removed else failure.failed
             return msgspec.structs.replace(outcome, error=reason)

@@ -8,7 +8,6 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory import cuda
@@ -29,13 +28,10 @@ def rerun_state(request: SaveRequest) -> Any:
 class Planner:
     """Enumerates and plans the saves of one rank. Tensors are enumerated afresh for each save."""
 
-    def __init__(
-        self, rank: int, world_size: int, link: NodeLink, state: ModelState, copy_check: CopyCheck
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, link: NodeLink, state: ModelState) -> None:
         self._rank = rank
         self._world_size = world_size
         self._state = state
-        self._copy_check = copy_check
         self._templates = SharedTemplates(link)
         self._plans = PlanCache(self._templates.fetch, self._templates.publish)
 
@@ -44,8 +40,8 @@ class Planner:
         """Numbers of this rank's layouts that were cached, fetched from the agent, or computed."""
         return self._plans.counters
 
-    def enumerated(self, request: SaveRequest) -> tuple[list[LocalPiece], Comparison | None]:
-        """Return all pieces that this rank saves, in layout order, and the copies to compare.
+    def enumerated(self, request: SaveRequest) -> list[LocalPiece]:
+        """Return all pieces that this rank saves, in layout order.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
@@ -53,12 +49,9 @@ class Planner:
         """
         try:
             with phase("enumerate"):
-                pieces = self._pieces(
+                return self._pieces(
                     request.chunks, request.optimizer, request.args, rerun_state(request)
                 )
-                with gc_paused():
-                    comparison = self._copy_check.begin(request.chunks, request.optimizer, pieces)
-                return pieces, comparison
         except RuntimeError as error:
             if not cuda.is_error(error):
                 raise

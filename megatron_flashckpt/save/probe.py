@@ -1,15 +1,16 @@
 """Check before the first step that the save directory can hold checkpoints and is shared.
 
-Every node writes, renames, lists and reads a small file, as a save does with shards. Then the node
-of rank 0, which commits, waits until it sees the files of all nodes. Without this check, such
-faults appear in the first save, hours later; a node-local directory even after the commit timeout.
+Every node does with small files what a save does with shards and ends (`storage.store_probe`). Then
+the node of rank 0, which commits, waits until it sees the files of all nodes. Without this check,
+such faults appear in the first save, hours later; a node-local directory even after the commit
+timeout.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ from typing import TypeVar
 
 from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError
-from megatron_flashckpt.storage.base import Storage, probe_name
-from megatron_flashckpt.storage.patient import RetryingStorage
+from megatron_flashckpt.file_format.file_names import OWN
+from megatron_flashckpt.storage.retrying_store import RetryingStore
+from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.storage.store_probe import NEEDS, probe_store
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,11 @@ _POLL_S = (0.02, 1.0)
 #: Shorter visibility delays are not reported.
 _SLOW_S = 1.0
 _SHOWN = 8
-_HALF = 4096
-_NEEDS = (
-    "saves need a file system that is shared by all nodes and can rename files and write at any "
-    "position of a file"
-)
+_DIRECTORY = f"{OWN}/probe"
 
 
-def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
-    """Check on all ranks that all nodes can save to `storage`. Collective: two small messages.
+def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
+    """Check on all ranks that all nodes can save to `store`. Collective: two small messages.
 
     Args:
         is_first_of_node: True on the rank that probes for its node.
@@ -50,69 +49,32 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float 
         StorageError: names the operation that failed, or the ranks whose nodes are not seen; on all
             ranks.
     """
-    name = probe_name(rank) if is_first_of_node and wait_s is not None else None
+    is_probing = is_first_of_node and wait_s is not None
+    name = f"{_DIRECTORY}/{rank:05d}-{secrets.token_hex(4)}" if is_probing else None
     # A short outage of storage must not end a job that has just started.
-    retrying = RetryingStorage(storage)
+    retrying = RetryingStore(store)
 
-    def probe_storage() -> tuple[None, str | None]:
+    def probe() -> tuple[None, str | None]:
         if name is not None:
-            _within(
-                _ANSWER_S, lambda: retrying.with_retries(lambda: _write(storage, name)), storage
-            )
+            _within(_ANSWER_S, lambda: probe_store(retrying, name), store)
         return None, name
 
     try:
-        _, names = run_and_gather(probe_storage)
+        _, names = run_and_gather(probe)
         seen_s = run_on_rank_0(lambda: 0.0 if wait_s is None else _await(retrying, names, wait_s))
     finally:
         if name is not None:
             # In the background: hanging storage must not delay training.
-            threading.Thread(target=_remove, args=(retrying, name), daemon=True).start()
+            threading.Thread(target=_remove, args=(retrying, name, rank), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
             "%s: files of other nodes became visible after %.1f s; every commit waits for that",
-            storage.place,
+            store.place,
             seen_s,
         )
 
 
-def _write(storage: Storage, name: str) -> None:
-    """Write a file of two pages as a save does: data first, header last, fsync, rename; read it."""
-    draft = probe_name(0)
-    data, header = os.urandom(_HALF), os.urandom(_HALF)
-    action = "write at any position of a file"
-    try:
-        writer = storage.create(draft, 2 * _HALF)
-        try:
-            writer.write_at(_HALF, data)
-            writer.write_at(0, header)
-            writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
-        action = "rename a file"
-        try:
-            storage.move(draft, name)
-        except BaseException:
-            storage.delete(draft)
-            raise
-        action = "list a new file"
-        if name not in storage.list(""):
-            raise StorageError(
-                errno.ENOENT, f"{storage.place}/{name}: was written, but is not listed"
-            )
-        action = "read what was written"
-        if storage.read(name) != header + data:
-            raise StorageError(errno.EIO, f"{storage.place}/{name}: holds other bytes than written")
-    except OSError as error:
-        text = error.strerror if isinstance(error, StorageError) else str(error)
-        raise StorageError(
-            error.errno,
-            f"{storage.place}: this node cannot {action} in the save directory ({text}); {_NEEDS}",
-        ) from error
-
-
-def _await(storage: Storage, names: Sequence[str | None], wait_s: float) -> float:
+def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
     """Wait until the files of all nodes are visible; return the seconds waited.
 
     Args:
@@ -121,11 +83,15 @@ def _await(storage: Storage, names: Sequence[str | None], wait_s: float) -> floa
     Raises:
         StorageError: names the ranks whose files were not seen within `wait_s`.
     """
-    expected = {name: rank for rank, name in enumerate(names) if name is not None}
+    expected = {
+        name.removeprefix(f"{_DIRECTORY}/"): rank
+        for rank, name in enumerate(names)
+        if name is not None
+    }
     began = time.monotonic()
     pause_s, longest_s = _POLL_S
     while True:
-        present = _within(_ANSWER_S, lambda: storage.present("", expected), storage)
+        present = _within(_ANSWER_S, lambda: store.present(_DIRECTORY, expected), store)
         waited_s = time.monotonic() - began
         missing = sorted(rank for name, rank in expected.items() if name not in present)
         if not missing:
@@ -135,24 +101,27 @@ def _await(storage: Storage, names: Sequence[str | None], wait_s: float) -> floa
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise StorageError(
                 errno.ENOENT,
-                f"{storage.place}: the node of rank 0 does not see the files of {len(missing)} of "
+                f"{store.place}: the node of rank 0 does not see the files of {len(missing)} of "
                 f"{len(expected)} nodes (those of ranks {shown}{more}) {wait_s:.0f} s after they "
                 "were written: each node has a directory of its own there, or files of other nodes "
-                f"become visible late; {_NEEDS}; save elsewhere, mount it with a shorter attribute "
+                f"become visible late; {NEEDS}; save elsewhere, mount it with a shorter attribute "
                 "cache (NFS: acdirmax), or raise 'probe_wait_s'",
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
 
 
-def _remove(storage: RetryingStorage, name: str) -> None:
+def _remove(store: Store, name: str, rank: int) -> None:
+    """Delete a node's probe; rank 0 also deletes those of killed jobs."""
     try:
-        storage.with_retries(lambda: storage.delete(name))
+        # Rank 0 has seen the files of this job, so nobody needs any of them.
+        others = store.list(_DIRECTORY, sizes=False) if rank == 0 else ()
+        store.delete([name, *(f"{_DIRECTORY}/{entry.name}" for entry in others)])
     except (FlashCkptError, OSError) as error:
-        logger.warning("%s: a probe file was not removed: %s", storage.place, error)
+        logger.warning("%s: a probe file was not removed: %s", store.place, error)
 
 
-def _within(seconds: float, work: Callable[[], _T], storage: Storage) -> _T:
+def _within(seconds: float, work: Callable[[], _T], store: Store) -> _T:
     """Run `work` in a thread of its own and return its result.
 
     Raises:
@@ -175,7 +144,7 @@ def _within(seconds: float, work: Callable[[], _T], storage: Storage) -> _T:
     if not results:
         raise StorageError(
             errno.ETIMEDOUT,
-            f"{storage.place}: does not answer within {seconds:.0f} s; check the file system's "
+            f"{store.place}: does not answer within {seconds:.0f} s; check the file system's "
             "servers and this node's mount",
         )
     return results[0]

@@ -6,7 +6,6 @@ log at debug level, because a job of 1,024 ranks would fill its log with copies 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
@@ -14,10 +13,9 @@ from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.life import EnclosingUnit
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
 from megatron_flashckpt.agent_config import AgentConfig
-from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +77,7 @@ class SaveReports:
             runtime_dir: the setting.
         """
         if not self._agent_log:
-            with contextlib.suppress(AgentError, OSError):
-                directory = agent_directory(self._root, runtime_dir)
-                self._agent_log = f"{platform.node()}:{directory / LOG}"
+            self._agent_log = f"{platform.node()}:{place_of(self._root, runtime_dir).log}"
 
     def requested(self, iteration: int) -> None:
         """Note that training requested a save to storage."""

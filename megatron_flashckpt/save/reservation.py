@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any
 
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.run_messages import BeginRun
-from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.memory.pinning import unlock_closed
@@ -15,7 +15,7 @@ from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
-from megatron_flashckpt.storage.opening import open_storage
+from megatron_flashckpt.storage.opening import open_store
 
 #: Longest wait until agents have written and freed the memory of an earlier run, in seconds.
 _RELEASE_S = 60.0
@@ -48,18 +48,11 @@ def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "")
     with contextlib.suppress(FlashCkptError):  # the first save reports the same error
         checkpointer.link.reclaim()
     unlock_closed()
-    agent = str(agent_directory(checkpointer.root, config.runtime_dir))
+    agent = str(place_of(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * config.held_share)
     is_there = checkpointer.link.has_slab
-    return node_memory.gather_needs(
-        slab,
-        held,
-        is_there=is_there,
-        agent=agent,
-        holder=holder,
-        compared_nbytes=expected.compared_nbytes,
-    )
+    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
 
 
 def check_storage(margs: Any, checkpointer: Checkpointer) -> None:
@@ -72,5 +65,5 @@ def check_storage(margs: Any, checkpointer: Checkpointer) -> None:
     if getattr(margs, "skip_train", False):  # the job may lack permission to write
         return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    storage = open_storage(checkpointer.root)
-    probe.check(storage, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)
+    store = open_store(checkpointer.root)
+    probe.check(store, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)

@@ -34,8 +34,8 @@ from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-_Agreed = tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]
-"""Keys of tensors that are quantized, frozen, copied, and that differ (`ModelState`)."""
+_Agreed = tuple[frozenset[str], frozenset[str]]
+"""Keys of tensors that are quantized and frozen (`ModelState`)."""
 
 
 @dataclasses.dataclass
@@ -118,9 +118,7 @@ class Session:
             checkpointer = Checkpointer(given, self.config)
             if root in self._agreed:
                 # A script may close the checkpointer before its last save.
-                state = checkpointer.model_state
-                quantized, frozen, state.copied_keys, state.differing_keys = self._agreed.pop(root)
-                state.note_keys(quantized, frozen)
+                checkpointer.model_state.note_keys(*self._agreed.pop(root))
             # The run is kept for the last save: the job's store may be gone by then.
             checkpointer.run = self._runs.setdefault(root, checkpointer.run)
             startup = Startup(checkpointer, self.note_nodes)
@@ -310,8 +308,7 @@ class Session:
         """Close all checkpointers; with `leave`, free the host memory (no restart is expected)."""
         for root, opened in self._open.items():
             state = opened.checkpointer.model_state
-            decisive = (state.quantized_keys, state.frozen_keys)
-            self._agreed[root] = (*decisive, state.copied_keys, state.differing_keys)
+            self._agreed[root] = state.quantized_keys, state.frozen_keys
             agent = opened.checkpointer.link.current
             if agent is not None and agent.facts is not None:
                 opened.reports.unit = agent.facts.life

@@ -13,7 +13,6 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
-from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.job_description import describe, fact
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
@@ -54,7 +53,6 @@ class SlotAcquisition:
         self,
         request: SaveRequest,
         layout: Layout,
-        comparison: Comparison | None,
         save_id: str,
         ancestors: Ancestors,
         *,
@@ -72,7 +70,7 @@ class SlotAcquisition:
             StorageError: the node lacks the memory for a slab that is large enough.
             UnsupportedError: a load could not restore some of the side state.
         """
-        meta = self._encoded_meta(request, layout, comparison, ancestors)
+        meta = self._encoded_meta(request, layout, ancestors)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
         self._saves.process_failures()
         index = self._granted(request.iteration, save_id, may_skip=may_skip)
@@ -110,13 +108,7 @@ class SlotAcquisition:
             index = client.acquire(iteration, save_id, min(left_s, WAIT_SLICE_S))
         return index
 
-    def _encoded_meta(
-        self,
-        request: SaveRequest,
-        layout: Layout,
-        comparison: Comparison | None,
-        ancestors: Ancestors,
-    ) -> bytes:
+    def _encoded_meta(self, request: SaveRequest, layout: Layout, ancestors: Ancestors) -> bytes:
         """Return the encoded description of the slot's contents."""
         return msgspec.msgpack.encode(
             EncodedMeta(
@@ -133,8 +125,6 @@ class SlotAcquisition:
                 retain_interval=fact(request.args, "save_retain_interval"),
                 retention=self._config.retention,
                 metrics=reported.current(),
-                differing=self._state.differing_here(request.chunks),
-                sums=None if comparison is None else comparison.placeholder_sums,
             )
         )
 

@@ -29,7 +29,7 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.pinning import PinnedSlab
-from megatron_flashckpt.memory.runs import Copy, Run, UnsavedCopies, runs
+from megatron_flashckpt.memory.runs import Copy, Run, runs
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.copy_pace import CopyPace, timed_event
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 #: Late copies of a GPU are enqueued in parts of this size: 1.3 ms at 52 GB/s. Each part wakes the
 #: copy thread; with parts of 16 MiB a launch-bound step lost 37 instead of 25 ms per save of 5 GiB.
 PART_NBYTES = 64 * 2**20
-_NOTHING = UnsavedCopies([], torch.empty(0, dtype=torch.uint8))
 #: Longest wait of `abandon` for running copies, in seconds.
 ABANDON_S = 1.0
 
@@ -48,7 +47,6 @@ ABANDON_S = 1.0
 @dataclasses.dataclass
 class _Job:
     copies: list[Copy]
-    unsaved: UnsavedCopies
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
     """Recorder of the job's save."""
@@ -158,14 +156,9 @@ class Stager:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def stage(
-        self,
-        copies: list[Copy],
-        finish: Callable[[float, BaseException | None], None],
-        unsaved: UnsavedCopies = _NOTHING,
+        self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
     ) -> CopyFigures:
         """Start copying; return when all early copies are made or, on a GPU, enqueued.
-
-        The copies of `unsaved` follow the same rules and go into its own memory.
 
         The copy thread calls `finish(seconds, error)` once, when all pieces are in the slot or a
         copy has failed. `stage` never raises: `finish` gets all errors, including those of CUDA.
@@ -174,24 +167,18 @@ class Stager:
         if self._pinned is not None:
             self._pinned.hurry()
         late = [copy for copy in copies if not copy.early]
-        late_unsaved = [copy for copy in unsaved.copies if not copy.early]
-        figures = CopyFigures(sum(copy.source.nbytes for copy in (*copies, *unsaved.copies)))
-        unsaved_job = UnsavedCopies(late_unsaved, unsaved.content)
-        job = _Job(late, unsaved_job, finish, recorder() or Recorder(), figures)
+        figures = CopyFigures(sum(copy.source.nbytes for copy in copies))
+        job = _Job(late, finish, recorder() or Recorder(), figures)
         try:
             self._check_devices(copies)
             with phase(EARLY):
-                early_unsaved = [copy for copy in unsaved.copies if copy.early]
-                self._copy_early(
-                    [copy for copy in copies if copy.early],
-                    UnsavedCopies(early_unsaved, unsaved.content),
-                )
+                self._copy_early([copy for copy in copies if copy.early])
             hit("stage.half")
         except Exception as failure:
             job.error = failure
             figures.failed = True
         self._current = job
-        if not late and not late_unsaved and self._stream is None:
+        if not late and self._stream is None:
             self._end_copies(job)
         self._jobs.put(job)
         return figures
@@ -312,7 +299,6 @@ class Stager:
             # Some copies may be enqueued: sources and slot must not change until they end.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
-        job.unsaved.copies.clear()
         job.copies.clear()  # frees the sources before the next save
         if not job.copied.is_set():
             self._end_copies(job)
@@ -339,12 +325,12 @@ class Stager:
 
     def _copy_late(self, job: _Job) -> None:
         if self._stream is None:
-            for run in self._runs(job.copies, job.unsaved, sys.maxsize):
+            for run in self._runs(job.copies, sys.maxsize):
                 run.copy_on_host()
             return
         assert self._pace is not None
         with torch.cuda.stream(self._stream):
-            for part in _parts(self._runs(job.copies, job.unsaved, PART_NBYTES)):
+            for part in _parts(self._runs(job.copies, PART_NBYTES)):
                 self._pace.await_turn(job.awaited)
                 with self._pace.part(sum(run.nbytes for run in part)):
                     for run in part:
@@ -354,9 +340,8 @@ class Stager:
         job.begun.set()
         job.all_copied.synchronize()
 
-    def _runs(self, copies: list[Copy], unsaved: UnsavedCopies, most_nbytes: int) -> Iterator[Run]:
-        yield from runs(copies, self._bytes, self.is_pinned, most_nbytes)
-        yield from runs(unsaved.copies, unsaved.content, lambda end: False, most_nbytes)
+    def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[Run]:
+        return runs(copies, self._bytes, self.is_pinned, most_nbytes)
 
     def _record(self) -> torch.cuda.Event:
         """Record an event after the enqueued copies; a thread that waits for the event sleeps."""
@@ -365,19 +350,19 @@ class Stager:
         event.record(self._stream)
         return event
 
-    def _copy_early(self, copies: list[Copy], unsaved: UnsavedCopies) -> None:
+    def _copy_early(self, copies: list[Copy]) -> None:
         """Copy after all work that training has enqueued; its next work waits for the copies.
 
         On a GPU this also orders late copies. The copy thread would be too late, because the next
         forward may have begun on the current stream by then.
         """
         if self._stream is None:
-            for run in self._runs(copies, unsaved, sys.maxsize):
+            for run in self._runs(copies, sys.maxsize):
                 run.copy_on_host()
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for run in self._runs(copies, unsaved, PART_NBYTES):
+            for run in self._runs(copies, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
 

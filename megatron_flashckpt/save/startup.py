@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.save_directory import ensure
-from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
@@ -26,8 +26,8 @@ class Startup:
 
     1. `check`: the job's state can be saved completely; no other run saves to the directory.
     2. reserve: the nodes have the memory, and storage accepts saves.
-    3. agree: all ranks know the run, the agents of all nodes, and the tensors with copies.
-       Slabs are made in the background from then on.
+    3. agree: all ranks know the run, and the agents of all nodes. Slabs are made in the
+       background from then on.
     4. `dry_run`: a save without copies after the first step, so that the first save waits for
        nothing.
 
@@ -161,8 +161,10 @@ class Startup:
         """Check this rank; return `ModelState.own_keys`."""
         self_check.check(job.args, self._state, job.chunks, job.optimizer)
         ensure(job.args.save)
-        # Without a directory for the agent, no save could be committed.
-        agent_directory(job.args.save, self.checkpointer.config.runtime_dir)
+        # Without its log and its name, no agent starts, and no save could be committed.
+        place = place_of(job.args.save, self.checkpointer.config.runtime_dir)
+        place.prepare()
+        place.listener()  # raises if another user has taken the name
         return self._state.own_keys(self._state.geometry(job.chunks))
 
     def _check_derived(self, job: _Job) -> None:
@@ -171,10 +173,9 @@ class Startup:
             raise self_check.refusal(lines)
 
     def _node(self) -> tuple[str, str]:
-        """Return the identity of this node: its host name and its agent's directory."""
+        """Return the identity of this node: its host name and its agent's socket."""
         checkpointer = self.checkpointer
-        directory = agent_directory(checkpointer.root, checkpointer.config.runtime_dir)
-        return platform.node(), str(directory)
+        return platform.node(), str(place_of(checkpointer.root, checkpointer.config.runtime_dir))
 
     def _await_end(self, args: Any) -> None:
         if not _only_evaluates(args):
@@ -198,13 +199,10 @@ class Startup:
     # ------------------------------------------------------------------ 3. agree
 
     def _agree(self, job: _Job) -> None:
-        """Connect the agents, open a run unless a load has, and gather the keys with copies."""
+        """Connect the agents, and open a run unless a load has."""
         self.checkpointer.start_run()
         if not _only_evaluates(job.args):
             self.checkpointer.ensure_run()
-        own = self._state.geometry(job.chunks).copied_keys
-        copied_keys = gather_objects(own, parallel.model_parallel_group())
-        self._state.copied_keys = own.union(*copied_keys)
 
     # ------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     largest_nbytes: int
     """Upper bound of a rank's bytes: Megatron divides padded buffers, not parameters."""
     total_nbytes: int
+    """Bytes of a checkpoint, with the copies of all tensor ranks."""
     gathered_nbytes: int
     """Bytes of a save that gathers, which stores 16-bit weights also with `weights: derive`."""
     group_nbytes: float
@@ -77,13 +78,14 @@ def sizes(
     buckets = 1 + heaviest.numel // max(40_000_000, 1_000_000 * replicas)
     padding = _ALIGN * heaviest.tensors + buckets * math.lcm(_ALIGN_BUFFER, replicas)
     total = sum(tp * part.sharded + part.replicated + part.experts * (etp * ep) for part in stages)
+    copies = sum((tp - 1) * part.replicated for part in stages)
     return Sizes(
         parameters=total,
         ranks=world,
         writers_of_a_gather=len(stages) * max(tp, etp * ep),
         rank_nbytes=rank * stored.ours,
         largest_nbytes=math.ceil((rank + padding / min(replicas, expert_replicas)) * stored.ours),
-        total_nbytes=total * stored.ours,
+        total_nbytes=(total + copies) * stored.ours,
         gathered_nbytes=total * stored.gathered,
         group_nbytes=max(part.numel for part in stages) * float(stored.gathered),
     )

@@ -34,7 +34,7 @@ class RankPart(NamedTuple):
     sharded: int
     """Parameters of tensors that are sharded over the tensor parallel group."""
     replicated: int
-    """Parameters of tensors that all tensor ranks replicate; tensor rank 0 writes them."""
+    """Parameters of tensors that all tensor ranks replicate; each writes its own copy."""
     experts: int
     """Parameters of routed experts, which have data parallel groups of their own."""
     tensors: int
@@ -42,10 +42,6 @@ class RankPart(NamedTuple):
     @property
     def numel(self) -> int:
         return self.sharded + self.replicated + self.experts
-
-    def written(self, tp: int) -> int:
-        """Return the parameters that tensor rank `tp` and its replicas write together."""
-        return self.numel - (self.replicated if tp else 0)
 
 
 def _add(parts: Sequence[RankPart]) -> RankPart:

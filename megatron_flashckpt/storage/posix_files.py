@@ -86,6 +86,26 @@ def replace_file(
     hit("put.renamed")
 
 
+def link_file(path: Path, data: bytes) -> None:
+    """Give `path`, which must not exist, a file that holds `data`, which is durable.
+
+    The name is not durable before `sync_directory`.
+
+    Raises:
+        FileExistsError: `path` exists; it is not changed.
+        OSError: for example because the file system has no hard links.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    write_new(temporary, data)
+    try:
+        hit("put.written")
+        os.link(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    hit("put.renamed")
+
+
 def write_new(path: Path, data: bytes, *, synced: bool = True) -> None:
     """Write `data` to a new file; remove the file if that fails.
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_flashckpt.error_classes import is_unsupported
+from megatron_flashckpt.error_classes import is_unsupported, may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
-from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix_files import (
     is_in,
+    link_file,
     open_nofollow,
     parse_temporary_name,
     read_at,
@@ -93,7 +93,7 @@ class PosixStore:
         with storage_errors(path, "look at"):
             try:
                 status = _fresh(
-                    path, lambda fd: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+                    path.parent, lambda fd: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
                 )
             except FileNotFoundError:
                 return None
@@ -115,7 +115,7 @@ class PosixStore:
         names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
         with storage_errors(path, "look at"):
             try:
-                return _fresh(path / "any", lambda fd: {name for name in names if is_in(fd, name)})
+                return _fresh(path, lambda fd: {name for name in names if is_in(fd, name)})
             except FileNotFoundError:
                 return set()
 
@@ -160,26 +160,34 @@ class PosixStore:
 
     def create(self, name: str, data: bytes) -> None:
         def write(path: Path) -> None:
-            if self._has_links is None:
-                try:
-                    _link(path, data)
-                    self._has_links = True
-                except AlreadyExistsError:
-                    raise
-                except OSError as error:
-                    # EPERM: Linux, for a file system without this operation.
-                    if not is_unsupported(error) and error.errno != errno.EPERM:
-                        raise
-                    self._has_links = False
-                    _decide(path, data)
-            elif self._has_links:
-                _link(path, data)
-            else:
-                _decide(path, data)
-            hit("create.named")
+            try:
+                self._name_once(path, data)
+            except FileExistsError as error:
+                raise AlreadyExistsError(errno.EEXIST, f"{path}: exists already") from error
             sync_directory(path.parent)
 
         self._in_its_directory(name, write)
+
+    def _name_once(self, path: Path, data: bytes) -> None:
+        """Give `path` the contents `data`; raise FileExistsError if it exists.
+
+        The first call finds out whether there are hard links. All nodes must find the same, so they
+        mount the file system in the same way.
+        """
+        if self._has_links is not False:
+            try:
+                link_file(path, data)
+                self._has_links = True
+                return
+            except FileExistsError:
+                raise
+            except OSError as error:
+                # EPERM: Linux, for a file system without this operation.
+                is_missing = is_unsupported(error) or error.errno == errno.EPERM
+                if self._has_links or not is_missing:
+                    raise
+        _decide(path, data)
+        self._has_links = False
 
     def writer(self, name: str, nbytes: int) -> PosixWriter:
         return self._in_its_directory(name, lambda path: PosixWriter(path, nbytes, self._direct_io))
@@ -194,6 +202,8 @@ class PosixStore:
         names = list(names)
         directories = {parent_of(name) for name in names}
         paths = [self._path(name) for name in names]
+        if not self._is_there():
+            return
         for directory in sorted(directories):
             self._check_no_link(directory)
 
@@ -257,18 +267,9 @@ class PosixStore:
         Raises:
             StorageError: the root is away, or something else stands where a directory should be.
         """
-        inode = self._look_at_root()
-        if inode is None and self._inode is None:
+        if not self._is_there():
             os.makedirs(self._root, exist_ok=True)
-            inode = self._look_at_root()
-        if self._inode is None:
-            self._inode = inode
-        if inode is None or inode != self._inode:
-            raise StorageError(
-                errno.ENOTCONN,
-                f"{self._root}: is away, or another directory is in its place: check this node's "
-                "mount; it is not made again",
-            )
+            self._is_there()
         self._check_no_link(directory)
         parts = directory.split("/") if directory else []
         path, changed = self._root, []
@@ -279,6 +280,24 @@ class PosixStore:
                     path.mkdir()
                 changed.append(parent)
         return changed
+
+    def _is_there(self) -> bool:
+        """Return whether the root exists; False only if this store has never seen it.
+
+        Raises:
+            StorageError: the root is away, or another directory is in its place.
+        """
+        seen = self._inode  # before the look: another thread may make the root meanwhile
+        inode = self._look_at_root()
+        if seen is None:
+            self._inode = inode or self._inode
+        elif inode != seen:
+            raise StorageError(
+                errno.ENOTCONN,
+                f"{self._root}: is away, or another directory is in its place: check this node's "
+                "mount; it is not made again",
+            )
+        return inode is not None
 
     def _look_at_root(self) -> int | None:
         """Return the inode number of the root; None if it is missing."""
@@ -324,25 +343,6 @@ def _rmdir(path: Path) -> bool:
     return True
 
 
-def _link(path: Path, data: bytes) -> None:
-    """Write `data` under a temporary name, and link it to `path`.
-
-    Raises:
-        AlreadyExistsError: `path` exists.
-        OSError: for example because the file system has no hard links.
-    """
-    temporary = path.with_name(temporary_name(path.name))
-    write_new(temporary, data)
-    try:
-        hit("create.written")
-        os.link(temporary, path)
-    except FileExistsError as error:
-        raise _already_exists(path) from error
-    finally:
-        with contextlib.suppress(OSError):  # a name that `list` leaves out
-            temporary.unlink()
-
-
 def _decide(path: Path, data: bytes) -> None:
     """Give `path` the contents `data`, unless it has others: without hard links.
 
@@ -352,30 +352,28 @@ def _decide(path: Path, data: bytes) -> None:
     and nobody could tell whether its maker is dead or slow.
 
     Raises:
-        AlreadyExistsError: another call has decided.
+        FileExistsError: another call has decided.
     """
     if os.path.lexists(path):
-        raise _already_exists(path)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     decided = path.with_name(f".{path.name}{_DECIDED}")
     draft = path.with_name(temporary_name(path.name))
     draft.mkdir()
     try:
         write_new(draft / _OBJECT, data)
         sync_directory(draft)
-        hit("create.written")
         draft.rename(decided)
     except OSError as error:
         _remove_hidden(draft)
-        # Which error means that the name is taken depends on the file system.
-        if not decided.is_dir():
+        # File systems differ in the error for a name that is taken. After an error that may pass,
+        # this draft itself may have the name: the next attempt will tell.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and (
+            may_pass(error) or not decided.is_dir()
+        ):
             raise
         replace_file(path, (decided / _OBJECT).read_bytes())
-        raise _already_exists(path) from error
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
     replace_file(path, data)
-
-
-def _already_exists(path: Path) -> AlreadyExistsError:
-    return AlreadyExistsError(errno.EEXIST, f"{path}: exists already")
 
 
 def _is_hidden(name: str) -> bool:
@@ -406,17 +404,17 @@ def _open_to_read(path: Path) -> int:
         return open_nofollow(str(path), flags)
     except FileNotFoundError:
         with contextlib.suppress(FileNotFoundError):
-            return _fresh(path, lambda _: open_nofollow(str(path), flags))
+            return _fresh(path.parent, lambda _: open_nofollow(str(path), flags))
         raise
 
 
-def _fresh(path: Path, look: Callable[[int], _T]) -> _T:
-    """Return `look(fd)`, with a descriptor of the directory of `path`.
+def _fresh(directory: Path, look: Callable[[int], _T]) -> _T:
+    """Return `look(fd)`, with a descriptor of `directory`.
 
     Opening the directory makes NFS ask its server for changes. Otherwise a file that was missing a
     moment ago would count as missing for up to a minute.
     """
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return look(fd)
     finally:

@@ -136,7 +136,7 @@ class RetryingStore:
         try:
             self.with_retries(attempt)
         except AlreadyExistsError:
-            if not has_failed or self.get(name) != data:
+            if not (has_failed and self._holds(name, data)):
                 raise
             self.make_durable(name)
 
@@ -195,6 +195,12 @@ class RetryingStore:
             if before is not None:
                 before()
         raise AssertionError("unreachable")
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self.get(name) == data
+        except FileNotFoundError:  # visible late: the caller of `create` reads it back
+            return False
 
     def _may_wait(self, started: float, pause_s: float) -> bool:
         """Return whether a failed attempt and the pause after it fit into `total_s`.

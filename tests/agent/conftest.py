@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent.place import Place, place_of
 from megatron_flashckpt.agent.save_directory import ensure
-from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.config import Config
 from tests.support.trainer import (
     FakeTrainer,
@@ -56,10 +56,16 @@ class Node:
         self._processes.append(process)
         return process
 
-    def directory(self, root: Path) -> Path:
-        """Return the directory of the agent for `root`."""
+    def place(self, root: Path) -> Place:
+        """Return the place of the agent for `root`."""
         ensure(str(root))
-        return agent_directory(str(root), str(self.runtime_dir))
+        return place_of(str(root), str(self.runtime_dir))
+
+    def log(self, root: Path) -> Path:
+        """Return the log of the agent for `root`, in a directory that exists."""
+        place = self.place(root)
+        place.prepare()
+        return place.log
 
     def agents(self) -> list[int]:
         return agents_under(self.runtime_dir)

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import forget
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
@@ -72,7 +71,7 @@ def test_a_shard_is_removed_at_once_if_rank_0_staged_no_part(node: Node, root: P
     for trainer in again:
         trainer.client.resume_from(None, 0)
     eventually("the removal of the shard", lambda: not shard.exists())
-    log = (node.directory(root) / LOG).read_text()
+    log = node.log(root).read_text()
     assert "orphaned" not in log, "the agent removes its own shard, not an orphaned file"
 
 
@@ -131,7 +130,7 @@ def test_a_save_is_abandoned_if_rank_0_moves_to_another_node(
     eventually("the removal of the notes", lambda: not directory.exists())
     assert_intact(root, 8, later)
     for place in (node, other_node):
-        log = (place.directory(root) / LOG).read_text()
+        log = place.log(root).read_text()
         assert "iteration 6 was not saved: a crash interrupted it; training resumed from" in log
         assert "ERROR" not in log
 
@@ -142,7 +141,7 @@ def test_queued_shards_of_an_abandoned_save_are_not_written(node: Node, root: Pa
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     save_id = new_save_id()
     shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    log = node.directory(root) / LOG
+    log = node.log(root)
     with blocked_open(shard) as unblock:
         for trainer in trainers:
             trainer.stage(1, save_id)

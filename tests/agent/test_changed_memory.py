@@ -16,7 +16,6 @@ import pytest
 
 from megatron_flashckpt.agent import persister
 from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.slot_source import OfferedSlot
@@ -70,7 +69,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         assert trainer.slab is not None
         slot = trainer.slab.slots[offer.slot]
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
-    assert "its slot changed after it was digested" in (node.directory(root) / LOG).read_text()
+    assert "its slot changed after it was digested" in node.log(root).read_text()
     assert not (root / file_names.TRACKER).exists()
     assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
 

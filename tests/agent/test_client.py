@@ -15,7 +15,6 @@ import pytest
 from megatron_flashckpt.agent import frames, protocol
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
@@ -26,6 +25,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
+    run_after,
     suspend,
 )
 
@@ -42,7 +42,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
     "staged": lambda client: client.staged(0),
     "abandon": lambda client: client.abandon(1, new_save_id(), "a reason"),
     "take": lambda client: client.take(),
-    "resume_from": lambda client: client.resume_from(None, 0),
+    "open_run": lambda client: client.open_run(run_after(None)),
     "template": lambda client: client.fetch_template("x"),
     "leave": lambda client: client.leave(),
 }
@@ -54,7 +54,7 @@ def test_every_request_to_a_killed_agent_fails_and_names_the_log(
 ) -> None:
     trainer = node.trainer(root)
     kill_agent(trainer.client.agent_pid)
-    log = node.directory(root) / LOG
+    log = node.log(root)
     for _ in range(2):
         with pytest.raises(AgentError, match="the agent of this node is gone") as raised:
             REQUESTS[request_name](trainer.client)
@@ -101,7 +101,6 @@ def test_the_next_connect_replaces_a_killed_agent(node: Node, root: Path) -> Non
     first = node.trainer(root)
     assert first.save(1).error is None
     kill_agent(first.client.agent_pid)
-    assert (node.directory(root) / SOCKET).exists(), "the socket of the killed agent is still there"
     second = node.trainer(root)
     assert second.client.agent_pid != first.client.agent_pid
     assert node.agents() == [second.client.agent_pid]
@@ -176,8 +175,8 @@ def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:
         AgentError, match=r"no agent answered at .*agent\.start_timeout_s"
     ) as raised:
         connect(str(root), 1, 1, config)
-    assert str(node.directory(root) / SOCKET) in str(raised.value)
-    assert str(node.directory(root) / LOG) in str(raised.value)
+    assert str(node.place(root)) in str(raised.value)
+    assert str(node.log(root)) in str(raised.value)
     assert node.agents() == []
 
 
@@ -191,17 +190,6 @@ def test_the_other_ranks_wait_for_local_rank_0(node: Node, root: Path) -> None:
     waiting.join(PATIENCE_S)
     assert [client.agent_pid for client in clients] == [trainer.client.agent_pid]
     clients[0].close()
-
-
-def test_an_agent_that_cannot_start_reports_the_reason_at_once(node: Node, root: Path) -> None:
-    obstacle = node.directory(root) / SOCKET
-    obstacle.mkdir()
-    started = time.monotonic()
-    with pytest.raises(AgentError, match=r"ended with status 1: .*Error") as raised:
-        connect(str(root), 0, 0, node.config())
-    assert time.monotonic() - started < PATIENCE_S
-    assert str(obstacle) in str(raised.value)
-    assert str(node.directory(root) / LOG) in str(raised.value)
 
 
 def test_an_agent_of_another_release_is_named_at_once_with_its_process(

@@ -324,10 +324,6 @@ def test_no_interleaving_breaks_a_promise() -> None:
     check()
 
 
-
-
-
-
 def _frees_before_the_end(self: CommitCore, now: float) -> core.Action:
     action = _next(self, now)
     if isinstance(action, core.Fail):
@@ -365,9 +361,7 @@ _next, _note = CommitCore.next, CommitCore.note
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_each_rule_is_needed(
-    monkeypatch: pytest.MonkeyPatch, name: str, without: object
-) -> None:
+def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, name: str, without: object) -> None:
     monkeypatch.setattr(CommitCore, name, without)
     with pytest.raises(AssertionError):
         check(2000, shrinks=False)

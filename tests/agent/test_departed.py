@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
@@ -26,7 +25,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id
+from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id, run_after
 
 MIB = 2**20
 
@@ -46,7 +45,7 @@ def shared_nbytes(pid: int) -> int:
 
 
 def log(node: Node, root: Path) -> str:
-    return (node.directory(root) / LOG).read_text()
+    return node.log(root).read_text()
 
 
 def started(node: Node, root: Path, ranks: Iterable[int], **more: int) -> list[FakeTrainer]:
@@ -82,10 +81,10 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     crash(first)
     before = shared_nbytes(agent)
     assert before > 4 * 6 * 2 * MIB, "the agent has read one slot of each rank"
-    second = started(node, root, range(2))
+    second, run = started(node, root, range(2)), run_after(None)
     for trainer in second:
         assert [offer.iteration for offer in trainer.take()] == [1]
-        trainer.client.resume_from(None, 1)
+        trainer.join(run)
     assert slabs(agent) == [0, 1, 2, 3], "the slabs stay until the run has loaded"
     second[0].client.begin_run(BeginRun("second", (0, 1)))
     assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], (
@@ -238,7 +237,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
     checkpointer: Any = SimpleNamespace(
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
-    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0, compared_nbytes=0)
+    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
     return reservation.check_memory(checkpointer, expected)
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from megatron_flashckpt.agent import commit, digester, failed_save, persister, publication
 from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.place import AgentSocket, PlaceTakenError
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.state import AgentOptions
-from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
@@ -82,16 +82,17 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     made.heal()
 
 
-def _upkeep(node: Node, root: Path) -> Upkeep:
-    """Return the upkeep of an agent; the kernel frees the lock of a killed agent a little later."""
-    made: list[Upkeep] = []
+def _listener(node: Node, root: Path) -> AgentSocket:
+    """Return the socket of an agent; the kernel frees the name of a killed one a little later."""
+    made: list[AgentSocket] = []
 
     def begin() -> bool:
-        with contextlib.suppress(BlockingIOError):
-            made.append(Upkeep(node.directory(root), str(node.runtime_dir)))
+        with contextlib.suppress(PlaceTakenError):
+            made.append(AgentSocket(node.place(root)))
         return bool(made)
 
-    eventually("the lock of the agent before", begin)
+    eventually("the name of the agent before", begin)
+    made[0].listen()
     return made[0]
 
 
@@ -101,8 +102,8 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
-    upkeep = _upkeep(node, root)
-    agent = Agent(upkeep, AgentOptions(root=str(root), persist_threads=2, **values))
+    listener = _listener(node, root)
+    agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
     server.start()
     try:
@@ -111,7 +112,7 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     finally:
         agent.end_soon()
         server.join(PATIENCE_S)
-        upkeep.leave(keep_log=False)
+        listener.leave(keep_log=False)
         assert not server.is_alive(), "an agent with hanging storage still ends"
 
 

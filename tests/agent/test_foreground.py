@@ -14,9 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import joining
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -103,7 +101,7 @@ def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     assert trainer.client.agent_pid == agent.pid
     assert trainer.save(1).error is None
     trainer.hang_up(leave=True)
-    log = node.directory(root) / LOG
+    log = node.log(root)
     eventually(
         "the log line of freed memory",
         lambda: "their memory is free" in log.read_text(),
@@ -130,15 +128,14 @@ def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_run_may_claim_the_directory_before_it_joins_the_agent(
+def test_a_run_may_open_before_it_joins_the_agent(
     node: Node, other_node: Node, root: Path, foreground: Foreground
 ) -> None:
     """On nodes without rank 0, the agents also start before their ranks join."""
     agent = foreground.agent()
-    key = other_node.trainer(root, 0, 2).claim()
-    assert watched(agent.pid, 1.5 * INTERVAL_S)  # the agent checks the claim once in that time
+    run = other_node.trainer(root, 0, 2).open_run()
     trainer = node.trainer(root, 1, 2)
-    trainer.client.hold(key)
+    trainer.join(run)
     trainer.hang_up()
     agent.terminate()
     status, lines = ended(agent)
@@ -183,7 +180,7 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     assert status == 1
     assert any("ended by a signal: iteration 1 is not durable: " in line for line in lines)
     assert lines[-1].endswith(f"agent {agent.pid} ends: a save is not in storage")
-    assert "iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
+    assert "iteration 1 is not durable" in node.log(root).read_text()
 
 
 @pytest.mark.parametrize("first", ["foreground", "of a trainer"])
@@ -203,7 +200,7 @@ def test_a_second_foreground_agent_ends_with_one_line_naming_the_first(
 def test_of_agents_that_start_together_one_remains(
     node: Node, root: Path, foreground: Foreground
 ) -> None:
-    """The check of the lock precedes the new program, so others may take the lock in between."""
+    """The check of the name precedes the new program, so others may take the name in between."""
     agents = [foreground.command() for _ in range(3)]
     eventually(
         "one agent",
@@ -243,8 +240,7 @@ def test_a_foreground_agent_waits_the_grace_time_for_first_and_later_trainers(
     assert list(node.runtime_dir.iterdir()) == []
     # This starts without `flashckpt agent --wait`, which may take longer on a busy machine.
     agent = foreground.command(agent__grace_s="5")
-    socket = node.directory(root) / SOCKET
-    eventually("a socket", socket.exists, PATIENCE_S)
+    eventually("a socket", node.place(root).listener, PATIENCE_S)
     trainer = node.trainer(root, config=node.config(grace_s=5.0))
     assert trainer.client.agent_pid == agent.pid
     assert trainer.keep(3).error is None
@@ -304,7 +300,7 @@ def test_an_agent_whose_stderr_is_not_read_still_serves(
     trainer = node.trainer(root, config=node.config(answer_timeout_s=PATIENCE_S))
     for iteration in (1, 2):
         assert trainer.save(iteration).error is None
-    assert "committed iteration 2" in (node.directory(root) / LOG).read_text()
+    assert "committed iteration 2" in node.log(root).read_text()
     trainer.hang_up()
     agent.terminate()
     assert agent.wait(PATIENCE_S) == 0
@@ -312,26 +308,12 @@ def test_an_agent_whose_stderr_is_not_read_still_serves(
     os.close(reads)
 
 
-def test_a_foreground_agent_restores_files_that_a_cleaner_removed(
-    node: Node, root: Path, foreground: Foreground
-) -> None:
-    agent = foreground.agent()
-    directory = node.directory(root)
-    for name in (LOG, SOCKET):
-        (directory / name).unlink()
-    eventually("the socket of the agent", (directory / SOCKET).exists, PATIENCE_S)
-    trainer = node.trainer(root)
-    assert trainer.client.agent_pid == agent.pid
-    assert trainer.save(1).error is None
-    assert "committed iteration 1" in (directory / LOG).read_text()
-
-
 def test_a_wait_for_a_missing_agent_ends_with_an_error(node: Node, foreground: Foreground) -> None:
     waiting = foreground.command("--wait", agent__start_timeout_s="0.2")
     status, (line,) = ended(waiting)
     assert status == 1
     assert "no agent for" in line
-    assert list(node.runtime_dir.iterdir()) == [], "the directory of the agent that never came"
+    assert not node.runtime_dir.exists(), "no agent came"
 
 
 def test_rank_0_names_the_agent_that_it_joined_and_its_slots(

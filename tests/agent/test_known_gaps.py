@@ -1,4 +1,4 @@
-"""Faults of claims, ages and commits that the next commit protocol makes impossible.
+"""Faults of ages and commits that the next commit protocol makes impossible.
 
 Each test states the right behaviour and fails now. A test that passes ends its `xfail`.
 """
@@ -12,18 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from megatron_flashckpt.agent import claim as claims
-from megatron_flashckpt.agent import takeover
 from megatron_flashckpt.catalog import retention
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
-from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.support.trainer import eventually, is_alive, new_save_id
 
 
 def gap(reason: str) -> Any:
@@ -98,55 +93,3 @@ def test_a_save_that_cannot_be_complete_does_not_prolong_the_grace_time(
 ) -> None:
     agent = ranks_out_of_step(node, root, grace_s=0.5)
     eventually("the end of the agent", lambda: not is_alive(agent), 5.0)
-
-
-@pytest.fixture
-def writer(node: Node, root: Path) -> FakeTrainer:
-    """A rank of a run that has claimed the directory and saved."""
-    trainer = node.trainer(root)
-    trainer.client.hold(trainer.claim())
-    assert trainer.save(1).error is None
-    return trainer
-
-
-@gap("a claim has no digest and is not repaired")
-def test_a_flipped_bit_in_the_claim_fails_no_save(writer: FakeTrainer, root: Path) -> None:
-    path = root / file_names.CLAIM
-    damaged = bytearray(path.read_bytes())
-    damaged[0] ^= 0x80
-    path.write_bytes(damaged)
-    assert writer.save(2).error is None
-
-
-@pytest.mark.parametrize(
-    "renewed",
-    [True, pytest.param(False, marks=gap("only a claim that was renewed is made again"))],
-)
-def test_a_removed_claim_comes_back(writer: FakeTrainer, root: Path, renewed: bool) -> None:
-    made = (root / file_names.CLAIM).read_bytes()
-    if renewed:
-        eventually("a renewal", lambda: (root / file_names.CLAIM).read_bytes() != made)
-    (root / file_names.CLAIM).unlink()
-    eventually("the claim", (root / file_names.CLAIM).exists, 6.0)
-    assert writer.save(2).error is None
-
-
-@gap("the interval of a claim has no useful bound")
-def test_a_claim_with_a_long_interval_does_not_block_a_start_for_hours(
-    writer: FakeTrainer, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = PosixStorage(root)
-    claim = claims.read(storage)
-    assert claim is not None
-    dead = msgspec.structs.replace(claim, interval_s=3600.0, machine="another", run_id="dead")
-    clock = SimpleNamespace(now=0.0)
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-        assert clock.now < 600, "the start still waits"
-
-    monkeypatch.setattr(
-        takeover, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep, time=time.time)
-    )
-    monkeypatch.setattr(claims, "read", lambda _: dead)
-    takeover._await_end(storage, lambda: writer.client, "refuse", 60.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import log
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.errors import StorageError
 from tests.agent.conftest import Node
@@ -75,5 +74,5 @@ def test_ls_names_host_and_path_of_the_log(
     eventually("the shared log", shared.exists)
     assert main(["ls", str(root)]) == 0
     out = capsys.readouterr().out.replace("\n", "")
-    assert f"log of this node's agent: {platform.node()}:{node.directory(root) / LOG}" in out
+    assert f"log of this node's agent: {platform.node()}:{node.log(root)}" in out
     assert f"log beside the checkpoints: {shared}" in out

@@ -30,6 +30,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
+    run_after,
 )
 
 KEPT = SlotState.KEPT
@@ -67,22 +68,11 @@ def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root
     assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
     assert offer.digests is not None
     # Training continues with saves to memory and to storage from one slab.
-    again.client.resume_from(offer.save_id, 6)
+    again.join(run_after(offer.save_id, 6))
     assert again.keep(7).kept
     assert again.save(8).error is None
     assert offered(again) == [(8, True), (7, False)]
     assert iterations_in(root) == [8]
-
-
-def test_a_rank_learns_which_commits_training_has_gone_back_from(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    assert trainer.save(4).error is None
-    assert trainer.keep(5).kept
-    assert trainer.keep(6).kept
-    assert [offer.committed for offer in trainer.take()] == [4, 4]
-    trainer.client.resume_from(None, 2)
-    assert trainer.keep(3).kept
-    assert [(offer.iteration, offer.committed) for offer in trainer.take()] == [(3, 2)]
 
 
 def test_durable_and_memory_only_saves_continue_while_one_is_written(
@@ -263,7 +253,7 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
         assert again.client.agent_pid == agent
         (offer,) = again.take()
         assert again.bytes_in(offer.slot) == data
-        again.client.resume_from(offer.save_id, 6)
+        again.join(run_after(offer.save_id, 6))
         unblock()
         eventually("the commit", (root / file_names.TRACKER).exists)
     assert again.keep(7).kept

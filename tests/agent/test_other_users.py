@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_flashckpt
+from megatron_flashckpt.agent.place import Place
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.layout.template import Layout
 from tests.agent.conftest import Node
@@ -23,8 +24,9 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 #: A script that tries all accesses to the given paths, and prints those that succeed.
 INTRUDER = """
 import os, socket, sys
+from megatron_flashckpt.agent import frames, protocol as p
 os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
-directory, pid = sys.argv[1:]
+directory, name, pid = sys.argv[1:]
 def attempt(what, action):
     try:
         action()
@@ -34,14 +36,15 @@ def attempt(what, action):
 def connect():
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
-        sock.connect(directory + "/agent.sock")
+        sock.connect("\\0" + name)
+        frames.send(sock, p.Hello(0, p.PROTOCOL_VERSION))
         if not sock.recv(1):
             raise OSError("hung up")
 attempt("list", lambda: os.listdir(directory))
 attempt("socket", connect)
-for name in ("agent.log", "lock", "agent.sock"):
-    attempt(name, lambda: open(directory + "/" + name).close())
-    attempt("remove " + name, lambda: os.unlink(directory + "/" + name))
+log = directory + "/agent-" + name.split("-", 3)[3] + ".log"
+attempt("log", lambda: open(log).close())
+attempt("remove the log", lambda: os.unlink(log))
 attempt("plant", lambda: open(directory + "/x", "w").close())
 attempt("memory", lambda: open("/proc/%s/mem" % pid, "rb").close())
 for fd in range(64):  # the slabs are among them
@@ -50,10 +53,10 @@ print("done")
 """
 
 
-def intrude(directory: Path, pid: int) -> list[str]:
+def intrude(place: Place, pid: int) -> list[str]:
     script = INTRUDER.format(nobody=NOBODY)
     done = subprocess.run(
-        [sys.executable, "-c", script, str(directory), str(pid)],
+        [sys.executable, "-c", script, str(place.log.parent), str(place)[1:], str(pid)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -82,25 +85,13 @@ def open_up(path: Path) -> None:
 def test_another_user_reaches_neither_socket_slab_nor_log(
     node: Node, root: Path, trainer: FakeTrainer
 ) -> None:
-    # Only the directories of the agent itself block other users.
+    """The intruder connects, as to every abstract name, and is hung up on."""
+    # Only the directory of the logs blocks other users.
     open_up(node.runtime_dir.parent)
-    assert intrude(node.directory(root), trainer.client.agent_pid) == []
-
-
-@needs_root
-def test_an_agent_refuses_other_users_even_if_its_socket_is_open(
-    node: Node, root: Path, trainer: FakeTrainer
-) -> None:
-    directory = node.directory(root)
-    open_up(directory)
-    (directory / "agent.sock").chmod(0o777)
-    assert intrude(directory, trainer.client.agent_pid) == ["list"]
-    eventually(
-        "the refusal in the log",
-        lambda: f"refused a connection of user {NOBODY}" in (directory / "agent.log").read_text(),
-    )
-    directory.chmod(0o700)
-    node.runtime_dir.chmod(0o700)
+    place = node.place(root)
+    assert place.log.exists()
+    assert intrude(place, trainer.client.agent_pid) == []
+    eventually("the log line", lambda: f"user {NOBODY} is another user" in place.log.read_text())
     assert trainer.save(2).error is None
 
 
@@ -120,8 +111,7 @@ def test_files_get_the_modes_that_the_umask_leaves(
     for path, mode in modes.items():
         assert mode == (directory if path.is_dir() else file), path
     assert len(modes) == 7
-    private = node.directory(root)
-    for path in (private, *private.iterdir()):
+    for path in (node.runtime_dir, node.log(root)):
         assert stat.S_IMODE(path.lstat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     assert stat.S_IMODE((root / iteration_dir(1)).stat().st_mode) == directory
 

@@ -1,280 +1,236 @@
-"""The runtime directory of a user: all processes on a node find the same one."""
+"""The place of an agent: only its user gets there, and nobody else takes it unnoticed."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
+import signal
+import socket
+import stat
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import socket_dir
-from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder
-from megatron_flashckpt.config import AgentConfig, Config
-from tests.agent.test_socket_dir import NOBODY, as_root, run_as_nobody
-from tests.support.trainer import FakeTrainer, eventually, is_alive
+from megatron_flashckpt.agent import place
+from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
+from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+from tests.agent.conftest import Node
+from tests.support.trainer import config_of, eventually, is_alive
 
-ROOT = "/some/save"
-NAME = f"flashckpt-{os.getuid()}"
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory whose `tmp` replaces /tmp; all users may write there."""
-    path = Path(tempfile.mkdtemp(prefix="fc-test-"))
-    path.chmod(0o755)
-    (path / "tmp").mkdir()
-    (path / "tmp").chmod(0o1777)
-    monkeypatch.setattr(socket_dir, "_TEMPORARY", path / "tmp")
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    yield path
-    shutil.rmtree(path)
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
-@pytest.fixture
-def session(machine: Path) -> Path:
-    """The runtime directory of a login session."""
-    path = machine / "session"
-    path.mkdir(mode=0o700)
-    return path
+def place_in(runtime_dir: Path) -> Place:
+    return place_of("/some/save", str(runtime_dir))
 
 
-def directory_of_agent(session: Path | None = None) -> Path:
-    """Return the directory that a process finds, with or without the variable of a session."""
-    with pytest.MonkeyPatch.context() as patched:
-        if session is not None:
-            patched.setenv("XDG_RUNTIME_DIR", str(session))
-        return agent_directory(ROOT, None)
-
-
-def test_processes_without_the_variable_also_find_the_session_directory(
-    machine: Path, session: Path
-) -> None:
-    place = directory_of_agent(session)
-    assert place.parent == session / "flashckpt"
-    assert place.stat().st_mode & 0o777 == 0o700
-    assert directory_of_agent() == directory_of_agent(session) == place
-    other = machine / "another session"
-    other.mkdir(mode=0o700)
-    assert directory_of_agent(other) == place
-
-
-def test_processes_with_the_variable_find_a_place_chosen_without_it(
-    machine: Path, session: Path
-) -> None:
-    place = directory_of_agent()
-    assert place.parent == machine / "tmp" / NAME
-    assert directory_of_agent(session) == place
-    assert list(session.iterdir()) == []
-
-
-def test_processes_find_another_place_when_the_session_has_ended(
-    machine: Path, session: Path
-) -> None:
-    place = directory_of_agent(session)
-    shutil.rmtree(session)
-    assert (
-        directory_of_agent(session) == directory_of_agent() == machine / "tmp" / NAME / place.name
-    )
-    session.mkdir(mode=0o700)
-    assert directory_of_agent(session) == directory_of_agent()
-
-
-def open_to_others(session: Path) -> Path:
-    session.chmod(0o755)
-    return session
-
-
-def of_another_user(session: Path) -> Path:
-    os.chown(session, NOBODY, -1)
-    return session
-
-
-def a_link(session: Path) -> Path:
-    session.with_name("link").symlink_to(session)
-    return session.with_name("link")
-
-
-def too_long(session: Path) -> Path:
-    path = session / ("x" * 80)
-    path.mkdir(mode=0o700)
-    return path
-
-
-def a_file(session: Path) -> Path:
-    (session / "file").touch()
-    return session / "file"
-
-
-def with_another_users_directory_in_it(session: Path) -> Path:
-    (session / "flashckpt").mkdir(mode=0o700)
-    os.chown(session / "flashckpt", NOBODY, -1)
-    return session
-
-
-@as_root
-@pytest.mark.parametrize(
-    "make",
-    [
-        open_to_others,
-        of_another_user,
-        a_link,
-        too_long,
-        a_file,
-        with_another_users_directory_in_it,
-        lambda session: session / "nowhere",
-        lambda session: Path("relative"),
-    ],
-)
-def test_a_runtime_directory_that_is_not_private_is_skipped(
-    machine: Path, session: Path, make: Callable[[Path], Path]
-) -> None:
-    place = directory_of_agent(make(session))
-    assert place == directory_of_agent() == machine / "tmp" / NAME / place.name
-
-
-def occupy(path: Path) -> str:
-    path.mkdir(mode=0o777)
-    return "done"
-
-
-def occupy_by_link(path: Path) -> str:
-    path.symlink_to("/tmp")
-    return "done"
-
-
-def occupy_by_file(path: Path) -> str:
-    path.touch()
-    return "done"
-
-
-@as_root
-@pytest.mark.parametrize("how", [occupy, occupy_by_link, occupy_by_file])
-def test_another_user_cannot_block_us_by_taking_our_name(
-    machine: Path, session: Path, how: Callable[[Path], str]
-) -> None:
-    usual = machine / "tmp" / NAME
-    assert run_as_nobody(lambda: how(usual)) == "done"
-    place = directory_of_agent()
-    assert place.parent.name.startswith(f"{NAME}-")
-    assert place.parent.stat().st_uid == os.getuid()
-    assert place.stat().st_mode & 0o777 == 0o700
-    decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # this name sorts before ours
-    assert run_as_nobody(lambda: occupy(decoy)) == "done"
-    assert directory_of_agent() == directory_of_agent(session) == place
-    # The usual name is free again; the running processes keep their place.
-    (shutil.rmtree if usual.is_dir() and not usual.is_symlink() else os.unlink)(usual)
-    assert directory_of_agent() == place
-    assert len(os.fsencode(place / SOCKET)) - len(os.fsencode(machine / "tmp")) < 80
-
-
-@as_root
-def test_simultaneous_processes_agree_on_a_place_if_the_name_is_taken(
-    machine: Path, session: Path
-) -> None:
-    assert run_as_nobody(lambda: occupy(machine / "tmp" / NAME)) == "done"
-    ready, start = os.pipe()
-    readers = []
-    for number in range(12):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(start)
-            os.read(ready, 1)  # all processes begin when the other end is closed
-            try:
-                answer = str(directory_of_agent(session if number % 2 else None))
-            except BaseException as error:
-                answer = repr(error)
-            os.write(writer, answer.encode())
-            os._exit(0)
-        os.close(writer)
-        readers.append((child, reader))
-    os.close(ready)
-    os.close(start)
-    places = set()
-    for child, reader in readers:
-        with open(reader) as stream:
-            places.add(stream.read())
-        os.waitpid(child, 0)
-    assert places == {str(directory_of_agent())}, "a later process finds the same place"
-
-
-@as_root
-def test_a_process_waits_for_a_held_lock_only_for_a_limited_time(
-    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = machine / "tmp" / NAME
-    assert run_as_nobody(lambda: occupy(usual)) == "done"
-    fd = os.open(usual.parent, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    others: list[Path] = []
-
-    def sleep(_: float) -> None:
-        """Make the base directory, as another process of this user that holds the lock."""
-        if not others:
-            others.append(usual.with_name(f"{NAME}-{1:016x}-00000000"))
-            others[0].mkdir(mode=0o700)
-            fcntl.flock(fd, fcntl.LOCK_UN)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(socket_dir.time, "sleep", sleep)
-        assert directory_of_agent().parent == others[0]
-    shutil.rmtree(others[0])
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    monkeypatch.setattr(socket_dir, "_LOCK_S", 0.05)
-    assert directory_of_agent().parent.parent == usual.parent
-    os.close(fd)
-
-
-def test_a_process_follows_a_link_that_another_one_has_just_made(
-    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, looks = socket_dir._entered, []
-
-    def look(entry: Path) -> Path | None:
-        looks.append(entry)
-        return None if len(looks) == 1 else entered(entry)  # the link does not exist yet
-
-    place = directory_of_agent(session)
-    monkeypatch.setattr(socket_dir, "_entered", look)
-    assert directory_of_agent() == place
-    assert len(looks) == 2
-
-
-def test_an_agent_moves_with_its_memory_when_its_session_ends(
-    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent is real and uses the real /tmp."""
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    root = machine / "save"
-    config = Config(agent=AgentConfig(grace_s=60.0, start_timeout_s=60.0))
-    trainer = FakeTrainer(root, config)
-    agent = trainer.client.agent_pid
-    place = agent_directory(str(root), None)
+def test_a_new_directory_of_logs_is_private(tmp_path: Path) -> None:
+    former = os.umask(0)
     try:
-        assert place.parent == session / "flashckpt"
-        assert trainer.keep(1).error is None
-        shutil.rmtree(session)
-        trainer.hang_up()
-        monkeypatch.delenv("XDG_RUNTIME_DIR")
-        # A trainer that connected within this second would start another agent.
-        eventually(
-            "the agent holds its new directory",
-            lambda: holder(agent_directory(str(root), None)) == agent,
-        )
-        again = FakeTrainer(root, config)
-        assert again.client.agent_pid == agent
-        assert [offer.iteration for offer in again.take()] == [1]
-        assert again.save(2).error is None
-        moved = agent_directory(str(root), None)
-        assert moved != place
-        again.hang_up(leave=True)
-        eventually("the end of the agent", lambda: not is_alive(agent))
-        assert not os.path.lexists(moved), "the moved directory is removed"
+        os.close(place_in(tmp_path / "run").open_log())
     finally:
-        if is_alive(agent):
-            os.kill(agent, 9)
+        os.umask(former)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    assert stat.S_IMODE(place_in(tmp_path / "run").log.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o720])
+def test_a_directory_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(AgentError, match=rf"other users can reach it \(mode 0{mode:o}\)") as raised:
+        connect(str(tmp_path / "save"), 0, 0, config_of(path))
+    assert f"chmod 700 {path}" in str(raised.value)
+
+
+def a_link(path: Path) -> None:
+    path.with_name("real").mkdir(mode=0o700)
+    path.symlink_to(path.with_name("real"))
+
+
+def a_link_to_nowhere(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def of_another_user(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, NOBODY, -1)
+
+
+@pytest.mark.parametrize(
+    "occupy",
+    [a_link, a_link_to_nowhere, Path.touch, pytest.param(of_another_user, marks=as_root)],
+)
+def test_what_is_no_directory_of_this_user_is_refused(
+    tmp_path: Path, occupy: Callable[[Path], None]
+) -> None:
+    occupy(tmp_path / "run")
+    with pytest.raises(AgentError, match=rf"run: is not a directory of user {os.getuid()}"):
+        place_in(tmp_path / "run").prepare()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_place_where_no_directory_can_be_made_is_named() -> None:
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"),
+    ):
+        place_in(Path(file.name) / "run").prepare()
+
+
+def test_a_relative_runtime_dir_starts_at_the_directory_of_the_rank(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    node = Node(tmp_path / "run")
+    try:
+        trainer = node.trainer(root, config=Config(runtime_dir="run"))
+        assert node.agents() == [trainer.client.agent_pid]
+        assert node.trainer(root).client.agent_pid == trainer.client.agent_pid
+    finally:
+        node.close()
+
+
+def test_without_a_setting_all_processes_of_a_user_find_one_place(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_TEMPORARY", tmp_path)
+    ensure(str(root))
+    found = place_of(str(root), None)
+    # The identity of the directory is new, so no agent of this machine has the name.
+    made = AgentSocket(found)
+    made.listen()
+    try:
+        listener = found.listener()
+        assert listener == (os.getpid(), os.getuid())
+        names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+        assert str(found) in names
+        assert found.log.parent == tmp_path / f"flashckpt-{os.getuid()}"
+    finally:
+        made.leave(keep_log=False)
+    assert found.listener() is None
+
+
+def test_a_killed_agent_leaves_no_socket_behind(node: Node, root: Path) -> None:
+    agent = node.trainer(root).client.agent_pid
+    os.kill(agent, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert node.place(root).listener() is None
+    AgentSocket(node.place(root)).leave(keep_log=False)
+
+
+def test_a_place_has_one_agent(tmp_path: Path) -> None:
+    first = AgentSocket(place_in(tmp_path))
+    with pytest.raises(PlaceTakenError):
+        AgentSocket(place_in(tmp_path))
+    AgentSocket(place_in(tmp_path / "other")).leave(keep_log=False)
+    first.leave(keep_log=False)
+
+
+def test_an_agent_moves_with_its_directory_unless_another_serves_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = place_in(tmp_path)
+    there = here._replace(key=f"{here.key.partition('-')[0]}-{'0' * 16}")
+    moving, other = AgentSocket(here), AgentSocket(there)
+    moving.listen()
+    os.close(here.open_log())
+    for _ in range(3):
+        moving.follow(there.key)
+    assert moving.place == here
+    assert here.listener() is not None
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "not again and again"
+    assert there.agents_elsewhere() == [os.getpid()]
+    other.leave(keep_log=True)
+    moving.follow(there.key)
+    assert (here.listener(), moving.place) == (None, there)
+    assert there.listener() is not None
+    assert list(tmp_path.glob("*.log")) == [there.log]
+    moving.leave(keep_log=False)
+    assert list(tmp_path.glob("*.log")) == []
+
+
+def test_another_network_namespace_has_its_own_agent(node: Node, root: Path) -> None:
+    """As a container without the network of the node. Both agents serve, each its own ranks."""
+    apart = ("unshare", "--net")
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no network namespaces")
+    trainer = node.trainer(root, 0, 2)
+    save_id = "1" * 12
+    other = node.process(
+        root, rank=1, world_size=2, iterations=[1], save_id=save_id, stop="staged", inside=apart
+    )
+    assert other.stopped() != trainer.client.agent_pid
+    trainer.stage(1, save_id)
+    assert trainer.outcome().error is None
+
+
+# ---------------------------------------------------------------------- another user
+
+
+@contextmanager
+def another_user(place: Place, *, listens: bool) -> Iterator[None]:
+    """Let user 65534 have the name of `place`."""
+    name, ready, release = place.name, os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        taken = socket.socket(socket.AF_UNIX)
+        taken.bind(name)
+        if listens:
+            taken.listen()
+        os.write(ready[1], b"!")
+        os.close(release[1])
+        os.read(release[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(ready[0], 1) == b"!"
+        yield
+    finally:
+        os.close(release[1])
+        os.waitpid(child, 0)
+        for fd in (*ready, release[0]):
+            os.close(fd)
+
+
+@as_root
+def test_a_user_who_takes_the_name_first_is_named_with_the_remedy(node: Node, root: Path) -> None:
+    place = node.place(root)
+    with another_user(place, listens=True):
+        with pytest.raises(AgentError, match=f"{place}: user {NOBODY} has taken .*'runtime_dir'"):
+            node.trainer(root)
+        elsewhere = Node(node.runtime_dir.with_name("elsewhere"))
+        try:
+            assert elsewhere.trainer(root).save(1).error is None
+        finally:
+            elsewhere.close()
+    assert node.trainer(root).save(2).error is None
+
+
+@as_root
+def test_a_name_that_is_taken_and_silent_ends_the_wait(node: Node, root: Path) -> None:
+    with (
+        another_user(node.place(root), listens=False),
+        pytest.raises(AgentError, match=r"no agent answered at .*@flashckpt-0-.*'runtime_dir'"),
+    ):
+        node.trainer(root, config=node.config(start_timeout_s=0.5))
+
+
+@as_root
+def test_a_name_that_another_user_has_at_the_same_path_stops_no_start(
+    node: Node, root: Path
+) -> None:
+    """A start looks for agents that served another directory at its path."""
+    place = node.place(root)
+    other = place._replace(key=f"{place.key.partition('-')[0]}-{'0' * 16}")
+    with another_user(other, listens=True), socket.socket(socket.AF_UNIX) as strange:
+        strange.bind(place.name[:20] + b"\xff\n\0")
+        assert node.trainer(root).save(1).error is None

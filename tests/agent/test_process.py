@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent import process
-from megatron_flashckpt.agent.socket_dir import LOG
 from tests.agent.conftest import Node
 from tests.agent.test_foreground import Foreground, foreground
 from tests.support.trainer import eventually
@@ -52,7 +51,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def log_of(node: Node, root: Path) -> str:
-    return (node.directory(root) / LOG).read_text()
+    return node.log(root).read_text()
 
 
 @several_cpus

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
@@ -222,7 +221,7 @@ def open_raw_connection(node: Node, root: Path) -> Iterator[socket.socket]:
     """A connection to the agent from a process other than a trainer."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20.0)
-        sock.connect(str(node.directory(root) / SOCKET))
+        node.place(root).connect(sock)
         yield sock
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
@@ -143,7 +142,7 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
         # Files that could not be listed are removed after two later commits.
         gone = functools.partial(has_no_unknown_files, root, before, kept)
         eventually(f"the removal of other files after: {name}", gone)
-    log = (node.directory(root) / LOG).read_text()
+    log = node.log(root).read_text()
     # A rank that stages after the failure of the other gets the same result for a separate save.
     failed = set(re.findall(r"iteration (\d+) was not saved: ", log))
     assert len(failed) == len(LASTING)

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.place import Place
 from megatron_flashckpt.agent.reception import MOST_SILENT, Acceptor, SilentConnections
-from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
@@ -30,15 +30,15 @@ MIB = 2**20
 class ConnectionFlood:
     """Connections to an agent under control of the test, which closes them at its end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self.sockets: list[socket.socket] = []
 
     def open_connections(self, count: int = 1, send: bytes = b"") -> None:
         for _ in range(count):
             sock = socket.socket(socket.AF_UNIX)
             self.sockets.append(sock)
-            sock.connect(self._path)  # a timeout would fail the call on a full queue
+            self._place.connect(sock)  # a timeout would fail the call on a full queue
             sock.settimeout(PATIENCE_S)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(send)
@@ -62,7 +62,7 @@ def trainer(node: Node, root: Path) -> FakeTrainer:
 
 @pytest.fixture
 def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[ConnectionFlood]:
-    made = ConnectionFlood(node.directory(root) / SOCKET)
+    made = ConnectionFlood(node.place(root))
     yield made
     made.close_connections()
 
@@ -86,7 +86,7 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
     for number in range(90):
         assert crowd.is_hung_up(number)
     assert is_alive(agent)
-    log = (node.directory(root) / "agent.log").read_text()
+    log = node.log(root).read_text()
     assert "Too many open files" in log
     assert log.count("refused ") < 5, "a flood of connections does not fill the log"
     again = node.trainer(root)  # the last connections of the crowd are still open
@@ -134,7 +134,6 @@ def test_a_restarted_rank_gets_its_slab_despite_a_lack_of_descriptors(
 def test_a_rank_without_a_descriptor_has_no_agent(node: Node, root: Path) -> None:
     """Before, the rank got an error that is none of this package, and training stopped."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    node.directory(root)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(AgentError, match=r"this process may open 3 files.*'ulimit -n'"):
@@ -163,7 +162,7 @@ def test_an_agent_limits_silent_connections_and_still_serves_ranks(
     crowd.open_connections(MOST_SILENT + 100)
     for number in range(100):
         assert crowd.is_hung_up(number), "the agent ends the oldest connections first"
-    log = (node.directory(root) / "agent.log").read_text()
+    log = node.log(root).read_text()
     assert f"more than {MOST_SILENT} connections send no greeting" in log
     eventually("few threads", lambda: thread_count(agent) <= threads + MOST_SILENT)
     eventually("few sockets", lambda: agent_connections(agent) <= connections + MOST_SILENT)
@@ -255,8 +254,8 @@ class FailingListener:
 )
 def test_no_error_of_accept_ends_the_agent(number: int) -> None:
     listener = FailingListener(*(OSError(number, os.strerror(number)) for _ in range(3)))
-    reception = Acceptor(listener, SilentConnections())
-    assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
+    reception = Acceptor(SilentConnections())
+    assert [reception.accept(listener, 0.001) for _ in range(5)] == [None] * 5
 
 
 def test_a_large_frame_before_the_greeting_is_refused(
@@ -264,5 +263,5 @@ def test_a_large_frame_before_the_greeting_is_refused(
 ) -> None:
     crowd.open_connections(1, BAD["oversize"])
     assert crowd.is_hung_up(0)
-    log = (node.directory(root) / "agent.log").read_text()
+    log = node.log(root).read_text()
     assert f"a frame of {200 * MIB} bytes is not of this protocol" in log

@@ -19,7 +19,6 @@ import pytest
 
 from megatron_flashckpt.agent import connecting, launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
@@ -41,7 +40,7 @@ def holds_open(agent: int, directory: Path) -> bool:
 
 
 def logs(node: Node) -> list[str]:
-    return [log.read_text() for log in node.runtime_dir.glob(f"*/{LOG}")]
+    return [log.read_text() for log in node.runtime_dir.iterdir()]
 
 
 @pytest.mark.parametrize("call", ["mkdir", "stat", "lstat"])
@@ -53,7 +52,7 @@ def test_a_transient_error_leads_no_trainer_to_another_agent(
     (tmp_path / "link").symlink_to(tmp_path / "there")
     root = tmp_path / "link" / "save"
     if call != "mkdir":
-        expected = node.directory(root)
+        expected = node.place(root)
     real, refused = getattr(os, call), []
 
     def refuse_twice(path: Any, *args: Any, **named: Any) -> Any:
@@ -69,10 +68,10 @@ def test_a_transient_error_leads_no_trainer_to_another_agent(
     monkeypatch.setattr(save_directory, "os", patched)
     if call != "stat":
         monkeypatch.setattr(os, call, refuse_twice)
-    directory = node.directory(root)
+    place = node.place(root)
     assert len(refused) == 2
     monkeypatch.undo()
-    assert directory == (node.directory(root) if call == "mkdir" else expected)
+    assert place == (node.place(root) if call == "mkdir" else expected)
 
 
 def test_two_directories_mounted_at_one_path_have_separate_agents(
@@ -169,10 +168,10 @@ def test_memory_outlives_a_directory_that_is_away_for_a_moment(
 def test_memory_outlives_a_new_device_number_of_its_directory(
     node: Node, root: Path, tmp_path: Path, at_once: bool
 ) -> None:
-    """A copy of the directory stands for a file system that is mounted again: it has the claim."""
+    """A copy of the directory stands for a file system that is mounted again: it knows the run."""
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    trainer.client.hold(trainer.claim())
+    trainer.open_run()
     eventually("the directory is held", lambda: holds_open(agent, root))
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
@@ -181,12 +180,12 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     root.rename(tmp_path / "away")
     (tmp_path / "copy").rename(root)
     if not at_once:
-        eventually("the agent moves", lambda: (node.directory(root) / SOCKET).exists(), 30)
+        eventually("the agent moves", node.place(root).listener, 30)
     again = node.trainer(root)
     assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
     assert again.save(13).error is None
     assert (root / "iter_0000013").exists()
-    assert len(list(node.runtime_dir.iterdir())) == 1, "nothing stays in the former directory"
+    assert list(node.runtime_dir.iterdir()) == [node.log(root)], "the log moves, too"
     again.hang_up(leave=True)
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert list(node.runtime_dir.iterdir()) == []
@@ -244,22 +243,6 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)
     assert "(device 7:7, inode 7)" in str(refused.value)
     assert trainer.save(1).error is None, "the agent still serves the first trainer"
-
-
-def test_offers_name_the_saves_that_precede_them(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [()], "no rank has reported a lineage"
-    trainer.client.resume_from(None, 0)
-    trainer.keep(1)
-    assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from scratch"
-    base, save_id = new_save_id(), new_save_id()
-    trainer.client.resume_from(base, 1)
-    trainer.save(2, save_id)
-    assert trainer.take()[0].lineage == (save_id, base)
-    os.kill(trainer.client.agent_pid, 9)
-    trainer.reconnect()
-    assert trainer.take()[0].lineage == (save_id,), "the slot header marks the save as durable"
 
 
 def test_an_ended_agent_closes_the_directory(node: Node, root: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import server
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
@@ -82,9 +81,7 @@ def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     assert files_of_ours(root) == before
     assert obstacle.read_text() == "in the way"
     assert_intact(root, 1, trainers)
-    before_the_end, _, at_the_end = (
-        (node.directory(root) / LOG).read_text().partition("writing it before")
-    )
+    before_the_end, _, at_the_end = node.log(root).read_text().partition("writing it before")
     # This happens once, or for each rank if the save failed before the second rank staged.
     assert before_the_end.count("iteration 2 was not saved") in (1, 2)
     assert at_the_end.count("iteration 2 was not saved") == 1
@@ -109,7 +106,7 @@ def test_a_failed_save_older_than_a_commit_is_not_written(
         file_names.iteration_dir(3)
     ]
     for host in (node, other_node)[:nodes]:
-        log = (host.directory(root) / LOG).read_text()
+        log = host.log(root).read_text()
         assert "iteration 2 was not saved" in log
         assert "writing it before" not in log
 
@@ -141,7 +138,7 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         root / file_names.iteration_dir(2) / file_names.shard_name(0, again_id)
     ) as unblock:
         trainer.client.close()
-        log = node.directory(root) / LOG
+        log = node.log(root)
         eventually("the second attempt", lambda: "writing it before leaving" in log.read_text())
         again = node.trainer(root, config=config)
         (offered,) = again.take()
@@ -167,7 +164,7 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     assert trainer.save(1).error is None
     obstacle = fail([trainer], root, 2)
     trainer.hang_up(leave=leave)
-    log = node.directory(root) / LOG
+    log = node.log(root)
     eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
     assert is_alive(agent)
     obstacle.unlink()  # a minute before the next attempt
@@ -221,7 +218,7 @@ def test_sigterm_ends_an_agent_with_the_only_copy_after_one_more_attempt(
     agent = trainer.client.agent_pid
     fail([trainer], root, 2)
     trainer.hang_up(leave=True)
-    log = node.directory(root) / LOG
+    log = node.log(root)
     eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
     os.kill(agent, signal.SIGTERM)
     assert_the_agent_leaves(agent)

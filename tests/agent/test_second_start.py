@@ -15,11 +15,9 @@ from megatron_flashckpt.agent.incarnations import (
     Incarnations,
     RankProcess,
     ReplacedError,
-    SecondStarts,
     process_of,
 )
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
@@ -78,63 +76,45 @@ def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) ->
         node.trainer(root)
 
 
-def test_the_next_agent_refuses_the_first_process_even_if_it_connects_first(
+def test_the_next_agent_refuses_the_first_process_while_the_second_runs(
     node: Node, root: Path
 ) -> None:
-    first = node.trainer(root)
-    assert first.save(1).error is None
-    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
-    agent = second.stopped()
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
-        first.find_agent()
-    second.kill()
-    with pytest.raises(AgentError, match="end it"):
-        first.find_agent()
-
-
-def test_later_agents_also_refuse_the_first_process(node: Node, root: Path) -> None:
     """The only agent that met the first process is gone before the second process connects."""
     first = node.trainer(root)
     _kill(first.client.agent_pid)
     second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
-    agent = second.stopped()
-    refused = f"process {second.process.pid} .*end it"
-    with pytest.raises(AgentError, match=refused):
+    second.stopped()
+    with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
         first.find_agent()
-    _kill(agent)
-    with pytest.raises(AgentError, match=refused):
-        first.find_agent()
+
+
+def test_the_next_agent_commits_nothing_of_a_process_whose_run_was_overtaken(
+    node: Node, root: Path
+) -> None:
+    """Only the former agent knew that the second process had replaced the first one."""
+    first = node.trainer(root)
+    key = first.claim()
+    first.client.hold(key)
+    assert first.save(1).error is None
+    in_later_process(_take_over, root, node.config())
+    first.find_agent()
+    first.slab = None
+    first.client.hold(key)
+    assert "has taken over this save directory" in (first.save(3).error or "")
+    assert stored(root, 2)
+    assert not (root / file_names.iteration_dir(3)).exists()
+
+
+def _take_over(root: Path, config: Config) -> None:
+    later = FakeTrainer(root, config)
+    later.client.hold(later.claim("take_over"))
+    assert later.save(2).error is None
+    _kill(later.client.agent_pid)
 
 
 def _kill(agent: int) -> None:
     os.kill(agent, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(agent))
-
-
-def test_the_file_of_second_starts_is_removed_with_the_job(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
-    first.stopped()
-    in_later_process(_end_as_planned, root, node.config())
-    agent_directory = node.directory(root)
-    eventually("the end of the agent", lambda: not node.agents())
-    assert not (agent_directory / SECOND_STARTS).exists()
-
-
-def _end_as_planned(root: Path, config: Config) -> None:
-    later = FakeTrainer(root, config)
-    assert (later.client.directory / SECOND_STARTS).exists()
-    later.hang_up(leave=True)
-
-
-@pytest.mark.parametrize("content", [b"", b"[[0]]", b"\xff", b'[[0, [1, "x"], []]]'], ids=repr)
-def test_an_invalid_file_of_second_starts_is_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
-    (tmp_path / SECOND_STARTS).write_bytes(content)
-    assert SecondStarts(lambda: tmp_path).read() == {}
-    assert "cannot read the former processes of ranks" in caplog.text
 
 
 def test_a_link_saves_into_a_new_slab_while_the_former_process_runs(node: Node, root: Path) -> None:
@@ -298,10 +278,10 @@ def test_a_slab_is_free_after_its_last_former_process_ended(
         slot.set_header(SlotHeader(state, iteration, f"{iteration:012x}", 0, 100))
     slots.infos[3].accepted_at = 0.0
     alive.remove(NEWER)
-    assert slots.former_pid() == OLDER.pid
+    assert slots.formers() == (OLDER,)
     assert [slot.header.state for slot in slots.slab.slots] == states
     alive.remove(OLDER)
-    assert slots.former_pid() == 0
+    assert slots.formers() == ()
     assert [slot.header.state for slot in slots.slab.slots] == [SlotState.EMPTY] * 3 + kept
     slots.slab.close()
 

@@ -16,7 +16,6 @@ import pytest
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.log import path_in
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import AgentConfig, Config, Trace
@@ -244,7 +243,7 @@ def test_both_logs_name_changed_settings(
         node.trainer(root, config=config_of(node, {"grace_s": 61.5, "history": 7}))
     changes = "agent.grace_s from 60.0 to 61.5, history from 1000 to 7"
     assert f"changed its settings to this run's: {changes}" in caplog.text
-    assert f"settings changed: {changes}" in (node.directory(root) / LOG).read_text()
+    assert f"settings changed: {changes}" in node.log(root).read_text()
 
 
 def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:

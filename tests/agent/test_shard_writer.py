@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, content, eventually, new_save_id
 
@@ -24,8 +24,7 @@ _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def stored(root: Path, iteration: int) -> StoredCheckpoint:
-    storage = PosixStorage(root)
-    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    return open_checkpoint(PosixStore(root), iteration)
 
 
 def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
@@ -68,7 +67,7 @@ def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     timeout_s = 0.5 if how == "the deadline passes" else 60.0
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=timeout_s))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    directory = node.directory(root)
+    log_file = node.log(root)
     with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         os.kill(agent, signal.SIGTERM)
@@ -76,7 +75,7 @@ def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
             assert watched(agent, 0.7)
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    log = (directory / LOG).read_text()
+    log = log_file.read_text()
     unfinished = "ended by a signal: iteration 1 is not durable: the shards of 1 rank (0) are still"
     assert unfinished in log
     assert f"the agent had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in log
@@ -130,9 +129,7 @@ def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    assert (
-        "ended by a signal: iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
-    )
+    assert "ended by a signal: iteration 1 is not durable" in node.log(root).read_text()
     assert not (root / file_names.TRACKER).exists()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.silent_agent import last_copies
-from megatron_flashckpt.agent.socket_dir import SOCKET
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, content, eventually, is_alive, suspend
 
@@ -58,20 +57,6 @@ def test_a_frozen_agent_is_replaced_at_last_and_the_loss_is_named(
     assert f"agent {agent} did not answer within 0.7 s: killed; lost with it: " in line
     assert "of rank 0 (iteration 2, not in storage)" in line
     assert again.take() == ()
-
-
-def test_a_frozen_agent_without_a_socket_is_spared_as_well(
-    node: Node, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent, _ = dead_ranks(node, root)
-    suspend(agent)
-    (node.directory(root) / SOCKET).unlink()
-    thaw = threading.Timer(2.5, os.kill, (agent, signal.SIGCONT))
-    thaw.start()
-    again = node.trainer(root, config=node.config(start_timeout_s=1.0))
-    thaw.join()
-    assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 2)
-    assert "it gets 10 s more, because only it holds " in caplog.text
 
 
 def test_a_frozen_agent_without_memory_gets_the_start_timeout(node: Node, root: Path) -> None:

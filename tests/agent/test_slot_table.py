@@ -121,25 +121,6 @@ def test_acquire_before_a_slab_is_attached_is_refused(node: Node, root: Path) ->
     assert trainer.save(1).error is None, "the connection still works"
 
 
-def test_a_resume_empties_only_newer_slots_of_other_saves(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    ids = {iteration: new_save_id() for iteration in (10, 20)}
-    for iteration, save_id in ids.items():
-        assert trainer.save(iteration, save_id).error is None
-
-    def offered() -> list[int]:
-        return [offer.iteration for offer in trainer.take()]
-
-    trainer.client.resume_from(ids[20], 20)
-    assert offered() == [20, 10]
-    trainer.client.resume_from(ids[10], 10)
-    assert offered() == [10], "training resumes from 10, so 20 is dropped"
-    trainer.client.resume_from(None, 11)
-    assert offered() == [10], "10 is older than the checkpoint resumed from"
-    trainer.client.resume_from(None, 10)
-    assert offered() == [], "iteration 10 in storage is another save than in the slot"
-
-
 def test_a_larger_slab_replaces_the_former_one(node: Node, root: Path) -> None:
     small = node.trainer(root)
     assert small.save(1).error is None

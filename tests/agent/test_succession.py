@@ -24,7 +24,7 @@ STEPS = [
     *("persist.header:1", "file.synced:1", "persist.durable:1", "persist.record:1"),
     *(f"put.{step}:{count}" for step in ("written", "renamed") for count in (1, 2, 3, 4)),
     *("commit.ready:1", "commit.common:1", "commit.manifest:1", "commit.tracker:1"),
-    *("save.marked:1", "leftover.file:1", "commit.tidy:1", "commit.done:1"),
+    *("save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
 ]
 #: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-4:]
@@ -182,7 +182,7 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
         unblock()
         assert trainer.outcome().save_id == save_id
     assert_intact(root, 1, [trainer])
-    log = (node.directory(root) / "agent.log").read_text()
+    log = node.log(root).read_text()
     assert log.count("persisted iteration 1") == 1
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
@@ -217,13 +216,13 @@ def test_an_agent_finishes_pending_saves_before_it_ends(node: Node, root: Path) 
 def test_an_agent_with_an_error_leaves_its_log_behind(node: Node, root: Path) -> None:
     root.write_text("a file")
     trainer = node.trainer(root, config=node.config(keep_unwritten_s=0.0, grace_s=0.1))
-    directory, agent = node.directory(root), trainer.client.agent_pid
+    place, agent = node.place(root), trainer.client.agent_pid
     error = trainer.save(1).error
     assert error is not None
     trainer.hang_up(leave=True)
     eventually("the end of the agent", lambda: not is_alive(agent))
-    assert not (directory / SOCKET).exists()
-    assert error in (directory / LOG).read_text()
+    assert place.listener() is None
+    assert error in place.log.read_text()
 
 
 def test_the_memory_of_a_slab_is_freed_with_its_last_holder(node: Node, root: Path) -> None:

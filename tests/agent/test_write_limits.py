@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.shard_writer import slot_shard
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
@@ -112,7 +111,7 @@ def test_an_agent_probes_the_file_system_and_its_checkpoints_are_complete(
         assert trainer.save(iteration).error is None
         data = content(0, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == data
-    log = (node.directory(root) / LOG).read_text()
+    log = node.log(root).read_text()
     assert log.count("refuses O_DIRECT") + log.count("MiB/s with O_DIRECT") == 1
 
 

@@ -209,7 +209,7 @@ def test_the_manifest_of_another_save_is_refused(made: MadeSave) -> None:
 
 
 def test_of_several_saves_the_one_of_the_newest_history_is_opened(tmp_path: Path) -> None:
-    """A run that was set back saves iteration 10 under a higher number; then the first one lives."""
+    """The run that was set back is the second one; a third run then continues the first."""
     first, second, third = "000001-aaaa", "000002-bbbb", "000003-cccc"
     make(tmp_path, 10, save_name(first, 1))
     make(tmp_path, 10, save_name(second, 1))

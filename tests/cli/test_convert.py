@@ -120,7 +120,7 @@ def test_missing_model_arguments_give_a_one_line_error(
 def test_a_damaged_source_gives_a_one_line_error_with_a_valid_option(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shard = min(save.glob("*/rank_00001-*.safetensors"))
+    shard = min(save.glob("*/*.rank_00001.safetensors"))
     shard.unlink()
     status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch_dist")
     assert (status, out) == (1, "")

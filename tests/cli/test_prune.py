@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent import alive
+from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import human_size
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.file_format.file_names import TRACKER, removal_name, shard_name
-from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.test_fence import OLD, claim_of
-from tests.cli.conftest import Run, only_line
-from tests.support.checkpoints import make, snapshot
+from megatron_flashckpt.file_format.file_names import OWN, TRACKER, run_name, save_name
+from megatron_flashckpt.file_format.run_object import Ancestor
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.cli.conftest import Run, only_line, sign_of
+from tests.support.checkpoints import RUN, SAVE_ID, fail, make, snapshot
 
 
 def size_of(directory: Path) -> int:
@@ -27,7 +28,7 @@ def size_of(directory: Path) -> int:
 
 
 def iterations(save: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in save.glob("iter_*/manifest.json"))
+    return [stored.iteration for stored in committed_saves(PosixStore(save))]
 
 
 def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
@@ -44,31 +45,26 @@ def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(
     assert snapshot(save) == before
     ran = run("prune", save)
     assert (ran.status, ran.out) == (0, f"iter_0000015: removed, {size}\nfreed {size}\n")
-    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+    assert {path.name for path in save.iterdir()} == {"iter_0000010", "iter_0000020", OWN, TRACKER}
     assert run("prune", save).out == f"{save}: no checkpoint to remove\n"
 
 
-def test_prune_refuses_a_directory_with_a_renewed_claim(
+def test_prune_refuses_a_directory_in_which_a_run_is_alive(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 20):
         make(save, iteration)
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    storage, done = PosixStorage(save), threading.Event()
-    claims.put(storage, claim_of(OLD))
-    assert "\nclaimed by run aaaaaaaa (agent " in run("ls", save).out
+    store, done = PosixStore(save), threading.Event()
 
     def renew() -> None:
-        former = claim_of(OLD, renewed_at=0.0)
-        claims.put(storage, former)
-        for number in itertools.count(1):
-            renewed = claim_of(OLD, renewed_at=float(number))
-            assert claims.renew(storage, former, renewed)
-            former = renewed
-            if done.wait(0.02):
-                return
+        renewed = 0
+        while not done.wait(0.02):
+            renewed += 1
+            alive.put(store, sign_of(RUN, renewed=renewed, interval_s=0.1))
 
     writer = threading.Thread(target=renew)
+    alive.put(store, sign_of(RUN, interval_s=0.1))
     writer.start()
     try:
         ran = run("prune", save)
@@ -77,9 +73,10 @@ def test_prune_refuses_a_directory_with_a_renewed_claim(
         done.set()
         writer.join()
     only_line(
-        ran, r".*nothing was removed, .*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there .*"
+        ran,
+        rf".*nothing was removed, .*run {RUN} \(agent \d+ on elsewhere, .*\) saves there .*",
     )
-    assert "iter_0000010: removed" in run("prune", save).out, "the claim is no longer renewed"
+    assert "iter_0000010: removed" in run("prune", save).out, "it is no longer renewed"
 
 
 def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
@@ -97,15 +94,16 @@ def test_prune_without_a_tracker_removes_nothing(
     (save / TRACKER).unlink()
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
     assert run("prune", save).status == 0
-    assert (save / "iter_0000010/manifest.json").exists()
+    assert iterations(save) == [10, 20]
 
 
 def test_prune_names_a_skipped_checkpoint_once(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for iteration in (10, 20, 30):
+    made = make(save, 10)
+    for iteration in (20, 30):
         make(save, iteration)
-    (save / "iter_0000010/manifest.json").write_text("{")
+    made.manifest.write_text("{")
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
     ran = run("prune", save)
     assert (ran.status, [line.split(",")[0] for line in ran.lines[:-1]]) == (
@@ -113,7 +111,7 @@ def test_prune_names_a_skipped_checkpoint_once(
         ["iter_0000020: removed"],
     )
     assert re.fullmatch(
-        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
+        r"flashckpt: nothing of save \S+ in \S+/iter_0000010 is removed, because .*\n", ran.err
     )
 
 
@@ -122,8 +120,7 @@ def test_prune_keeps_the_newest_whole_checkpoint_if_the_tracked_one_cannot_be_lo
     run: Run, save: Path, tracked: str
 ) -> None:
     for iteration in (10, 15, 20):
-        make(save, iteration)
-    manifest = save / "iter_0000020/manifest.json"
+        manifest = make(save, iteration).manifest
     if tracked == "damaged":
         manifest.write_text("{")
     elif tracked == "missing":
@@ -225,7 +222,8 @@ def test_prune_prints_json(run: Run, save: Path) -> None:
 def test_prune_completes_and_counts_an_interrupted_removal(run: Run, save: Path) -> None:
     made = make(save, 10)
     make(save, 20)
-    made.manifest.rename(save / removal_name(10, made.save_id))
+    made.manifest.unlink()
+    fail(save, 10, made.save_id, "no rule of 'retention' keeps it")
     size = human_size(size_of(made.directory))
     dry = run("prune", save, "--latest", "5", "--dry-run")
     assert dry.lines == [f"iter_0000010: would be removed, {size}", f"would free {size}"]
@@ -234,19 +232,15 @@ def test_prune_completes_and_counts_an_interrupted_removal(run: Run, save: Path)
     assert not made.directory.exists()
 
 
-def test_an_interrupted_removal_leaves_a_later_save_of_the_iteration(run: Run, save: Path) -> None:
-    made = make(save, 10)
-    make(save, 20)
-    whole = size_of(made.directory)
-    former = "0123456789bb"  # its manifest was moved, and one of its files is left
-    (save / removal_name(10, former)).write_text("{}")
-    (made.directory / shard_name(0, former)).write_bytes(bytes(777))
-    dry = json.loads(run("prune", save, "--latest", "5", "--dry-run", "--json").out)
-    result = json.loads(run("prune", save, "--latest", "5", "--json").out)
-    assert dry["freed_nbytes"] == result["freed_nbytes"] == 777
-    assert [removal["removed"] for removal in result["checkpoints"]] == [True]
-    assert size_of(made.directory) == whole
-    assert run("verify", save, "--all").status == 0
+def test_prune_keeps_the_history_of_the_newest_run(run: Run, save: Path) -> None:
+    """Run 2 resumed from iteration 10 and has passed iteration 20 of run 1, but not 40."""
+    for iteration in (10, 20, 40):
+        make(save, iteration, SAVE_ID)
+    newest = run_name(2, "0a1b")
+    ancestors = (Ancestor(RUN, 10),)
+    make(save, 30, save_name(newest, 1), ancestors=ancestors)
+    assert run("prune", save, "--latest", "2").lines[0].startswith("iter_0000020: removed")
+    assert iterations(save) == [10, 30, 40]
 
 
 def test_prune_counts_only_bytes_that_were_freed(
@@ -256,14 +250,15 @@ def test_prune_counts_only_bytes_that_were_freed(
     make(save, 20)
     stuck = made.shard(1)
     (nbytes, whole) = stuck.stat().st_size, size_of(made.directory)
-    delete = PosixStorage.delete
+    delete = PosixStore.delete
 
-    def refuse(storage: PosixStorage, name: str) -> None:
-        if name.endswith(stuck.name):
-            raise StorageError(f"{name}: cannot delete (Operation not permitted)")
-        delete(storage, name)
+    def refuse(store: PosixStore, names: Iterable[str]) -> None:
+        for name in names:
+            if name.endswith(stuck.name):
+                raise StorageError(f"{name}: cannot delete (Operation not permitted)")
+            delete(store, [name])
 
-    monkeypatch.setattr(PosixStorage, "delete", refuse)
+    monkeypatch.setattr(PosixStore, "delete", refuse)
     ran = run("prune", save, "--latest", "1", "--json")
     assert ran.status == 1
     assert "Operation not permitted" in ran.err
@@ -275,20 +270,20 @@ def test_prune_counts_only_bytes_that_were_freed(
     assert not removal["removed"]
     ran = run("prune", save, "--latest", "1")
     assert (ran.status, ran.lines[0]) == (1, "iter_0000010: cannot be removed")
-    monkeypatch.setattr(PosixStorage, "delete", delete)
+    monkeypatch.setattr(PosixStore, "delete", delete)
     assert run("prune", save, "--latest", "1").lines[-1] == f"freed {human_size(left)}"
 
 
-def test_a_checkpoint_that_cannot_be_hidden_stays_and_frees_nothing(
+def test_a_checkpoint_whose_end_cannot_be_deleted_stays_and_frees_nothing(
     run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 20):
         make(save, iteration)
 
     def refuse(*_: object) -> None:
-        raise StorageError("cannot rename (Operation not permitted)")
+        raise StorageError("cannot delete (Operation not permitted)")
 
-    monkeypatch.setattr(PosixStorage, "move", refuse)
+    monkeypatch.setattr(PosixStore, "delete", refuse)
     ran = run("prune", save, "--latest", "1")
     assert (ran.status, ran.lines) == (1, ["iter_0000010: cannot be removed", "freed 0 B"])
     assert iterations(save) == [10, 20]

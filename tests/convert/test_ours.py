@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -12,15 +13,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_flashckpt.agent import alive
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import Candidate, choose
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
-from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
-from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError, OtherWriterError
+from megatron_flashckpt.file_format.file_names import RUNS, TRACKER, parse_save
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.cli.conftest import sign_of
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
@@ -151,11 +156,16 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
 
     broken = [*made.tensors[:-1], dataclasses.replace(last, read=fail)]
     write_ours(contents(seed=1), tmp_path, Options())
-    before = snapshot(tmp_path)
+
+    def files() -> dict[str, tuple[object, ...]]:
+        """Return the files; the directory of the runs' objects has held one for a moment."""
+        return {name: entry for name, entry in snapshot(tmp_path).items() if name != RUNS}
+
+    before = files()
     for options in (Options(overwrite=True), Options(overwrite=True, shard_nbytes=100)):
         with pytest.raises(CorruptCheckpointError, match="the source is damaged"):
             write_ours(dataclasses.replace(made, tensors=broken), tmp_path, options)
-        assert snapshot(tmp_path) == before
+        assert files() == before
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -169,6 +179,34 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
     assert differing(contents().tensors, reopened.tensors) == []
     names = ["flashckpt", "iter_0000010", TRACKER]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_conversions_into_one_directory_all_count(tmp_path: Path) -> None:
+    for iteration in (10, 30, 20):
+        write_ours(dataclasses.replace(contents(), iteration=iteration), tmp_path, Options())
+    store = PosixStore(tmp_path)
+    candidates = choose(read_facts(store)).candidates
+    assert [candidate.save.iteration for candidate in candidates] == [30, 20, 10]
+    assert [run.number for run in map(parse_save, saves_of(candidates)) if run] == [2, 3, 1]
+    assert (tmp_path / TRACKER).read_text() == "30"
+
+
+def saves_of(candidates: tuple[Candidate, ...]) -> list[str]:
+    return [candidate.save.save_id for candidate in candidates]
+
+
+def test_a_conversion_into_the_directory_of_a_live_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's later saves would not count."""
+    store = PosixStore(tmp_path)
+    alive.put(store, sign_of("000001-aaaa"))
+    before = snapshot(tmp_path)
+    renewals = itertools.count()
+    monkeypatch.setattr(alive, "read", lambda _, run: sign_of(run, renewed=next(renewals)))
+    with pytest.raises(OtherWriterError, match=r"000001-aaaa .* trains and saves there"):
+        write_ours(contents(), tmp_path, Options())
+    assert snapshot(tmp_path) == before
 
 
 def test_a_conversion_never_moves_the_tracker_back(tmp_path: Path) -> None:

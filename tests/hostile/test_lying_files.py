@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt import FORMAT_VERSION
-from megatron_flashckpt.catalog.listing import open_checkpoint
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.errors import (
@@ -29,12 +29,12 @@ from megatron_flashckpt.errors import (
     StorageError,
     for_command,
 )
-from megatron_flashckpt.storage.posix import PosixStorage
-from tests.support.checkpoints import MadeSave, make, read_all, snapshot
+from megatron_flashckpt.file_format.file_names import run_name, save_name, shard_name
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.checkpoints import SAVE_ID, MadeSave, make, read_all, snapshot
 
-OTHER_SAVE = "ba9876543210"
-SHARD_0 = r"rank_00000-0123456789ab\.safetensors"
-SHARD_1 = r"rank_00001-0123456789ab\.safetensors"
+OTHER_SAVE = save_name(run_name(2, "0a1b"), 1)
+SHARD_1 = re.escape(shard_name(1, SAVE_ID))
 OLDER = r"load an older iteration with --ckpt-step$"
 
 
@@ -155,8 +155,8 @@ DAMAGES = {
     ),
     "a vouched shard of another iteration": Damage(
         lambda made: digested_shard_of(made, 20, made.save_id),
-        rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '\w+', 1\), expected "
-        rf"\(10, '\w+', 1\); {OLDER}",
+        rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '[\w.-]+', 1\), expected "
+        rf"\(10, '[\w.-]+', 1\); {OLDER}",
     ),
     "a vouched shard of another save": Damage(
         lambda made: digested_shard_of(made, made.iteration, OTHER_SAVE),
@@ -219,46 +219,46 @@ DAMAGES = {
     ),
     # ------------------------------------------------------------------ common
     "common missing": Damage(
-        lambda made: (made.common).unlink(), rf"common-\w+\.msgpack: is missing; {OLDER}"
+        lambda made: (made.common).unlink(), rf"\.common\.msgpack: is missing; {OLDER}"
     ),
     "common with a flipped bit": Damage(
         lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
-        rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
+        rf"\.common\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
     "common cut short": Damage(
         lambda made: rewrite(made.common, lambda held: held[:-1]),
-        rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
+        rf"\.common\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
     "common a symbolic link": Damage(
         lambda made: link_to_kept(made.common),
-        r"common-\w+\.msgpack: cannot read .*a symbolic link stands where a file should be: "
+        r"\.common\.msgpack: cannot read .*a symbolic link stands where a file should be: "
         "remove it$",
         StorageError,
     ),
-    # ------------------------------------------------------------------ manifest.json
+    # ------------------------------------------------------------------ manifest
     "manifest not JSON": Damage(
         lambda made: made.manifest.write_text("{ not json"),
-        rf"manifest\.json: is not a manifest .*; {OLDER}",
+        rf"\.end: is not a manifest .*; {OLDER}",
     ),
     "manifest empty": Damage(
         lambda made: made.manifest.write_bytes(b""),
-        rf"manifest\.json: is not a manifest .*; {OLDER}",
+        rf"\.end: is not a manifest .*; {OLDER}",
     ),
     "manifest cut short": Damage(
         lambda made: rewrite(made.manifest, lambda held: held[:-1]),
-        rf"manifest\.json: is not a manifest .*; {OLDER}",
+        rf"\.end: is not a manifest .*; {OLDER}",
     ),
     "manifest not UTF-8": Damage(
         lambda made: rewrite(made.manifest, lambda held: held.replace(b"layers", b"lay\xff\xfes")),
-        rf"manifest\.json: is not a manifest .*; {OLDER}",
+        rf"\.end: is not a manifest .*; {OLDER}",
     ),
     "manifest deeply nested": Damage(
-        lambda made: made.manifest.write_bytes(b'{"version":1,"keys":' + b"[" * 500_000),
-        rf"manifest\.json: is not a manifest .*; {OLDER}",
+        lambda made: made.manifest.write_bytes(b'{"version":2,"keys":' + b"[" * 500_000),
+        rf"\.end: is not a manifest .*; {OLDER}",
     ),
     "manifest of a newer release": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(version=FORMAT_VERSION + 1)),
-        rf"manifest\.json: format version {FORMAT_VERSION + 1}; .*upgrade megatron_flashckpt, or l",
+        rf"\.end: format version {FORMAT_VERSION + 1}; .*upgrade megatron_flashckpt, or l",
         FormatVersionError,
     ),
     "manifest of another iteration": Damage(
@@ -267,33 +267,35 @@ DAMAGES = {
         RenamedCheckpointError,
     ),
     "manifest naming a file above": Damage(
-        change_entry(file="../x"), rf"manifest\.json: '\.\./x' is not a shard's name; {OLDER}"
+        change_entry(file="../x"),
+        rf"\.end: '\.\./x' is not the shard of rank 1 of this save; {OLDER}",
     ),
     "manifest naming an absolute path": Damage(
         change_entry(file="/etc/passwd"),
-        rf"manifest\.json: '/etc/passwd' is not a shard's name; {OLDER}",
+        rf"\.end: '/etc/passwd' is not the shard of rank 1 of this save; {OLDER}",
     ),
     "manifest naming one file twice": Damage(
-        change_entry(file="rank_00000-0123456789ab.safetensors"), rf"{SHARD_0}: .*; {OLDER}"
+        change_entry(file=shard_name(0, SAVE_ID)),
+        rf"\.end: '[\w.-]+' is not the shard of rank 1 of this save; {OLDER}",
     ),
     "manifest of an absurd world": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(world_size=10**15)),
-        rf"manifest\.json: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
+        rf"\.end: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
     ),
     "manifest of no world": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(world_size=0, shards=[])),
-        rf"manifest\.json: shards are not those of ranks .*; {OLDER}",
+        rf"\.end: shards are not those of ranks .*; {OLDER}",
     ),
     "manifest without the last rank": Damage(
         lambda made: made.change_manifest(lambda fields: fields["shards"].pop()),
-        rf"manifest\.json: shards are not those of ranks 0 to 3; {OLDER}",
+        rf"\.end: shards are not those of ranks 0 to 3; {OLDER}",
     ),
     "manifest with an unknown type": Damage(
         change_item(2, "F12"),
-        rf"manifest\.json: a template has \d+ elements of type 'F12'; {OLDER}",
+        rf"\.end: a template has \d+ elements of type 'F12'; {OLDER}",
     ),
     "manifest with negative elements": Damage(
-        change_item(5, -5), rf"manifest\.json: a template has -5 elements of type '\w+'; {OLDER}"
+        change_item(5, -5), rf"\.end: a template has -5 elements of type '\w+'; {OLDER}"
     ),
     "manifest with another size of a file": Damage(
         change_entry(nbytes=17),
@@ -301,17 +303,17 @@ DAMAGES = {
     ),
     "manifest a symbolic link": Damage(
         lambda made: link_to_kept(made.manifest),
-        r"manifest\.json: cannot read .*a symbolic link stands where a file should be: remove it$",
+        r"\.end: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
     "manifest a directory": Damage(
         lambda made: put_in_place_of(made.manifest, Path.mkdir),
-        r"manifest\.json: cannot read .*a directory stands where a file should be: move it away$",
+        r"\.end: cannot read .*a directory stands where a file should be: move it away$",
         StorageError,
     ),
     "manifest a pipe": Damage(
         lambda made: put_in_place_of(made.manifest, os.mkfifo),
-        r"manifest\.json: cannot read .*stands where a file should be: move it away$",
+        r"\.end: cannot read .*stands where a file should be: move it away$",
         StorageError,
     ),
 }
@@ -334,7 +336,7 @@ def made(intact: MadeSave, tmp_path: Path) -> Iterator[MadeSave]:
 def damages(made: MadeSave) -> list[FlashCkptError]:
     """Return the damages that `flashckpt verify` reports."""
     try:
-        return verify(open_checkpoint(PosixStorage(made.root), made.iteration))
+        return verify(open_checkpoint(PosixStore(made.root), made.iteration))
     except FlashCkptError as error:
         return [error]
 
@@ -389,11 +391,10 @@ def test_verify_reports_both_swapped_names_in_the_manifest(made: MadeSave) -> No
             one[field], other[field] = other[field], one[field]
 
     made.change_manifest(change)
-    errors = damages(made)
-    assert len(errors) == 2
-    for meant, there, error in zip((1, 3), (3, 1), errors, strict=True):
-        assert made.shard(there).name in str(error)
-        assert re.search(rf"'\w+', {there}\), expected \(10, '\w+', {meant}\); ", str(error))
+    (error,) = damages(made)
+    for meant, there in ((1, 3), (3, 1)):
+        message = f"'{made.shard(there).name}' is not the shard of rank {meant} of this save"
+        assert message in str(error)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +419,7 @@ def test_verify_reports_a_manifest_that_contradicts_an_intact_shard(
         rf"{SHARD_1}: its pieces differ from those in the manifest; {OLDER}", str(shard)
     )
     for error in tensors:
-        assert re.search(rf"manifest\.json: (rank 1: .*|{tensor}: .*); {OLDER}", str(error))
+        assert re.search(rf"\.end: (rank 1: .*|{tensor}: .*); {OLDER}", str(error))
     with pytest.raises(FlashCkptError):
         read_all(made)
     with pytest.raises(CorruptCheckpointError, match=r"its pieces differ"):
@@ -433,10 +434,10 @@ def test_verify_lists_all_damages(made: MadeSave) -> None:
     rewrite(made.shard(3), lambda held: held + b"more")
     messages = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
     patterns = [
-        r"common-\w+\.msgpack: is missing",
-        r"rank_00000-",
-        r"rank_00002-.* chunk 0",
-        r"rank_00003-",
+        r".*\.common\.msgpack: is missing",
+        r".*rank_00000\.",
+        r".*rank_00002\..* chunk 0",
+        r".*rank_00003\.",
     ]
     assert len(messages) == len(patterns)
     for pattern, message in zip(patterns, messages, strict=True):
@@ -445,7 +446,7 @@ def test_verify_lists_all_damages(made: MadeSave) -> None:
 
 def test_verify_ignores_foreign_files(made: MadeSave) -> None:
     (made.directory / "notes.txt").write_text("mine")
-    (made.directory / "rank_00009-fedcba9876543210.safetensors").write_bytes(b"")
+    (made.directory / shard_name(9, OTHER_SAVE)).write_bytes(b"")
     (made.root / "iter_9").mkdir()
     assert damages(made) == []
 
@@ -454,4 +455,4 @@ def test_verify_reports_a_missing_checkpoint_as_not_committed(made: MadeSave) ->
     shutil.rmtree(made.directory)
     (error,) = damages(made)
     assert isinstance(error, NotCommittedError)
-    assert re.search(r"manifest\.json: does not exist: .* with --ckpt-step$", str(error))
+    assert re.search(r"holds no end of a save: .* with --ckpt-step$", str(error))

@@ -10,11 +10,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.file_format.manifest import seal
+from tests.agent.test_places import NOBODY, another_user, as_root
 from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
@@ -401,16 +404,21 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
     )
 
 
+@as_root
 @pytest.mark.parametrize("load", [True, False])
-def test_a_runtime_directory_unusable_for_agents_stops_the_job_before_training(
+def test_a_place_unusable_for_agents_stops_the_job_before_training(
     tmp_path: Path, load: bool
 ) -> None:
-    save = tmp_path / "s"
+    save, run = tmp_path / "s", tmp_path / "run"
+    save.mkdir()
     job = ["--train-iters", "1", "--save", str(save), "--save-interval", "1"]
     job += ["--load", str(save)] if load else []
-    too_long = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 120))}
-    result = run_job(tmp_path, "nowhere", [*MODEL, *job], ranks=1, env=too_long)
+    run.mkdir(mode=0o755 if load else 0o700)
+    reason = "other users can reach it" if load else f"user {NOBODY} has taken this name"
+    with nullcontext() if load else another_user(place_of(str(save), str(run)), listens=True):
+        env = {"FLASHCKPT_RUNTIME_DIR": str(run)}
+        result = run_job(tmp_path, "nowhere", [*MODEL, *job], ranks=1, env=env)
     assert result.returncode != 0
-    assert "too long for a socket; set 'runtime_dir' to a shorter path" in result.log
+    assert reason in result.log
     assert result.losses() == {}
     assert not list(tmp_path.glob("s/iter_*"))

@@ -10,7 +10,7 @@ import re
 import signal
 from pathlib import Path
 
-from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
+from megatron_flashckpt.agent.place import place_of
 from tests.agent.test_departed import slabs
 from tests.integration.test_resume import DISTRIBUTED, schedule
 from tests.support.megatron_jobs import run_job
@@ -34,7 +34,7 @@ def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Pat
         assert "iteration 3 was restored from storage" in one.log
         assert agents_under(tmp_path / "run") == [agent]
         eventually("rank 1's memory is freed", lambda: slabs(agent) == [0])
-        agent_log = (agent_directory(str(save), str(tmp_path / "run")) / LOG).read_text()
+        agent_log = place_of(str(save), str(tmp_path / "run")).log.read_text()
         assert re.search(
             r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", agent_log
         )

@@ -1,18 +1,16 @@
 """Replicated tensors whose copies drift apart: each copy is saved, so resuming is bit-exact.
 
-Real jobs of gated delta nets on tensor ranks with dropout, which save at 2, 4 and 6. The first save
-detects that the copies of `out_norm` differ and stores only the main copies; later saves store all.
+Real jobs of gated delta nets on tensor ranks with dropout, which save at 2, 4 and 6. The copies of
+`out_norm` differ from the first step on; those of other norms stay equal. Every save has all.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
@@ -20,6 +18,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.megatron_jobs import (
     Result,
     assemble,
+    copies,
     differing,
     run_job,
     succeeded,
@@ -30,8 +29,7 @@ from tests.support.megatron_jobs import (
 KEYS = {f"decoder.layers.self_attention.out_norm.{name}" for name in ("weight", "bias")}
 MODEL = ["--num-layers", "2", "--bf16", "--global-batch-size", "4"]
 TP2 = ["--tensor-model-parallel-size", "2"]
-FOUND = "ranks hold different copies of 2 tensors"
-REPLACED = "All ranks now get the first copy of each, because"
+KINDS = {"weight", "master", "exp_avg", "exp_avg_sq"}
 
 
 def job(
@@ -51,7 +49,7 @@ class Jobs:
         self.a = job(tmp_path, "a", self.whole, *distributed)
         killed = {"env": {"KILL": "1:6", "FLASHCKPT_WEIGHTS": "derive"}, "max_restarts": 1}
         self.b = job(tmp_path, "b", self.killed, *distributed, **killed)
-        truncated_copy(self.whole, self.resumed, 4)
+        truncated_copy(self.whole, self.resumed, 2)
         self.c = job(tmp_path, "c", self.resumed, *distributed)
 
 
@@ -60,27 +58,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("jobs"))
 
 
-def copies(save: Path, iteration: int) -> set[tuple[str, str]]:
-    """Return kind and key of all copies that are saved in addition to the main ones."""
-    matches = (re.fullmatch("(.*)@0.1/(.*)#.", name) for _, name in tensors(save, iteration))
-    return {(match[1], match[2]) for match in matches if match}
-
-
-def test_the_log_names_differing_copies_once(jobs: Jobs) -> None:
-    (message,) = (line for line in jobs.a.log.splitlines() if FOUND in line)
-    assert "iteration 2: " in message
-    assert all(key in message for key in KEYS)
-    assert REPLACED not in jobs.a.log + jobs.b.log + jobs.c.log
-    assert FOUND not in jobs.c.log, "the checkpoint already records which copies differ"
-
-
-def test_only_copies_that_differ_are_saved_from_the_second_save_on(jobs: Jobs) -> None:
-    kinds = {"weight", "master", "exp_avg", "exp_avg_sq"}
-    expected = {(kind, key) for kind in kinds for key in KEYS}
-    assert copies(jobs.whole, 2) == set()
-    assert copies(jobs.whole, 4) == copies(jobs.whole, 6) == expected
-    derived = {(kind, key) for kind, key in expected if kind != "weight"}
-    assert copies(jobs.killed, 6) == derived
+def test_every_save_has_the_copies_of_all_ranks(jobs: Jobs) -> None:
+    for iteration in (2, 4, 6):
+        wholes, own = assemble(jobs.whole, iteration), copies(jobs.whole, iteration)
+        assert {(f"{kind}@0.1", key) for kind in KINDS for key in KEYS} <= own.keys()
+        differ = {
+            key
+            for (kind, key), tensor in own.items()
+            if not torch.equal(tensor, wholes[kind.partition("@")[0], key])
+        }
+        assert differ == KEYS
+    derived = {kind for kind, key in copies(jobs.killed, 6) if key in KEYS}
+    assert derived == {f"{kind}@0.1" for kind in KINDS - {"weight"}}
 
 
 def test_no_save_communicates(jobs: Jobs) -> None:
@@ -101,36 +90,27 @@ def test_restart_from_memory_is_bit_exact(jobs: Jobs) -> None:
     assert differing({name: whole[name] for name in resumed}, resumed) == []
 
 
-def test_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
-    assert "iteration 4 was restored from storage" in jobs.c.log
+def test_resume_from_the_first_checkpoint_is_bit_exact(jobs: Jobs) -> None:
+    assert "iteration 2 was restored from storage" in jobs.c.log
     after, expected = jobs.c.losses(), jobs.a.losses()
-    assert after == {iteration: expected[iteration] for iteration in (5, 6)}
+    assert after == {iteration: expected[iteration] for iteration in (3, 4, 5, 6)}
+    assert differing(tensors(jobs.whole, 4), tensors(jobs.resumed, 4)) == []
     assert differing(tensors(jobs.whole, 6), tensors(jobs.resumed, 6)) == []
 
 
-def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs: Jobs) -> None:
+def test_another_tensor_parallel_size_gets_the_main_copies(jobs: Jobs) -> None:
     other = jobs.tmp_path / "other"
     # The job ends at the iteration that it loads, which it has not saved itself.
     ends = ["--tensor-model-parallel-size", "4", "--save", str(other), "--save-interval", "4"]
-    result = job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
-    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert all(key in warning for key in KEYS)
-    assert "the tensor parallel size has changed" in warning
-    stored, loaded = assemble(jobs.whole, 6), assemble(other, 6)
-    expected = {name: tensor for name, tensor in stored.items() if "@" not in name[0]}
+    job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
+    expected, loaded = assemble(jobs.whole, 6), assemble(other, 6)
     assert {name for name in expected if not torch.equal(loaded[name], expected[name])} == set()
-    copies = {(kind, key) for kind, key in loaded if "@" in kind}
-    assert len(copies) == 3 * 4 * len(KEYS), "every copy is saved, as the copies differed before"
-    for kind, key in copies:
-        assert torch.equal(loaded[kind, key], expected[kind.partition("@")[0], key])
-
-
-def test_a_job_without_copies_records_no_difference(jobs: Jobs) -> None:
-    one = jobs.tmp_path / "one"
-    job(jobs.tmp_path, "one", jobs.whole, "--save", str(one), "--save-interval", "4", ranks=1)
-    storage = PosixStorage(one)
-    manifest = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest
-    assert (manifest.world_size, manifest.differing) == (1, ())
+    own = copies(other, 6)
+    assert {kind for kind, key in own if key in KEYS} == {
+        f"{kind}@0.{rank}" for kind in KINDS for rank in (1, 2, 3)
+    }
+    for (kind, key), tensor in own.items():
+        assert torch.equal(tensor, expected[kind.partition("@")[0], key])
 
 
 def test_tools_verify_and_list_copies_and_convert_the_main_ones(
@@ -140,30 +120,23 @@ def test_tools_verify_and_list_copies_and_convert_the_main_ones(
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
     output = capsys.readouterr().out
     assert all(key in output for key in KEYS)
-    storage = PosixStorage(jobs.whole)
-    manifest = StoredCheckpoint(storage, 2, read_manifest(storage, 2)).manifest
-    assert (set(manifest.differing), manifest.compared) == (KEYS, True)
-    converted = open_ours(storage, 6, Options())
-    assert [kind for tensor in converted.tensors if "@" in (kind := tensor.kind)] == []
-    assert all(key in converted.warnings[0] for key in KEYS)
+    converted = open_ours(PosixStorage(jobs.whole), 6, Options())
+    assert {tensor.kind for tensor in converted.tensors} == KINDS
 
 
-def test_after_a_restart_from_the_first_save_the_next_has_all_copies(tmp_path: Path) -> None:
+def test_replicas_that_share_a_copy_resume_from_the_first_save(tmp_path: Path) -> None:
     """Replicas hold equal state of the plain optimizer, and each replica saves a part of it."""
     save = tmp_path / "save"
     killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
     result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
     assert "iteration 2 was restored from memory" in result.log
-    (warning,) = (line for line in result.log.splitlines() if REPLACED in line)
-    assert "no other copies were saved" in warning
-    assert all(key in warning for key in KEYS)
     assert "iteration 4 was restored from memory" in result.log
-    before, after = result.losses(1), result.losses(2)
-    assert after[5] == before[5]
-    assert {key for _, key in copies(save, 4)} == KEYS
+    first, second, third = (result.losses(attempt) for attempt in range(3))
+    assert second[3] == first[3]
+    assert third[5] == second[5]
 
 
-def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) -> None:
+def test_a_stage_saves_its_copy_of_an_embedding_that_megatron_lets_drift(tmp_path: Path) -> None:
     """Multi-token prediction on a stage of its own: two later stages hold the tied embedding."""
     stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
     model = f"{stages} --mtp-num-layers 1 --position-embedding-type rope".split()
@@ -175,14 +148,11 @@ def test_stages_with_equally_numbered_copies_save_separate_ones(tmp_path: Path) 
 
     save, resumed = tmp_path / "A", tmp_path / "C"
     whole = run("a", save)
-    assert "different copies of 1 tensor (embedding.word_embeddings.weight)" in whole.log
-    kinds = {"weight", "master", "exp_avg", "exp_avg_sq"}
-    copy_kinds = {kind for kind, _ in assemble(save, 6) if "@" in kind}
-    assert copy_kinds == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
-    after = run("c", truncated_copy(save, resumed, 4))
-    assert REPLACED not in after.log
+    stage = {kind for kind, key in copies(save, 6) if key == "embedding.word_embeddings.weight"}
+    assert stage == {f"{kind}@1.0" for kind in KINDS}, "the last stage's copy stays equal"
+    after = run("c", truncated_copy(save, resumed, 2))
     expected = whole.losses()
-    assert after.losses() == {iteration: expected[iteration] for iteration in (5, 6)}
+    assert after.losses() == {iteration: expected[iteration] for iteration in (3, 4, 5, 6)}
     assert differing(tensors(save, 6), tensors(resumed, 6)) == []
 
 
@@ -194,14 +164,12 @@ def test_experts_that_tensor_ranks_copy_resume_bit_for_bit(tmp_path: Path) -> No
         *("--num-experts", "4", "--moe-router-topk", "2", "--expert-tensor-parallel-size", "1"),
         *("--moe-token-dispatcher-type", "alltoall"),
     ]
-    # Each save waits for the results of earlier saves, also in a job that may predict more tokens.
     a = job(tmp_path, "a", whole, *experts, model="MTP")
-    assert FOUND in a.log
     keys = {f"decoder.layers.mlp.experts.experts.linear_fc{n}.weight" for n in (1, 2)}
-    assert {key for _, key in copies(whole, 4)} == keys
-    truncated_copy(whole, resumed, 4)
+    assert keys <= {key for _, key in copies(whole, 2)}
+    truncated_copy(whole, resumed, 2)
     b = job(tmp_path, "b", resumed, *experts, model="MTP")
-    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (5, 6)}
+    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (3, 4, 5, 6)}
     assert differing(tensors(whole, 6), tensors(resumed, 6)) == []
 
 
@@ -214,8 +182,8 @@ def test_experts_with_more_parallelism_than_dense_replicas_resume(tmp_path: Path
         *("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "4"),
     ]
     a = job(tmp_path, "a", whole, *experts, model="MTP", ranks=4)
-    assert FOUND not in a.log
-    truncated_copy(whole, resumed, 4)
+    assert {key for _, key in copies(whole, 2) if ".experts." in key} == set()
+    truncated_copy(whole, resumed, 2)
     b = job(tmp_path, "b", resumed, *experts, model="MTP", ranks=4)
-    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (5, 6)}
+    assert b.losses() == {iteration: a.losses()[iteration] for iteration in (3, 4, 5, 6)}
     assert differing(tensors(whole, 6), tensors(resumed, 6)) == []

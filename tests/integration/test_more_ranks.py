@@ -79,7 +79,7 @@ def test_a_job_with_more_ranks_resumes_from_the_memory_of_fewer(tmp_path: Path) 
 def test_new_ranks_of_new_nodes_receive_from_copies(tmp_path: Path) -> None:
     """Rank 1 moves to the first node, which holds a copy of its part."""
     jobs = Jobs(tmp_path, interval=2, nodes=2)
-    once = f"{tmp_path}/run/*/*/agent.log:iteration 5 is held by:2"
+    once = f"{tmp_path}/run/*/agent-*.log:iteration 5 is held by:2"
     jobs.crash(2, {**COPY, "KILL": "1:6", "KILL_ONCE": once})
     resumed = succeeded(jobs.run("more", 4, 100, COPY))
     assert "iteration 5 was restored from memory" in resumed.log

@@ -14,7 +14,7 @@ import pytest
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.support.megatron_jobs import run_job, succeeded
+from tests.support.megatron_jobs import copies, run_job, succeeded
 
 MODEL = ["--num-layers", "4", "--bf16", "--use-distributed-optimizer"]
 #: Job -> its layout, its nodes, and the sets of ranks that share one plan.
@@ -33,6 +33,9 @@ def test_ranks_with_equal_plans_compute_one(
     arguments = [*MODEL, *layout, "--train-iters", "4", "--save", str(save), "--save-interval", "2"]
     result = succeeded(run_job(tmp_path, "job", arguments, nodes=nodes, env={"PREPARED": "2"}))
     assert equal in templates(save, 2)
+    if name == "tensor group":
+        kinds = {kind for kind, _ in copies(save, 2)}
+        assert {f"weight@0.{rank}" for rank in equal} <= kinds, "these ranks save their own copies"
     came = {event["rank"]: (event["misses"], event["shared"]) for event in result.named("plans")}
     others = [(0, 1)] * (len(equal) - 1)
     assert sorted(came[rank] for rank in equal) == [*others, (1, 0)], (

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog.retention import committed
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import run_job, succeeded
 from tests.support.trainer import eventually
 
@@ -34,13 +35,14 @@ def test_retention_keeps_the_best_validation_loss_and_the_newest_checkpoint(tmp_
     assert sorted(losses) == [2, 4, 6, 8]
     best = sorted(losses, key=lambda iteration: losses[iteration])[:2]
 
+    store = PosixStore(save)
+
     def kept() -> list[int]:
-        checkpoints = committed(PosixStorage(save), [path.name for path in save.iterdir()])
-        return sorted(facts.iteration for facts in checkpoints)
+        return [checkpoint.iteration for checkpoint in committed_saves(store)]
 
     eventually("retention", lambda: kept() == sorted({*best, 8}))
-    checkpoints = committed(PosixStorage(save), [path.name for path in save.iterdir()])
-    for checkpoint in checkpoints:
-        assert checkpoint.metrics == {
+    for checkpoint in committed_saves(store):
+        stored = StoredCheckpoint(store, checkpoint, read_manifest(store, checkpoint))
+        assert stored.manifest.metrics == {
             "lm loss validation": pytest.approx(losses[checkpoint.iteration], rel=1e-5)
         }

@@ -101,7 +101,7 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
         "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1",
         "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to start the node again
     }
-    once = f"{tmp_path}/run/*/*/agent.log:iteration 3 is held by:{lost.sent}"
+    once = f"{tmp_path}/run/*/agent-*.log:iteration 3 is held by:{lost.sent}"
     dying = {**env, "KILL": "1:5", "KILL_ONCE": once}
     killed = job(tmp_path, "lost", ranks=nodes, nodes=nodes, env=dying)
     assert killed.returncode != 0

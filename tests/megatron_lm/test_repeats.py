@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
@@ -23,8 +25,8 @@ from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 #: Elements of each parameter that this rank owns: a range across both halves of a fused tensor, a
-#: whole parameter, and a range of a parameter that another rank writes.
-OWNED = {"fused": (3, 20), "vector": (0, 5), "norm": (1, 3)}
+#: whole parameter, and ranges of a parameter that another rank writes and of a copy of a fourth.
+OWNED = {"fused": (3, 20), "vector": (0, 5), "norm": (1, 3), "bias": (1, 4)}
 
 
 class Job(torch.nn.Module):
@@ -35,6 +37,7 @@ class Job(torch.nn.Module):
         self.fused = torch.nn.Parameter(torch.randn(4, 6).bfloat16())
         self.vector = torch.nn.Parameter(torch.randn(5).bfloat16())
         self.norm = torch.nn.Parameter(torch.randn(4).bfloat16())
+        self.bias = torch.nn.Parameter(torch.randn(4).bfloat16())
         self.optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
         self.fill_tables()
 
@@ -80,14 +83,17 @@ def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def geometry_of(job: Job, state: ModelState) -> ModelGeometry:
-    """Return a geometry with two runs in one parameter, and another rank's copy of a second."""
+    """Return a geometry with a parameter of two runs, another rank's parameter, and a copy."""
     geometry = state.geometry([job])
     if not geometry.repeats and len(geometry.parameters[0][1].runs) == 1:
         halves = tuple(Run("fused", (4, 6), (2 * n, 0), (2, 6), 0, 12 * n, 12) for n in (0, 1))
         fused = Geometry("fused", halves, main=True, replica=0, resizable=True)
         (whole,) = geometry.parameters[2][1].runs
-        norm = Geometry("norm", (whole,), main=False, replica=0, resizable=False, copy="0.1")
-        for number, changed in ((0, fused), (2, norm)):
+        norm = Geometry("norm", (whole,), main=False, replica=0, resizable=False)
+        bias = dataclasses.replace(
+            geometry.parameters[3][1], main=False, copy=CopyPlace((0, 1), (2, 2))
+        )
+        for number, changed in ((0, fused), (2, norm), (3, bias)):
             geometry.parameters[number] = (geometry.parameters[number][0], changed)
     return geometry
 
@@ -100,7 +106,7 @@ def described(pieces: list[LocalPiece]) -> list[tuple[Any, ...]]:
     """Return all properties of pieces that a save uses."""
     return [
         (
-            *(local.piece, local.early, local.resizable, local.copy),
+            *(local.piece, local.early, local.resizable),
             *(
                 local.tensor.tolist(),
                 local.tensor.data_ptr(),
@@ -214,7 +220,7 @@ def test_a_repeated_enumeration_equals_a_new_one(change: Callable[[Job], None]) 
     afresh = described(owned(job, ModelState(Replicated())))
     if change in (transposed, weights_lag):  # each enumeration makes new copies of the weights
         again, afresh = (
-            [(*entry[:5], *entry[6:]) for entry in entries] for entries in (again, afresh)
+            [(*entry[:4], *entry[5:]) for entry in entries] for entries in (again, afresh)
         )
     assert again == afresh
 

@@ -12,15 +12,9 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.accounting import has_states
-from megatron_flashckpt.megatron_lm.copy_check import Comparison
-from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.size_estimate import (
-    _compared_nbytes,
-    _tensors_after_step,
-    expect,
-)
+from megatron_flashckpt.megatron_lm.size_estimate import _tensors_after_step, expect
 from tests.cpu_megatron.stubs.emerging_optimizers.emerging_optimizers.scalar_optimizers import Lion
 from tests.megatron_lm.test_model_state import Job
 from tests.support.jobs.stand_ins import FusedAdam
@@ -132,14 +126,3 @@ def test_estimates_of_precision_aware_optimizers_include_masters(
 
 def described(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.dtype, int]]:
     return [(kind, tensor.dtype, tensor.numel()) for kind, tensor in tensors.items()]
-
-
-@pytest.mark.parametrize(
-    ("start", "end"), [(0, 2**21), (2**19, 2**21), (2**20, 2**21), (0, 64), (64, 64)]
-)
-def test_the_estimate_of_compared_copies_equals_the_first_save(start: int, end: int) -> None:
-    """Only a small part of a large embedding is compared."""
-    piece = Piece("w", "master", "F32", (2**21,), (0,), (2**21,), start, end)
-    local = LocalPiece(piece, torch.zeros(end - start), copy="1.0")
-    comparison = Comparison([], [local], frozenset({"w"}))
-    assert _compared_nbytes(piece) == comparison.unsaved.content.nbytes

@@ -106,16 +106,6 @@ def test_memory_held_for_other_nodes_counts() -> None:
     )
 
 
-def test_memory_to_compare_copies_in_the_first_save_counts() -> None:
-    ranks = [dataclasses.replace(need("n0", 50, 120), compared_nbytes=10 * GIB) for _ in range(2)]
-    check(ranks, 2)
-    ranks = [dataclasses.replace(entry, compared_nbytes=11 * GIB) for entry in ranks]
-    assert refusal(ranks) == (
-        "n0: 2 ranks (0 to 1) need 122.0 GiB, 22.0 GiB to compare copies in the first save; the "
-        "machine has 120.0 GiB left"
-    )
-
-
 def test_the_error_of_a_job_with_one_slot_suggests_no_fewer() -> None:
     with pytest.raises(StorageError) as raised:
         check([need("n0", 60, 50)], 1)

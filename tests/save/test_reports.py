@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
@@ -136,7 +135,7 @@ def test_an_error_names_host_and_path_of_the_agents_log(
     reports.failed(outcome(8, ERROR, (0,)))
     (message,) = caplog.messages
     assert re.search(
-        rf"; the agent's log: {platform.node()}:{tmp_path}/run/\w{{16}}/agent\.log$", message
+        rf"; the agent's log: {platform.node()}:{tmp_path}/run/agent-[-\w]{{33}}\.log$", message
     )
 
 
@@ -161,15 +160,3 @@ def test_failures_in_a_row_say_what_is_at_risk_and_where_it_is(
     job.failed(outcome(90, "a rank has no memory"))
     assert not job.is_held
     assert lines(caplog)[-1].endswith("is iteration 80")
-
-
-def test_the_newest_durable_checkpoint_is_the_one_that_agents_know_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The agent of a crashed run has committed iteration 9 after this run had started."""
-    job = SaveReports("/ckpt", 0)
-    job.note_durable(5)
-    job.requested(12)
-    job.failed(msgspec.structs.replace(outcome(12, "no space"), committed=9))
-    assert lines(caplog)[-1].endswith("the newest durable checkpoint in /ckpt is iteration 9")
-    assert (job.last_failure() or "").endswith("is iteration 9")

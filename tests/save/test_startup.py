@@ -59,12 +59,12 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
     checkpointer: Any = SimpleNamespace(link=SimpleNamespace(prepare=note("slab")))
     monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
     startup = Startup(checkpointer, lambda _: None)
-    for name in ("check_ranks", "claim", "reserve", "agree"):
+    for name in ("check_ranks", "await_end", "reserve", "agree"):
         monkeypatch.setattr(startup, f"_{name}", note(name))
     monkeypatch.setattr(startup, "_check_coverage", note("check_coverage", expected))
     for _ in range(2):  # in the load, or when the model is built; and in the first step
         startup.prepare([], None)
-    assert phases == ["check_ranks", "claim", "check_coverage", "reserve", "agree", "slab"]
+    assert phases == ["check_ranks", "await_end", "check_coverage", "reserve", "agree", "slab"]
 
 
 def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.file_format.run_object import RunObject
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, is_alive
 
 
 class Cluster:
@@ -85,15 +85,20 @@ class Cluster:
             for rank in ranks:
                 self.trainers[rank].client.join_peers(plan)
 
+    def join(self, run: RunObject) -> None:
+        """Tell all agents that the ranks save under a run from now on."""
+        for trainer in self.trainers.values():
+            trainer.join(run)
+
     def stage(self, iteration: int, save_id: str | None = None) -> str:
         """Let every rank stage a checkpoint; return its save id."""
-        save_id = save_id or new_save_id()
+        save_id = save_id or self.trainers[0].new_save_id()
         for trainer in self.trainers.values():
             trainer.stage(iteration, save_id)
         return save_id
 
     def log(self, node: int) -> str:
-        return (self.nodes[node].directory(self.root) / LOG).read_text()
+        return self.nodes[node].log(self.root).read_text()
 
     def reported_held(self, iteration: int) -> dict[int, int]:
         """Return how often the agents logged, for each rank, that a holder has its part."""

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.layout.copies import split
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -243,7 +244,7 @@ def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
     """Return a checkpoint's tensors by `(rank, name)`, read by the real safetensors library."""
     by_name = {}
     for file in sorted((save / f"iter_{iteration:07d}").glob("*.safetensors")):
-        rank = int(file.name.split("-")[0].removeprefix("rank_"))
+        rank = int(file.name.split(".")[3].removeprefix("rank_"))
         for name, tensor in load_file(file).items():
             by_name[rank, name] = tensor
     assert by_name, f"no shard in {save} at iteration {iteration}"
@@ -293,6 +294,20 @@ def same(one: object, other: object) -> bool:
 
 def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
     """Return the global tensors, assembled from pieces that cover each element exactly once."""
+    wholes = _with_copies(save, iteration)
+    return {name: whole for name, whole in wholes.items() if "@" not in name[0]}
+
+
+def copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Return all copies other than the main copies, as `assemble` does.
+
+    The kind names the place of the copy. For example, "weight@0.1" is of tensor rank 1.
+    """
+    wholes = _with_copies(save, iteration)
+    return {name: whole for name, whole in wholes.items() if "@" in name[0]}
+
+
+def _with_copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
     storage = PosixStorage(save)
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     shards = tensors(save, iteration)
@@ -306,7 +321,9 @@ def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
         ):
             if piece.kind == "rank_state":
                 continue
-            name = (piece.kind, piece.key)
+            place, piece = split(piece)
+            copy = "" if place is None else f"@{'.'.join(map(str, place.offset))}"
+            name = (piece.kind + copy, piece.key)
             if name not in wholes:
                 wholes[name] = torch.zeros(piece.global_shape, dtype=content.dtype)
                 filled[name] = torch.zeros(piece.global_shape, dtype=torch.int8)

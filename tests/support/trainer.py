@@ -52,6 +52,11 @@ PATIENCE_S = 20.0
 _REPOSITORY = Path(__file__).parents[2]
 
 
+_numbers, _saves = itertools.count(100), itertools.count(1)
+#: Each process of a test has its own one.
+_UNOPENED = run_name(1, secrets.token_hex(2))
+
+
 def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
     """Call `probe` until it returns a true value or the deadline passes; return the value.
 
@@ -78,8 +83,18 @@ def remove_tree(path: Path) -> None:
 
 
 def new_save_id() -> str:
-    """Return the name of a save of a run that no trainer has opened."""
-    return save_name(run_name(1, secrets.token_hex(2)), 1)
+    """Return a new name of a save, of one run that no trainer has opened."""
+    return save_name(_UNOPENED, next(_saves))
+
+
+def run_after(save_id: str | None, iteration: int = 0) -> RunObject:
+    """Return a run that resumes from a save (None: from scratch), with a higher number each time.
+
+    It has no object in storage, as if it was removed.
+    """
+    save = None if save_id is None else Save(iteration, save_id)
+    run = runs.new_run(save, (), "scratch" if save is None else "memory", 1)
+    return msgspec.structs.replace(run, name=run_name(next(_numbers), secrets.token_hex(2)))
 
 
 def content(rank: int, iteration: int, nbytes: int) -> bytes:
@@ -130,6 +145,8 @@ class FakeTrainer:
         self.retain_interval = retain_interval
         self.retention = retention
         self.metrics: dict[str, float] = {}
+        self.run: RunObject | None = None
+        self._names = itertools.count(1)
         self.slab: Slab | None = None
         self._untold: list[Outcome] = []
         self._config = config
@@ -153,8 +170,17 @@ class FakeTrainer:
         run = runs.new_run(save, ancestors, "scratch" if save is None else "storage", 1)
         opened = runs.open_run(admission, run, agent_pid=self.client.agent_pid)
         runs.grant_wish(store, opened, None)
-        self.client.open_run(opened)
+        self.join(opened)
         return opened
+
+    def join(self, run: RunObject) -> None:
+        """Tell the agent that this rank saves under a run from now on."""
+        self.run, self._names = run, itertools.count(1)
+        self.client.open_run(run)
+
+    def new_save_id(self) -> str:
+        """Return the name of the next save of this rank's run, if it has joined one."""
+        return new_save_id() if self.run is None else save_name(self.run.name, next(self._names))
 
     def reconnect(self) -> tuple[str, ...]:
         """Connect to a new agent and send it the slab, as a rank does whose agent has ended.
@@ -205,6 +231,7 @@ class FakeTrainer:
                 retain_interval=self.retain_interval,
                 retention=self.retention,
                 metrics=self.metrics,
+                ancestors=() if self.run is None else self.run.ancestors,
             )
         )
         if self.slab is None:
@@ -254,12 +281,12 @@ class FakeTrainer:
 
     def save(self, iteration: int, save_id: str | None = None) -> Outcome:
         """Stage a save and wait for its result."""
-        self.stage(iteration, save_id or new_save_id())
+        self.stage(iteration, save_id or self.new_save_id())
         return self.outcome()
 
     def keep(self, iteration: int, save_id: str | None = None) -> Outcome:
         """Stage a save for memory only and wait for its result."""
-        self.stage(iteration, save_id or new_save_id(), state=SlotState.KEPT)
+        self.stage(iteration, save_id or self.new_save_id(), state=SlotState.KEPT)
         return self.outcome()
 
     def hang_up(self, *, leave: bool = False) -> None:
@@ -377,7 +404,7 @@ def _state(task: Path) -> str:
 
 
 def agents_under(runtime_dir: Path) -> list[int]:
-    """Return the process ids of all agents whose directory lies in `runtime_dir`."""
+    """Return the process ids of all agents with the setting `runtime_dir`, or a path below it."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -385,7 +412,7 @@ def agents_under(runtime_dir: Path) -> list[int]:
         except OSError:
             continue
         if b"megatron_flashckpt.agent" in words and any(
-            word.startswith(os.fsencode(runtime_dir) + b"/") for word in words
+            (word + b"/").startswith(os.fsencode(runtime_dir) + b"/") for word in words
         ):
             pids.append(int(process.name))
     return [pid for pid in pids if is_alive(pid)]

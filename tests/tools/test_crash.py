@@ -27,7 +27,7 @@ from tools.crash.peers import (
     run_peer_cell,
 )
 from tools.crash.rivals import RivalCell, rival_sample, run_rival_cell
-from tools.crash.sockets import SOCKET_GONE, LostSocket
+from tools.crash.second_starts import SecondStart
 from tools.crash.start import RunPlan
 from tools.crash.story import KILLED, Cell, run_cell
 
@@ -63,7 +63,7 @@ def test_runs_of_a_job_are_never_mixed_or_lost(cell: FamilyCell, tmp_path: Path)
 #: forked from a process that the suite may have started before, without the library of faults.
 FAULTY_SAMPLE = (
     *storage_faults.faulty_sample()[-1:],
-    LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
+    SecondStart("persist.chunk", 2),
 )
 
 

@@ -10,7 +10,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
+from megatron_flashckpt.catalog.listing import committed_iterations
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.storage.opening import open_store
 from patches.imports import TRAINING, swapped
 from patches.patch import TAGS, PatchError, apply
 from tests.support.megatron_jobs import assemble, differing, tensors, truncated_copy
@@ -265,8 +267,9 @@ class Release:
         tracker = save / TRACKER
         if not tracker.is_file() or tracker.read_text() != str(END):
             raise CellError(run.reason("the last save is not committed"))
+        committed = committed_iterations(open_store(save))
         for iteration in (HALF, END):
-            if not (save / iteration_dir(iteration) / "manifest.json").is_file():
+            if iteration not in committed:
                 raise CellError(run.reason(f"no save of iteration {iteration} in our format"))
 
     def same_end(self, run: Run, save: Path, whole: Run | None = None, name: str = "A") -> None:

@@ -14,8 +14,8 @@ for each other, with real agents, and trainers without Megatron. An agent is sto
 holds or gets back a checkpoint, and nodes are lost.
 
 The modules of `tools/crash` describe the remaining cells ("two jobs: ...", "second start: ...",
-"requeue: ...", "forks: ...", "lost socket: ...", "errors that pass: ...", "names that come late:
-..."). The last two need a C compiler.
+"requeue: ...", "forks: ...", "errors that pass: ...", "names that come late: ...").
+The last two need a C compiler.
 """
 
 from __future__ import annotations

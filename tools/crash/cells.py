@@ -28,6 +28,8 @@ LOADING = (
     "load.unadopted",
     "load.adopted",
 )
+#: Failpoints of rank 0 alone, which opens the run.
+OPENING = ("run.announced", "run.created")
 #: Failpoints of the agent, and the hits at which it is killed: in the first save, and later.
 _AGENT = {
     "agent.attached": (1, 2),
@@ -46,7 +48,7 @@ _AGENT = {
     "commit.common": (1, 3),
     "commit.manifest": (1, 3),
     "commit.tracker": (1, 3),
-    "leftover.file": (1, 2),
+    "commit.records": (1, 3),
     "commit.tidy": (1, 3),
     "commit.done": (1, 3),
     "save.marked": (1, 3),
@@ -54,8 +56,8 @@ _AGENT = {
 _RETAINING = {
     "retain.chosen": (1,),
     "retain.hidden": (1,),
-    "retain.file": (1, 3),
-    "retain.deleted": (1,),
+    "retain.failed": (1,),
+    "leftover.deleted": (1,),
 }
 _FAILING = {"save.failed": (1,), "forget.file": (1, 2)}
 #: Retention keeps every fourth checkpoint, so each commit removes an earlier checkpoint.
@@ -76,7 +78,7 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
         _cell(Crash("agent", "put.written", 8, AGENT)),
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
-        _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
+        _cell(Crash("agent", "retain.failed", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
@@ -115,7 +117,7 @@ def _of_loads() -> Iterator[Cell]:
     """Yield cells that also interrupt the load, from memory and from storage."""
     for before in (TRAINERS, NODE):
         for rank in ("rank0", "rank1"):
-            for point in LOADING:
+            for point in (*LOADING, *(OPENING if rank == "rank0" else ())):
                 if (before, point) == (NODE, "load.half"):
                     continue  # ranks exchange pieces only when they load from memory
                 for killed in KILLED:

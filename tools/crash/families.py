@@ -7,7 +7,6 @@ from tools.crash.forks import Forks, forks
 from tools.crash.requeues import Requeue, requeues
 from tools.crash.second_jobs import SecondJob, second_jobs
 from tools.crash.second_starts import SecondStart, second_starts
-from tools.crash.sockets import ALL_GONE, LostSocket, lost_sockets
 from tools.crash.storage_faults import faulty_cells, faulty_sample
 
 #: The function that returns the cells, for each family.
@@ -16,7 +15,6 @@ FAMILIES = (
     second_jobs,
     requeues,
     forks,
-    lost_sockets,
     faulty_cells,
 )
 
@@ -33,6 +31,5 @@ def family_sample() -> list[FamilyCell]:
         SecondJob(0, "stage.half", 3, "storage"),
         Requeue(1, "put.renamed", 2, "moved"),
         Forks(0, "stage.half", 2),
-        LostSocket("agent.enqueued", 2, ALL_GONE, at_once=False),
         *faulty_sample(),
     ]

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
@@ -52,14 +51,14 @@ _OF_RANK_1 = {
 }
 #: Record, common state, manifest, its marker for the other node, tracker, history.
 _PUTS = (7, 8, 9, 10, 11, 12)
-#: Failpoints of the agent of rank 0. Each save removes two records.
+#: Failpoints of the agent of rank 0.
 _OF_RANK_0 = {
     "agent.granted": (2,),
     "agent.enqueued": (2,),
     **COUNTS,
     "put.written": _PUTS,
     "put.renamed": _PUTS,
-    "leftover.file": (3, 4),
+    "commit.records": (2,),
 }
 #: Longest wait of a start for the end of the previous run.
 _AWAIT_S = 20.0
@@ -291,7 +290,7 @@ class _Scenario:
 
     def _await_takeover(self, node: Node, newest: int) -> None:
         """Wait until the stopped agent has logged that another job has taken over."""
-        log = node.directory(self._root) / LOG
+        log = node.log(self._root)
 
         def knows() -> bool:
             self._check_tracker(newest)

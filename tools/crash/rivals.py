@@ -12,7 +12,6 @@ import dataclasses
 import threading
 from pathlib import Path
 
-from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import CLAIM, MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.memory.slot import SlotState
@@ -41,12 +40,12 @@ COUNTS = {
     "commit.common": (2,),
     "commit.manifest": (2,),
     "commit.tracker": (2,),
-    "leftover.file": (2,),
+    "commit.records": (2,),
     "commit.tidy": (2,),
     "retain.chosen": (1,),
     "retain.hidden": (1,),
-    "retain.file": (1, 2),
-    "retain.deleted": (1,),
+    "retain.failed": (1,),
+    "leftover.deleted": (1,),
     "commit.done": (2,),
     "save.marked": (2,),
 }
@@ -146,7 +145,7 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
             raise CellError(f"the overtaken job removed {gone} and created {added}")
         if (tracked := (root / TRACKER).read_text()) != "5":
             raise CellError(f"the tracker says {tracked}")
-        log = (first.directory(root) / LOG).read_text()
+        log = first.log(root).read_text()
         if (errors := log.count("ERROR megatron_flashckpt.agent.fence")) != 1:
             raise CellError(f"the overtaken agent logged the takeover {errors} times")
         check_storage(root)

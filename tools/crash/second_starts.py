@@ -18,7 +18,6 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
@@ -265,7 +264,7 @@ class _Scenario:
         process = LaterProcess(self._home, self._root, self._node.runtime_dir, number)
         self._later.append(process)
         process.ask("start")
-        path = str(self._node.directory(self._root) / SOCKET)
+        path = str(self._node.place(self._root))
 
         def connected() -> bool:
             lines = Path("/proc/net/unix").read_text().splitlines()

@@ -37,16 +37,16 @@ PASSING = "errors that pass"
 RULES = {
     PASSING: (
         fail("write", errno.ESTALE, "safetensors", times=1),
-        fail("read", errno.ESTALE, ".commit", times=1),
+        fail("read", errno.ESTALE, ".record", times=1),
         fail("stat", errno.ETIMEDOUT, "safetensors", times=1),
         fail("fsync", errno.EIO, "common", times=1),
-        fail("rename", errno.ENOTCONN, "manifest.json", times=1),
+        fail("link", errno.ENOTCONN, ".end", times=1),
         fail("rename", errno.ETIMEDOUT, TRACKER, times=1, done=True),
     ),
     "names that come late": (late(150),),
 }
-#: Hits that lie in the save of iteration 2, by failpoint. The puts store the record, the common
-#: state, the manifest, the marker, the tracker, the history. The records of both ranks are removed.
+#: Hits that lie in the save of iteration 2, by failpoint. The puts store the tracker, its twin and
+#: the history; the record, the common state and the end are created. The records are removed.
 _COUNTS = {
     "persist.durable": (2,),
     "put.written": (7, 8, 9, 10, 11),

@@ -7,28 +7,23 @@ import os
 import re
 from pathlib import Path
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.listing import committed_iterations
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.file_format.file_names import (
-    CLAIM,
-    HISTORY,
-    MANIFEST,
+    OWN,
     TRACKER,
-    iteration_dir,
-    marker_name,
+    common_name,
+    end_name,
     parse_iteration_dir,
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
-from megatron_flashckpt.storage.patient import RetryingStorage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 from tools.crash import trouble
 from tools.crash.job import PATIENCE_S, CellError, eventually
-
-_OF_A_CHECKPOINT = re.compile(
-    r"manifest\.json|common-[0-9a-f]+\.msgpack|rank_\d{5,}-[0-9a-f]+\.safetensors"
-)
 
 
 def in_memory(agents: list[int], ranks: int) -> int | None:
@@ -50,33 +45,26 @@ def in_memory(agents: list[int], ranks: int) -> int | None:
 
 
 def committed(save: Path) -> list[int]:
-    """Return all iterations that have a manifest, oldest first.
+    """Return all iterations that have a committed save, oldest first.
 
     Reads are retried, because the process of a cell may get transient errors.
     """
-    storage = RetryingStorage(PosixStorage(save))
-    iterations = [parse_iteration_dir(name) for name in storage.list("")]
-    return sorted(
-        n for n in iterations if n is not None and storage.present(iteration_dir(n), [MANIFEST])
-    )
+    return committed_iterations(RetryingStore(open_store(save)))
 
 
 def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
     """Open a checkpoint with retries, because the process of a cell may get transient errors."""
-    storage = RetryingStorage(PosixStorage(save))
-    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    return open_checkpoint(RetryingStore(open_store(save)), iteration)
 
 
 def check_storage(save: Path) -> None:
     """Fail if a partial checkpoint looks complete, or if the tracker names no committed checkpoint.
 
-    Retention may run at the same time; it removes the manifest of a checkpoint before other files.
+    Retention may run at the same time; it removes the end of a checkpoint before other files.
     """
-    storage = PosixStorage(save)
     for iteration in committed(save):
         try:
-            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-            damages: list[FlashCkptError] = verify(stored)
+            damages: list[FlashCkptError] = verify(open_checkpoint(open_store(save), iteration))
         except FileNotFoundError as error:
             damages = [CorruptCheckpointError(str(error))]
         if damages and iteration in committed(save):
@@ -89,23 +77,19 @@ def check_storage(save: Path) -> None:
 
 def check_tidy(save: Path, newest: int) -> None:
     """Fail if files are left over that later commits remove."""
-    storage = PosixStorage(save)
     if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
         raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
-    known = (TRACKER, HISTORY, CLAIM)
-    left = [path.name for path in save.iterdir() if path.is_file() and path.name not in known]
+    left = [path.name for path in save.iterdir() if path.is_file() and path.name != TRACKER]
     for directory in filter(Path.is_dir, save.iterdir()):
+        if directory.name == OWN:
+            continue
         files = {path.name for path in directory.iterdir()}
         iteration = parse_iteration_dir(directory.name)
         expected: set[str] = set()
-        if iteration is not None and MANIFEST in files:
-            manifest = StoredCheckpoint(
-                storage, iteration, read_manifest(storage, iteration)
-            ).manifest
-            expected = {MANIFEST, f"common-{manifest.save_id}.msgpack"}
+        if iteration in committed(save):
+            manifest = open_checkpoint(open_store(save), iteration).manifest
+            expected = {end_name(manifest.save_id), common_name(manifest.save_id)}
             expected |= {shard.file for shard in manifest.shards}
-            # An agent stores a marker unless it knows that all ranks run on its node.
-            expected.add(marker_name(manifest.save_id))
         left += [f"{directory.name}/{name}" for name in files - expected]
         # The removal of the last file may report an error although it succeeded. Then the empty
         # directory stays, because another node might be about to fill it.
@@ -135,11 +119,7 @@ def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
 
 def check_left(runtime_dir: Path) -> None:
     """Fail if agents that ended have left files, except logs of errors."""
-    logs = list(runtime_dir.rglob("agent.log"))
-    # An agent that logged an error keeps its log and its lock.
-    complained = any(" ERROR " in log.read_text() for log in logs)
-    stays = ("agent.log", "lock") if complained else ("agent.log",)
-    files = filter(Path.is_file, runtime_dir.rglob("*"))
-    left = [path.name for path in files if path.name not in stays]
+    logs = list(runtime_dir.rglob("agent-*.log"))
+    left = [path.name for path in runtime_dir.rglob("*") if path.is_file() and path not in logs]
     if left:
         raise CellError(f"the agent left {left}")

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -23,7 +23,7 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_store
 from tests.support.trainer import config_of
 from tools.gpu_check.agents import end_agents
 
@@ -45,8 +45,7 @@ class Node:
 
     def stored(self, rank: Rank, iteration: int) -> list[torch.Tensor]:
         """Return the tensors of a committed checkpoint, read and verified."""
-        storage = PosixStorage(self.root)
-        checkpoint = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        checkpoint = open_checkpoint(open_store(self.root), iteration)
         plan = read_plan(rank.pieces, checkpoint.sources(), checkpoint.place)
         read = [torch.empty(saved.numel(), dtype=saved.dtype) for saved in rank.tensors]
         read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, read), threads=4)

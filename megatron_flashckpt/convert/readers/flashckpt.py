@@ -118,11 +118,6 @@ def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...
         f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
         for key in unused
     ]
-    if stored.manifest.differing:
-        warnings.append(
-            "ranks held different copies of these tensors, which should be equal; only the first "
-            "copy of each is converted: " + ", ".join(stored.manifest.differing)
-        )
     return tuple(warnings)
 
 

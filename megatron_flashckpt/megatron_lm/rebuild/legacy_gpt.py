@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
@@ -69,7 +70,7 @@ def geometry(
     layer: Layer | None,
     sharding: Sharding | None,
     swiglu: bool,
-    tensor_rank: int,
+    tensor_rank: tuple[int, int],
     replica: int,
 ) -> Geometry:
     """Return the geometry of the local tensor `name`.
@@ -78,7 +79,7 @@ def geometry(
         shape: shape of the local tensor.
         layer: None for a parameter outside the layers.
         sharding: None for a parameter that is equal on all tensor-parallel ranks.
-        tensor_rank: this rank; tensor rank 0 has the main copy of equal parameters.
+        tensor_rank: this rank, and the number of tensor ranks. Rank 0 has the main copies.
 
     Raises:
         UnsupportedError: the tensor is sharded in strides along an axis other than the first.
@@ -89,14 +90,15 @@ def geometry(
         key = f"{_LAYERS}.{rest}"
     if sharding is not None and swiglu and name.endswith(_FUSED):
         sharding = dataclasses.replace(sharding, strides=sharding.strides * 2)
-    duplicate = (int(name == TIED), tensor_rank if sharding is None else 0)
+    rank, ranks = tensor_rank
+    is_duplicate = sharding is None and rank > 0
     return Geometry(
         name=name,
         runs=tuple(_runs(name, key, shape, layer, sharding)),
-        main=not any(duplicate),
+        main=not is_duplicate and name != TIED,
         replica=replica,
         resizable=name in _RESIZABLE,
-        copy="{}.{}".format(*duplicate) if any(duplicate) else "",
+        copy=CopyPlace((0, rank), (1, ranks)) if is_duplicate else None,
     )
 
 
@@ -190,7 +192,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
             layer=layer,
             sharding=None if axis is None else Sharding(axis, ways, tp),
             swiglu=args.swiglu,
-            tensor_rank=tp,
+            tensor_rank=(tp, ways),
             replica=0,
         )
         parameters.append(LocalTensor(place, shape))

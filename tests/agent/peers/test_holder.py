@@ -14,15 +14,24 @@ from megatron_flashckpt.agent.peers import holder
 from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
+from megatron_flashckpt.catalog.lineage import History
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.memory.slot import SlabGeometry
 from tests.support.trainer import eventually
+
+RUN = "000001-aaaa"
+
+
+def save(iteration: int) -> str:
+    return save_name(RUN, iteration)
 
 
 def new_descriptor(rank: int, iteration: int, nbytes: int, slots: int = 2) -> SlotDescriptor:
     return SlotDescriptor(
         rank=rank,
         iteration=iteration,
-        save_id=f"save{iteration}",
+        save_id=save(iteration),
         geometry=SlabGeometry(slots, 4096, 4096),
         meta_nbytes=0,
         data_nbytes=nbytes,
@@ -62,7 +71,7 @@ def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     assert give(held, (3,), 3, 10, data)
     (entry,) = held.held_of(3)
     assert entry == Held(Part((3,), 0, 1), new_descriptor(3, 10, 4567), ())
-    assert held.read((3,), "save10", 100, 2000) == data[100:2100]
+    assert held.read((3,), save(10), 100, 2000) == data[100:2100]
     assert held.held_of(4) == []
 
 
@@ -74,7 +83,7 @@ def test_parity_restores_each_contribution_from_the_others() -> None:
         give(held, group, rank, 10, data[rank])
     assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
     for lost in group:
-        total = bytearray(held.read(group, "save10", 0, 8000))
+        total = bytearray(held.read(group, save(10), 0, 8000))
         for rank in group:
             if rank != lost:
                 holder.combine(total, 0, data[rank])
@@ -101,7 +110,7 @@ def test_a_complete_save_is_evicted_only_when_every_place_holds_a_complete_save(
     assert iterations(held, 0) == [10, 30], "the incomplete save was evicted, not the complete one"
     give(held, (0,), 0, 40, data[20])
     assert iterations(held, 0) == [30, 40]
-    assert held.read((0,), "save40", 0, 3000) == data[20]
+    assert held.read((0,), save(40), 0, 3000) == data[20]
 
 
 def test_reused_parity_memory_starts_from_zero() -> None:
@@ -110,7 +119,7 @@ def test_reused_parity_memory_starts_from_zero() -> None:
         data = [os.urandom(2000), os.urandom(2000)]
         for rank in group:
             give(held, group, rank, iteration, data[rank])
-        total = bytearray(held.read(group, f"save{iteration}", 0, 2000))
+        total = bytearray(held.read(group, save(iteration), 0, 2000))
         holder.combine(total, 0, data[0])
         assert total == data[1]
 
@@ -136,14 +145,14 @@ def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
     assert iterations(held, 0) == [30, 40]
     give(held, (0,), 0, 50, b"c" * 3000, slots=1)
     assert iterations(held, 0) == [50]
-    assert held.read((0,), "save50", 0, 3000) == b"c" * 3000
+    assert held.read((0,), save(50), 0, 3000) == b"c" * 3000
 
 
 def test_a_contribution_is_not_combined_twice() -> None:
     held = Holdings()
     assert give(held, (0,), 0, 10, b"data")
     assert not give(held, (0,), 0, 10, b"data")
-    assert held.read((0,), "save10", 0, 4) == b"data"
+    assert held.read((0,), save(10), 0, 4) == b"data"
 
 
 def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
@@ -151,13 +160,13 @@ def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
     held, data = Holdings(), os.urandom(3000)
     descriptor = new_descriptor(0, 10, len(data))
     assert held.begin(Part((0,), 0, 2), descriptor)
-    held.add((0,), 0, "save10", 0, memoryview(data)[:1500])
-    held.end((0,), 0, "save10")
+    held.add((0,), 0, save(10), 0, memoryview(data)[:1500])
+    held.end((0,), 0, save(10))
     assert not held.begin(Part((0,), 0, 2), descriptor)
     assert give(held, (0,), 0, 10, data)
     (entry,) = held.held_of(0)
     assert entry.part == Part((0,), 0, 1)
-    assert held.read((0,), "save10", 0, 3000) == data
+    assert held.read((0,), save(10), 0, 3000) == data
 
 
 def test_an_interrupted_contribution_invalidates_the_parity() -> None:
@@ -171,19 +180,19 @@ def test_an_interrupted_contribution_invalidates_the_parity() -> None:
     assert iterations(held, 0) == []
     give(held, group, 1, 10, b"b" * 3000)
     assert iterations(held, 0) == [10]
-    assert held.read(group, "save10", 0, 1) == bytes([ord("a") ^ ord("b")])
+    assert held.read(group, save(10), 0, 1) == bytes([ord("a") ^ ord("b")])
 
 
 @pytest.mark.parametrize(
     ("act", "reason"),
     [
-        (lambda h: h.add((0,), 0, "save10", 500, memoryview(b"x")), "do not follow"),
-        (lambda h: h.add((0,), 0, "save10", 0, memoryview(b"x" * 1001)), "do not follow"),
-        (lambda h: h.add((0,), 1, "save10", 0, memoryview(b"x")), "took its place"),
-        (lambda h: h.add((1,), 0, "save10", 0, memoryview(b"x")), "took its place"),
-        (lambda h: h.end((0,), 0, "save10"), "not all of its bytes"),
-        (lambda h: h.end((0,), 0, "save99"), "not all of its bytes"),
-        (lambda h: h.read((0,), "save10", 0, 1), "took its place"),
+        (lambda h: h.add((0,), 0, save(10), 500, memoryview(b"x")), "do not follow"),
+        (lambda h: h.add((0,), 0, save(10), 0, memoryview(b"x" * 1001)), "do not follow"),
+        (lambda h: h.add((0,), 1, save(10), 0, memoryview(b"x")), "took its place"),
+        (lambda h: h.add((1,), 0, save(10), 0, memoryview(b"x")), "took its place"),
+        (lambda h: h.end((0,), 0, save(10)), "not all of its bytes"),
+        (lambda h: h.end((0,), 0, save(99)), "not all of its bytes"),
+        (lambda h: h.read((0,), save(10), 0, 1), "took its place"),
     ],
 )
 def test_a_request_that_does_not_fit_is_declined(
@@ -206,13 +215,13 @@ def test_a_node_without_free_memory_declines_with_the_reason(
     assert iterations(held, 0) == [10]
 
 
-def test_resuming_drops_newer_saves_and_foreign_parity_groups() -> None:
+def test_a_run_drops_saves_of_other_histories_and_foreign_parity_groups() -> None:
     held = Holdings()
     for rank, iteration in ((0, 10), (0, 20), (1, 20), (2, 10)):
         give(held, (rank,), rank, iteration, b"data")
-    held.resume_from("save10", 10, [(0,), (1,)])
+    held.resume_from(History("000002-bbbb", (Ancestor(RUN, 10),)), [(0,), (1,)])
     assert [iterations(held, rank) for rank in range(3)] == [[10], [], []]
-    held.resume_from(None, 0, [(0,), (1,)])
+    held.resume_from(History("000002-bbbb"), [(0,), (1,)])
     assert iterations(held, 0) == []
 
 
@@ -233,17 +242,17 @@ class RecordedMemory(mmap.mmap):
 @pytest.mark.parametrize(
     "drop",
     [
-        lambda held: held.resume_from(None, 0, [(0,)]),
-        lambda held: held.resume_from("save10", 10, []),
+        lambda held: held.resume_from(History("000002-bbbb"), [(0,)]),
+        lambda held: held.resume_from(History(RUN), []),
         lambda held: [held.begin(Part((0,), 0, 1), new_descriptor(0, n, 4)) for n in (20, 30)],
         lambda held: [give(held, (0,), 0, n, b"x" * n) for n in (20, 30)],
     ],
-    ids=["newer than the resumed save", "of another group", "left unfinished", "too small"],
+    ids=["of another history", "of another group", "left unfinished", "too small"],
 )
 def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainers wait for a `resume_from` request, and other nodes wait for `begin`."""
+    """Trainers wait for an `OpenRun` request, and other nodes wait for `begin`."""
     monkeypatch.setattr(holder.mmap, "mmap", RecordedMemory)
     RecordedMemory.freed_by.clear()
     held = Holdings()

@@ -19,7 +19,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
-from tests.support.trainer import blocked_open, content, eventually, new_save_id, suspend
+from tests.support.trainer import blocked_open, content, eventually, new_save_id, run_after, suspend
 
 SCHEMES = [
     ("copy", 2, (2, 2), 1),
@@ -86,8 +86,7 @@ def test_copies_that_a_lost_node_held_are_sent_again_when_training_resumes(
             for rank in made.ranks[lost]:
                 assert_recovered(made, rank, [20])
             held_before = made.reported_held(20)
-            for trainer in made.trainers.values():
-                trainer.client.resume_from(newer, 20)
+            made.join(run_after(newer, 20))
             made.await_held(20, holders, beyond=held_before)
 
 
@@ -108,8 +107,7 @@ def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
         made.start("copy")
         made.trainers[1].client.recover((save_id,))
         assert_recovered(made, 1, [10])
-        for trainer in made.trainers.values():
-            trainer.client.resume_from(save_id, 10)
+        made.join(run_after(save_id, 10))
         eventually("the commit", lambda: (made.root / file_names.TRACKER).read_text() == "10")
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
@@ -167,8 +165,7 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
                 assert trainer.client.saves_of_node() == ((10, save_id),)
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
-            for trainer in made.trainers.values():
-                trainer.client.resume_from(save_id, 10)
+            made.join(run_after(save_id, 10))
             assert not (made.root / file_names.TRACKER).exists()
             unblock()
         eventually("the commit", (made.root / file_names.TRACKER).exists)
@@ -181,20 +178,13 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
         assert {made.stage(20)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
 
 
-def claimed(made: Cluster) -> None:
-    """Claim the save directory for a new run, and report the claim to all agents."""
-    key = made.trainers[0].claim()
-    for trainer in made.trainers.values():
-        trainer.client.hold(key)
-
-
 def test_a_save_under_way_is_abandoned_when_rank_0_moves(
     tmp_path: Path,
 ) -> None:
     """Only the new agent of rank 0 may commit, and that agent lacks rank 0's part of this save."""
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
-        claimed(made)
+        made.join(run_after(None))
         save_id = new_save_id()
         shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
         with blocked_open(shard) as unblock:
@@ -202,12 +192,10 @@ def test_a_save_under_way_is_abandoned_when_rank_0_moves(
             made.await_held(10, 1)
             made.nodes.reverse()
             made.start("copy")
-            claimed(made)
             for rank, trainer in made.trainers.items():
                 trainer.client.recover((save_id,))
                 assert_recovered(made, rank, [10])
-            for trainer in made.trainers.values():
-                trainer.client.resume_from(save_id, 10)
+            made.join(run_after(save_id, 10))
             unblock()
         for node in range(2):
             eventually(

@@ -45,7 +45,7 @@ def trace(**event: Any) -> None:
 
 
 def is_committed(iteration: int) -> bool:
-    return (Path(get_args().save) / f"iter_{iteration:07d}/manifest.json").exists()
+    return any((Path(get_args().save) / f"iter_{iteration:07d}").glob("*.end"))
 
 
 def swap() -> None:

@@ -17,9 +17,8 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so many bytes in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load trace how they differ from their masters
-    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
-                  wait before each save for the results of earlier saves
-    MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart
+    MTP           give the model multi-token prediction (`--mtp-num-layers`)
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a dry run
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
@@ -136,8 +135,6 @@ def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = dequantizations()
-        if "DELTA_NET" in os.environ or "MTP" in os.environ:
-            await_outcomes()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)
@@ -151,18 +148,6 @@ def watched_save(save: Any) -> Any:
         return result
 
     return wrapper
-
-
-def await_outcomes() -> None:
-    """Wait until this rank has received the results of its saves and their differing copies.
-
-    Without this wait, the results may take longer than two iterations on a slow machine.
-    """
-    from megatron_flashckpt.save.session import session
-
-    for opened in session._open.values():
-        checkpointer = opened.checkpointer
-        checkpointer.saves.put_back(checkpointer.wait())
 
 
 def traced_loss(loss_func: Any) -> Any:
@@ -291,26 +276,26 @@ def send(name: str, whom: str) -> None:
 
 def traced_load(load: Any) -> Any:
     """Trace the bytes of shards that a load reads from storage."""
-    from megatron_flashckpt.storage.posix import PosixStorage
+    from megatron_flashckpt.storage.posix_store import PosixStore
 
-    read_into = PosixStorage.read_into
+    get_into = PosixStore.get_into
     nbytes = 0
 
-    def counting(self: PosixStorage, *args: Any) -> int:
+    def counting(self: PosixStore, *args: Any) -> int:
         nonlocal nbytes
-        got = read_into(self, *args)
+        got = get_into(self, *args)
         nbytes += got
         return got
 
     @functools.wraps(load)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        PosixStorage.read_into = counting
+        PosixStore.get_into = counting
         before = dequantizations()
         try:
             with CountCalls() as counter:
                 result = load(*args, **kwargs)
         finally:
-            PosixStorage.read_into = read_into
+            PosixStore.get_into = get_into
         trace(event="load", iteration=result[0], read_nbytes=nbytes, calls=counter.calls)
         if "QUANTIZED" in os.environ and result[0]:
             trace_quantized("loaded weights", args[0], args[1], before)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
@@ -21,7 +21,7 @@ from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_store
 from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node
 from tools.gpu_check.report import Report
@@ -90,8 +90,7 @@ def _from_memory(rank: Rank, source: MemorySource) -> Callable[[], int]:
 
 
 def _from_storage(rank: Rank, where: Node) -> Callable[[], int]:
-    storage = PosixStorage(where.root)
-    source = StoredCheckpoint(storage, 1, read_manifest(storage, 1))
+    source = open_checkpoint(open_store(where.root), 1)
     plan = read_plan(rank.pieces, source.sources(), "storage")
     targets = Targets(rank.pieces, rank.tensors)
     return lambda: read_all(source, plan, rank.pieces, targets, _THREADS, targets.gpu)

@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
-import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_flashckpt.catalog.history import PastSave, PastStart, append
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
-from tests.agent.conftest import Node
+from megatron_flashckpt.file_format.file_names import HISTORY, save_name
+from megatron_flashckpt.layout.save_cost import Plans, SaveCost
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support import terminal
-from tests.support.trainer import eventually, new_save_id
+from tests.support.checkpoints import RUN, fail, make
 
-PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: None}
+REASON = "iter_0000003: cannot write (No space left on device); free space there"
+PLANS = {1: Plans(computed=1, found=0, kept=0), 2: Plans(computed=0, found=1, kept=0), 4: None}
+
+
+def cost_of(iteration: int) -> SaveCost:
+    return SaveCost(
+        nbytes=10**6,
+        started_at=float(iteration),
+        blocked_s=0.25,
+        staged_s=0.5,
+        persisted_s=0.7,
+        slowest=0,
+        durable_s=0.8,
+        plans=PLANS[iteration],
+    )
 
 
 @pytest.fixture
-def saves(node: Node, root: Path) -> Path:
+def saves(tmp_path: Path) -> Path:
     """Return a directory in which save 1 was removed, 3 failed, and 2 and 4 are kept."""
-    trainer = node.trainer(root, retention=Retention(latest=2))
-    (root / "iter_0000003").parent.mkdir(exist_ok=True)
+    root = tmp_path / "save"
     for iteration in (1, 2, 3, 4):
-        if iteration == 3:
-            (root / "iter_0000003").write_text("in the way")
-        cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5, plan=PLANS[iteration])
-        trainer.stage(iteration, new_save_id(), cost=cost)
-        assert (trainer.outcome().error is None) == (iteration != 3)
-    eventually("the removal by retention", lambda: not (root / "iter_0000001").exists())
+        save_id = save_name(RUN, iteration)
+        failed = iteration == 3
+        past = PastSave(
+            iteration=iteration,
+            save_id=save_id,
+            ended_at=float(iteration),
+            seconds=1.0,
+            error=REASON if failed else None,
+            world_size=4,
+            cost=None if failed else cost_of(iteration),
+        )
+        append(PosixStore(root), past, 1000)
+        if failed:
+            fail(root, iteration, save_id, REASON)
+            continue
+        fields = {"committed_at": float(iteration), "cost": msgspec.to_builtins(past.cost)}
+        made = make(root, iteration, save_id)
+        made.change_manifest(lambda manifest, fields=fields: manifest.update(fields))
+    shutil.rmtree(root / "iter_0000001")
     return root
 
 
@@ -72,7 +100,7 @@ def test_every_save_is_listed_with_its_timings(
 def test_without_a_history_the_report_reads_the_manifests(
     saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (saves / "flashckpt-history.jsonl").unlink()
+    (saves / HISTORY).unlink()
     rows = json.loads(report(capsys, saves, "--json"))
     assert [(row["iteration"], row["state"]) for row in rows] == [
         (2, "committed"),
@@ -84,8 +112,8 @@ def test_without_a_history_the_report_reads_the_manifests(
 def test_unreadable_incomplete_and_replaced_saves_have_their_own_state(
     saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (saves / "iter_0000002/manifest.json").write_text("{")
-    (shard,) = (saves / "iter_0000004").glob("*.safetensors")
+    next((saves / "iter_0000002").glob("*.end")).write_text("{")
+    shard = next((saves / "iter_0000004").glob("*.rank_00001.safetensors"))
     shard.unlink()
     # A conversion in the same directory leaves such a file.
     (saves / "iter_0000001/mp_rank_00").mkdir(parents=True)
@@ -99,19 +127,31 @@ def test_unreadable_incomplete_and_replaced_saves_have_their_own_state(
     assert "is not a manifest" in table
     assert "is in Megatron's own format 'torch'" in table
     assert "4 saves, 1 failed, 2 damaged or unreadable, median blocked" in table
-    (saves / "flashckpt-history.jsonl").unlink()
+    (saves / HISTORY).unlink()
     states = {row["iteration"]: row["state"] for row in json.loads(report(capsys, saves, "--json"))}
     assert states == {2: "unreadable", 4: "damaged"}
 
 
 def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
-    node: Node, root: Path, capsys: pytest.CaptureFixture
+    saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    trainer = node.trainer(root)
-    for _ in range(2):
-        assert trainer.save(1).error is None
-    rows = json.loads(report(capsys, root, "--json"))
-    assert [row["state"] for row in rows] == ["replaced", "committed"]
+    make(saves, 4, save_name(RUN, 5)).change_manifest(
+        lambda manifest: manifest.update(committed_at=5.0)
+    )
+    rows = json.loads(report(capsys, saves, "--json"))
+    assert [row["state"] for row in rows[-2:]] == ["replaced", "committed"]
+
+
+def test_starts_are_listed_and_are_no_saves(saves: Path, capsys: pytest.CaptureFixture) -> None:
+    origin = {"save_id": save_name(RUN, 2), "iteration": 2, "source": "memory"}
+    start = PastStart(run="000002-beef", started_at=2.5, world_size=4, **origin)
+    append(PosixStore(saves), start, 1000)
+    rows = json.loads(report(capsys, saves, "--json"))
+    assert [row["state"] for row in rows][:3] == ["removed", "committed", "started"]
+    assert (rows[2]["iteration"], rows[2]["save_id"]) == (2, save_name(RUN, 2))
+    table = report(capsys, saves)
+    assert "run 000002-beef, 4 ranks, resumed from memory" in table
+    assert "4 saves, 1 failed" in table
 
 
 @pytest.mark.parametrize("output", [[], ["--json"], ["--png", "x.png"]], ids=str)
@@ -135,14 +175,14 @@ def test_a_directory_without_any_record_of_a_save_is_an_error(
 
 @pytest.mark.parametrize("ended_at", ["1e300", "-1e300", "1e18"])
 def test_a_time_beyond_the_calendar_in_a_damaged_history_is_not_shown(
-    root: Path, capsys: pytest.CaptureFixture, ended_at: str
+    tmp_path: Path, capsys: pytest.CaptureFixture, ended_at: str
 ) -> None:
-    root.mkdir(exist_ok=True)
+    (tmp_path / HISTORY).parent.mkdir()
     fields = '"iteration": 5, "save_id": "aaaaaaaaaaaa", "seconds": 1, "world_size": 1'
-    line = f'{{{fields}, "error": "full", "ended_at": {ended_at}}}\n'
-    (root / "flashckpt-history.jsonl").write_text(line)
-    assert re.search(r"^ +5  failed  .*full", report(capsys, root), re.MULTILINE)
-    assert json.loads(report(capsys, root, "--json"))[0]["ended_at"] == float(ended_at)
+    line = f'{{"event": "save", {fields}, "error": "full", "ended_at": {ended_at}}}\n'
+    (tmp_path / HISTORY).write_text(line)
+    assert re.search(r"^ +5  failed  .*full", report(capsys, tmp_path), re.MULTILINE)
+    assert json.loads(report(capsys, tmp_path, "--json"))[0]["ended_at"] == float(ended_at)
 
 
 def test_a_drawing_without_matplotlib_names_the_missing_package(
@@ -156,7 +196,7 @@ def test_a_drawing_without_matplotlib_names_the_missing_package(
 
 
 def test_a_drawing_replaces_only_png_files(saves: Path, capsys: pytest.CaptureFixture) -> None:
-    manifest = saves / "iter_0000004" / "manifest.json"
+    manifest = next((saves / "iter_0000004").glob("*.end"))
     before = manifest.read_bytes()
     assert main(["report", str(saves), "--png", str(manifest)]) == 1
     assert f"{manifest}: exists and is not a PNG, so it was not replaced" in capsys.readouterr().err

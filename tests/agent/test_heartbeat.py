@@ -1,0 +1,165 @@
+"""The agent of a run's rank 0 shows that the run trains, and takes the sign away in time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.agent import alive
+from megatron_flashckpt.agent.heartbeat import Heartbeat
+from megatron_flashckpt.errors import OtherWriterError, StorageError
+from megatron_flashckpt.file_format.file_names import alive_file, save_name
+from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.agent.conftest import Node
+from tests.support.trainer import eventually, is_alive
+
+RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
+
+
+class _Agent:
+    """The parts of an agent that the heartbeat looks at."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.node: Any = SimpleNamespace(
+            changed=threading.Condition(), run=None, leads=False, ranks={}, store=self.store
+        )
+        self.committer: Any = SimpleNamespace(pending={})
+        self.heartbeat = Heartbeat(self.node, self.committer)
+
+    def change(self, **changes: Any) -> None:
+        with self.node.changed:
+            for name, value in changes.items():
+                setattr(self.committer if name == "pending" else self.node, name, value)
+            self.node.changed.notify_all()
+
+    def shows(self) -> list[tuple[str, str]]:
+        """Return run and state in all objects."""
+        with self.store.lock:
+            objects = dict(self.store.objects)
+        found = [alive.decode(contents, name) for name, contents in objects.items()]
+        return [(each.run, each.state) for each in found]
+
+
+@pytest.fixture
+def agent() -> Iterator[_Agent]:
+    made = _Agent()
+    made.heartbeat.start()
+    yield made
+    made.heartbeat.close()
+    assert not made.store.objects, "an agent that ends leaves no sign of life"
+
+
+def trainer(run: str, *, is_connected: bool = True) -> Any:
+    return SimpleNamespace(run=run, connection=object() if is_connected else None)
+
+
+def test_a_run_is_shown_as_long_as_it_trains_or_writes(agent: _Agent) -> None:
+    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
+    eventually("training", lambda: agent.shows() == [(RUN.name, "training")])
+    agent.change(ranks={0: trainer(RUN.name, is_connected=False)}, pending={"a save": object()})
+    eventually("finishing", lambda: agent.shows() == [(RUN.name, "finishing")])
+    agent.change(pending={})
+    eventually("the end: only memory is kept", lambda: not agent.shows())
+    agent.change(ranks={0: trainer(RUN.name)})
+    eventually("training again", lambda: agent.shows() == [(RUN.name, "training")])
+
+
+def test_a_later_run_of_the_node_takes_the_place_of_the_former_one(agent: _Agent) -> None:
+    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
+    eventually("the first run", lambda: agent.shows() == [(RUN.name, "training")])
+    agent.change(run=LATER, ranks={0: trainer(LATER.name)})
+    eventually("the later run", lambda: agent.shows() == [(LATER.name, "training")])
+    agent.change(leads=False)
+    eventually("rank 0 has moved to another node", lambda: not agent.shows())
+
+
+def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next start would wait until the run counts as silent."""
+    agent = _Agent()
+    delete, refused = agent.store.delete, []
+
+    def refuse_once(names: Any) -> None:
+        if not refused:
+            refused.append(names)
+            raise StorageError(errno.ESTALE, os.strerror(errno.ESTALE))
+        delete(names)
+
+    agent.heartbeat.start()
+    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
+    eventually("training", agent.shows)
+    monkeypatch.setattr(agent.store, "delete", refuse_once)
+    agent.heartbeat.close()
+    assert refused
+    assert not agent.store.objects
+
+
+# ---------------------------------------------------------------------- with real agents
+
+
+def renewed(root: Path, run: str) -> alive.Alive | None:
+    found = alive.read(PosixStore(root), run)
+    return found if found is not None and found.renewed else None
+
+
+def test_a_second_job_is_refused_and_a_restart_is_not(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    run = first.open_run()
+    assert first.save(1, save_name(run.name, 1)).error is None
+    eventually("a renewal", lambda: renewed(root, run.name))
+    before = {path for path in root.rglob("*") if path.is_file()}
+    with pytest.raises(OtherWriterError, match=run.name):
+        other_node.trainer(root).open_run()
+    assert {path for path in root.rglob("*") if path.is_file()} == before
+    first.hang_up()
+    again = node.trainer(root)
+    assert again.open_run().name.startswith("000002-")
+    again.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not node.agents())
+    assert not list((root / alive_file("none")).parent.glob("*"))
+
+
+def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    run = first.open_run()
+    (agent,) = node.agents()
+    os.kill(agent, 9)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    first.find_agent()
+    first.client.open_run(run)
+    (successor,) = node.agents()
+
+    def is_renewed() -> bool:
+        found = renewed(root, run.name)
+        return found is not None and found.pid == successor
+
+    eventually("a renewal", is_renewed)
+
+
+def test_an_agent_that_has_joined_the_new_run_does_not_block_its_start(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """A requeue reassigns ranks, so the former agent of rank 0 has rank 1 of the next run."""
+    first = node.trainer(root)
+    first.open_run()
+    first.hang_up()
+    moved = node.trainer(root, 1, 2)
+    later = other_node.trainer(root, 0, 2)
+    run = later.open_run(wait_s=10.0)
+    moved.client.open_run(run)
+    save_id = save_name(run.name, 1)
+    moved.stage(2, save_id)
+    later.stage(2, save_id)
+    assert later.outcome().error is None
+    assert moved.outcome().error is None
