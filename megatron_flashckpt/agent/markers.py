@@ -21,7 +21,7 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 
 logger = logging.getLogger(__name__)
 
-#: Upper bound of a marker's size; its longest part are keys of copies that differ.
+#: Upper bound of a marker's size.
 _MAX_NBYTES = 2**24
 #: Seconds that a waiting node waits for the marker of a manifest; then it reads the manifest.
 _UNMARKED_S = 5.0

@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +38,7 @@ class Rank:
     def __init__(self, node: Node, root: Path, rank: int) -> None:
         self.node, self.root, self.rank = node, root, rank
         self.link = NodeLink(str(root), rank, node.config())
-        self.saves = PendingSaves(str(root), rank, self.link, Mock())
+        self.saves = PendingSaves(str(root), rank, self.link)
 
     def stage(self, iteration: int, save_id: str) -> Slot:
         """Begin a save and stage its slot, without a message to the agent."""
