@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
@@ -62,14 +63,19 @@ def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> No
 
 
 def files_of_ours(root: Path) -> list[str]:
-    """Return all files below `root` except the notes for other nodes and the history of saves."""
+    """Return the tracker and all files of checkpoints below `root`, but no ends of failed saves."""
     # os.walk skips a directory that an agent removes meanwhile; Path.rglob raises an error.
-    return sorted(
-        os.path.relpath(os.path.join(directory, name), root)
+    files = [
+        os.path.join(directory, name)
         for directory, _, names in os.walk(root)
         for name in names
-        if not name.endswith(".failed") and file_names.HISTORY not in name
-    )
+        if Path(directory, name).relative_to(root).parts[0] != file_names.OWN
+    ]
+    return sorted(os.path.relpath(file, root) for file in files if not is_failed_end(Path(file)))
+
+
+def is_failed_end(file: Path) -> bool:
+    return file.suffix == ".end" and kind_of(file.read_bytes()) is End.FAILED
 
 
 def test_a_save_directory_that_is_a_file_fails_the_save_on_every_rank(
@@ -115,7 +121,6 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)
     ballast.write_bytes(bytes(free - 100_000))
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before, free = files_of_ours(root), _free_nbytes(small_disk)
     for error in save_all(trainers, 2):
         assert error is not None
@@ -123,7 +128,7 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
         assert "No space left" in error
         assert "free space there or save elsewhere" in error
     # A rank may still be writing when the save fails; its file is removed after that write.
-    page = 4096  # for the note to other nodes
+    page = 4096  # for the end of the failed save
     eventually(
         "the removal of the failed attempt",
         lambda: files_of_ours(root) == before and _free_nbytes(small_disk) >= free - page,
@@ -132,9 +137,6 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     ballast.unlink()
     assert save_all(trainers, 2) == [None, None]
     assert_intact(root, 2, trainers)
-    eventually(
-        "the removal of the note by the next commit", lambda: not list(root.rglob("*.failed"))
-    )
 
 
 def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
@@ -143,7 +145,6 @@ def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
     root = small_disk / "save"
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before = files_of_ours(root)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     try:
@@ -179,7 +180,6 @@ def without_permission(path: Path) -> Iterator[None]:
 def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     before = files_of_ours(root)
     with without_permission(root):
         for error in save_all(trainers, 2):
@@ -284,7 +284,7 @@ def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
     assert_intact(root, 2, [*here, there])
 
 
-def test_a_note_for_other_nodes_does_not_wait_for_a_shard(node: Node, root: Path) -> None:
+def test_the_end_of_a_failed_save_does_not_wait_for_a_shard(node: Node, root: Path) -> None:
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow, failed = new_save_id(), new_save_id()
@@ -294,8 +294,8 @@ def test_a_note_for_other_nodes_does_not_wait_for_a_shard(node: Node, root: Path
         for trainer in trainers:
             trainer.stage(4, slow)
         trainers[1].client.abandon(6, failed, "no memory for it")
-        note = root / file_names.iteration_dir(6) / file_names.failure_name(1, failed)
-        eventually(f"{note}", note.exists)
+        end = root / file_names.iteration_dir(6) / file_names.end_name(failed)
+        eventually(f"{end}", end.exists)
         unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
@@ -304,16 +304,16 @@ def _is_persisted(trainer: FakeTrainer) -> bool:
     return any(offer.digests is not None for offer in trainer.take())
 
 
-def test_a_tracker_that_cannot_move_fails_the_save_but_keeps_the_checkpoint(
+def test_a_tracker_that_cannot_move_is_reported_and_spares_the_checkpoint(
     node: Node, root: Path
 ) -> None:
+    """The end decides; loads of this package find the checkpoint without the tracker."""
     trainer = node.trainer(root)
     (root / file_names.TRACKER / "something").mkdir(parents=True)
-    (error,) = save_all([trainer], 1)
-    assert error is not None
-    assert str(root / file_names.TRACKER) in error
-    expected = content(0, 1, trainer.layout.nbytes)
-    assert read_rank(stored(root, 1), trainer) == expected, "--ckpt-step can load this checkpoint"
+    trainer.stage(1, new_save_id())
+    (notice,) = eventually("a notice", lambda: trainer.client.poll(0.5).notices)
+    assert str(root / file_names.TRACKER) in notice.text
+    assert read_rank(stored(root, 1), trainer) == content(0, 1, trainer.layout.nbytes)
     (root / file_names.TRACKER / "something").rmdir()
     (root / file_names.TRACKER).rmdir()
     assert save_all([trainer], 2) == [None]
@@ -324,7 +324,7 @@ def test_a_tracker_that_cannot_move_fails_the_save_but_keeps_the_checkpoint(
 def test_an_invalid_tracker_is_replaced(node: Node, root: Path, text: bytes) -> None:
     root.mkdir()
     (root / file_names.TRACKER).write_bytes(text)
-    trainer = node.trainer(root, retain_interval=100)
+    trainer = node.trainer(root)
     assert save_all([trainer], 1) == [None]
     assert_intact(root, 1, [trainer])
 
