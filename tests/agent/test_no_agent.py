@@ -13,8 +13,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-
 from megatron_flashckpt.agent.commit import commit
+
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
