@@ -13,21 +13,17 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from megatron_flashckpt.agent import commit_core, digester, persister
-from megatron_flashckpt.agent.persister import Saves
-from megatron_flashckpt.agent.place import AgentSocket, PlaceTakenError
-from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.storage import posix_writer
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
+from tests.support.agents import agent_here
 from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 #: The system calls of a save in order, by their names in Python.
@@ -80,40 +76,6 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     made = Faults(root, monkeypatch)
     yield made
     made.heal()
-
-
-def _listener(node: Node, root: Path) -> AgentSocket:
-    """Return the socket of an agent; the kernel frees the name of a killed one a little later."""
-    made: list[AgentSocket] = []
-
-    def begin() -> bool:
-        with contextlib.suppress(PlaceTakenError):
-            made.append(AgentSocket(node.place(root)))
-        return bool(made)
-
-    eventually("the name of the agent before", begin)
-    made[0].listen()
-    return made[0]
-
-
-@contextlib.contextmanager
-def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
-    """Serve trainers of `root` from a thread of this process, with any settings of theirs."""
-    values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
-    values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
-    values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
-    listener = _listener(node, root)
-    agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
-    server = threading.Thread(target=agent.serve)
-    server.start()
-    try:
-        with mock.patch.object(Saves, "configure", return_value=()):
-            yield agent
-    finally:
-        agent.end_soon()
-        server.join(PATIENCE_S)
-        listener.leave(keep_log=False)
-        assert not server.is_alive(), "an agent with hanging storage still ends"
 
 
 @pytest.fixture

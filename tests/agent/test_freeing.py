@@ -11,7 +11,7 @@ import pytest
 from megatron_flashckpt.agent import client
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
+from tests.support.agents import agent_here
 from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually
 
 #: Much less than a blocked agent needs, and more than any answer takes.

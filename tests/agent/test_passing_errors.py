@@ -17,8 +17,8 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
+from tests.support.agents import agent_here
 from tests.support.persisting import persisted
 from tests.support.trainer import eventually
 

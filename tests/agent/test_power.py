@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from megatron_flashckpt.agent.commit import commit, outcome_of
+
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -21,8 +21,8 @@ from megatron_flashckpt.agent import connecting, launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_shard_writer import stored
+from tests.support.agents import agent_here
 from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'

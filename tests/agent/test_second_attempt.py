@@ -15,9 +15,9 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_memory_only import assert_the_agent_leaves
 from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.agents import agent_here
 from tests.support.trainer import (
     FakeTrainer,
     blocked_open,

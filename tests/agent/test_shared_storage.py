@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import forget, leave_note
 
 from megatron_flashckpt.agent import commit as commit_module
 from megatron_flashckpt.agent import failed_save
-from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, leave_note
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names

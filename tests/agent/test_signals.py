@@ -14,7 +14,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.test_faulty_storage import agent_here
+from tests.support.agents import agent_here
 from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, new_save_id
 
 

@@ -11,7 +11,7 @@ from megatron_flashckpt.agent import request_handler, template_store
 from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.memory.slot import SlotMeta, decoded_meta
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
+from tests.support.agents import agent_here
 from tests.support.trainer import PATIENCE_S, new_save_id
 
 COMPUTE = (None, False)

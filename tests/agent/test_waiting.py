@@ -8,10 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
-
-from megatron_flashckpt.agent import presence
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import leave_note
+
+from megatron_flashckpt.agent import presence
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.support.persisting import persisted
