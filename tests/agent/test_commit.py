@@ -176,7 +176,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[NotingStore]]:
 
 
 #: What a commit writes after the shards, in order.
-STEPS = ["record", "msgpack", "end", file_names.TRACKER, file_names.TRACKED, file_names.HISTORY]
+STEPS = ["record", "msgpack", "end", file_names.TRACKER, file_names.TRACKED]
 
 
 def test_a_commit_writes_records_then_its_end_then_the_tracker(
