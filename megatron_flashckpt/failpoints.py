@@ -75,15 +75,16 @@ POINTS = {
     ),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
     "persist.record": ("agent.proposals", "the commit record of a node exists"),
-    # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
+    # Any process, creating or putting a small file: a run, a sign of life, a commit record, an end,
+    # common state, a tracker.
     "put.written": ("storage.posix_files", "the data is written under a temporary name only"),
     "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
     # The agent, committing.
     "commit.ready": ("agent.committer", "all commit records exist; none is merged"),
     "commit.common": ("agent.proposals", "the common state exists; the save has no end"),
-    "commit.end": ("agent.proposals", "the save has its end; the tracker has not moved"),
+    "commit.end": ("agent.proposals", "the save has an end; the tracker has not moved"),
     "commit.tracker": ("agent.track", "the tracker names this checkpoint; its twin does not"),
-    "commit.tracked": ("agent.track", "tracker and twin name it; no file is tidied up"),
+    "commit.tracked": ("agent.track", "the twin does, too; no file is tidied up"),
     "save.failed": ("agent.committer", "a save has failed for good; its files exist"),
     "forget.file": ("agent.janitor", "a node has removed its files of a failed save"),
     "save.marked": ("agent.committer", "the slots are DURABLE or FAILED; trainers do not know"),
