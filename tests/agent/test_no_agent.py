@@ -10,25 +10,23 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from megatron_flashckpt.agent.commit import commit
 
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, outcomes
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
-from tests.agent.test_cleanup import plant
-from tests.support.persisting import persisted
 from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
+END = f"{file_names.iteration_dir(5)}/{{}}.end"
 #: The commit timeout of these agents is 60 s.
 SOON_S = 15.0
 
@@ -39,7 +37,7 @@ class Rank:
     def __init__(self, node: Node, root: Path, rank: int) -> None:
         self.node, self.root, self.rank = node, root, rank
         self.link = NodeLink(str(root), rank, node.config())
-        self.saves = PendingSaves(str(root), rank, self.link, Mock())
+        self.saves = PendingSaves(str(root), rank, self.link)
 
     def stage(self, iteration: int, save_id: str) -> Slot:
         """Begin a save and stage its slot, without a message to the agent."""
@@ -122,10 +120,10 @@ def test_other_nodes_learn_of_a_save_that_had_no_agent(
 
 
 @pytest.mark.parametrize("ranks", [0], indirect=True)
-def test_rank_0_leaves_no_note_while_its_agent_runs(
+def test_rank_0_ends_no_save_while_its_agent_runs(
     ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other nodes would trust the note, although the agent of rank 0 may be committing the save."""
+    """The agent of rank 0 may be committing the save."""
     lonely, other = ranks
     monkeypatch.setattr(outcomes, "_SEEK_S", 0.0)
     save_id = new_save_id()
@@ -135,38 +133,22 @@ def test_rank_0_leaves_no_note_while_its_agent_runs(
     eventually("the link has an agent again", lambda: lonely.link.wait_prepared(0.0))
     lonely.link.agent.close()
     other.stage(1, save_id)
-    note = root / file_names.iteration_dir(1) / file_names.failure_name(0, save_id)
+    end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
     lonely.saves.fail(1, save_id, "no room")
     assert lonely.failure() == "no room"
     for _ in range(3):
         lonely.link.wait_prepared(5.0)
         lonely.saves.poll()
     lonely.saves.close()
-    assert not note.exists()
+    assert not end.exists()
     monkeypatch.setattr(agent_connection, "connect", connect)
 
-    def is_noted() -> bool:
+    def has_ended() -> bool:
         lonely.saves.poll()
-        return note.exists()
+        return end.exists()
 
-    eventually("the note of the new agent", is_noted)
+    eventually("the end that the new agent creates", has_ended)
     assert other.outcome(SOON_S).error == "rank 0: no room"
-
-
-@pytest.mark.parametrize("ranks", [1], indirect=True)
-def test_an_overtaken_run_leaves_no_note(
-    ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lonely, other = ranks
-    lonely.link.agent.hold(other.claim())
-    later = other.claim("take_over")
-    assert later != lonely.link.agent.run
-    refuse(monkeypatch)
-    plant(root, 1)
-    lonely.saves.fail(1, new_save_id(), "no agent answered")
-    assert lonely.failure() == "no agent answered"
-    lonely.saves.close()
-    assert not list((root / file_names.iteration_dir(1)).iterdir())
 
 
 @pytest.fixture
@@ -176,7 +158,7 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     save_id = new_save_id()
     made.stage(5, save_id)
     made.saves.handed_over(save_id)
-    commit(persisted(PosixStorage(root), save_id))
+    PosixStore(root).create(END.format(save_id), seal(b"{}"))
     refuse(monkeypatch)
     monkeypatch.setattr(outcomes, "_ASK_AGAIN_S", 0.01)
     made.kill_agent()
@@ -184,40 +166,40 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     made.close()
 
 
-class Troubled(PosixStorage):
+class Troubled(PosixStore):
     """Storage whose reads report an error that may pass, `errors` times."""
 
     errors = 0
 
-    def size(self, name: str) -> int:
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         if self.errors:
             self.errors -= 1
             raise StorageError(errno.ESTALE, f"{name}: {os.strerror(errno.ESTALE)}")
-        return super().size(name)
+        return super().get(name, offset, nbytes)
 
 
-def test_a_committed_save_is_no_failure_if_its_manifest_is_unreadable_for_a_moment(
+def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
     orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, save_id = orphan
     storage = Troubled(root)
     storage.errors = 5
-    monkeypatch.setattr(outcomes, "open_storage", lambda _: storage)
+    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
     (outcome,) = eventually("a result of the save", rank.saves.poll)
     assert (outcome.save_id, outcome.error) == (save_id, None)
     assert storage.errors == 0
     assert not rank.saves
 
 
-def test_a_manifest_that_stays_unreadable_ends_the_wait(
+def test_an_end_that_stays_unreadable_ends_the_wait(
     orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank, _ = orphan
+    rank, save_id = orphan
     storage = Troubled(root)
     storage.errors = 10**9
-    monkeypatch.setattr(outcomes, "open_storage", lambda _: storage)
+    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
     monkeypatch.setattr(outcomes, "_ANSWER_S", 0.3)
     error = rank.failure()
     assert error.startswith("no agent answered; it may still have been committed: ")
-    assert error.endswith("iter_0000005/manifest.json: Stale file handle")
+    assert error.endswith(f"{END.format(save_id)}: Stale file handle")
     assert not rank.saves
