@@ -352,6 +352,8 @@ class CommitCore:
         self._trouble = trouble
         self._next_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+        if not self.ranks <= self.durable:
+            return  # the errors of its shards say which ranks have failed
         if self.awaits_others and not self.holds_rank_0:
             return  # the node of rank 0 decides, and storage may answer it
         is_long = self.holds_rank_0 and now - self._troubled_since > PATIENCE_S

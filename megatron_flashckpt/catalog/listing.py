@@ -22,7 +22,6 @@ from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
-    FormatVersionError,
     NotCommittedError,
     for_listing,
     is_damage,
@@ -166,7 +165,7 @@ def checkpoints(store: Store) -> list[IterationEntry]:
     """Return all iteration directories in order, whatever their state."""
     try:
         facts = read_facts(store)
-    except FormatVersionError:  # the entries of format 1 name it
+    except (FlashCkptError, OSError):  # the entries of the directories name the error
         facts = Facts(tracker=None, tracked=None, runs={}, stored=())
     history = newest_history_of(facts)
     entries = []

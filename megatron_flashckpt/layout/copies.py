@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.piece import Piece, Shape
 
 _MARK = "@"
 #: Number of the axes that precede those of the tensor.
-_AXES = 2
+AXES = 2
 
 
 class CopyPlace(NamedTuple):
@@ -49,7 +49,7 @@ def is_copy(kind: str) -> bool:
 
 def row_axis(kind: str) -> int:
     """Return the axis of a tensor's rows in the global shape of `kind`."""
-    return _AXES if is_copy(kind) else 0
+    return AXES if is_copy(kind) else 0
 
 
 def as_copy(piece: Piece, place: CopyPlace) -> Piece:
@@ -60,7 +60,7 @@ def as_copy(piece: Piece, place: CopyPlace) -> Piece:
         piece.dtype,
         (*place.shape, *piece.global_shape),
         (*place.offset, *piece.offset),
-        (*(1,) * _AXES, *piece.shape),
+        (*(1,) * AXES, *piece.shape),
         piece.start,
         piece.end,
     )
@@ -68,7 +68,7 @@ def as_copy(piece: Piece, place: CopyPlace) -> Piece:
 
 def place_of(global_shape: Shape, offset: Shape) -> CopyPlace:
     """Return the place of a stored copy, from the global shape and offset of one of its pieces."""
-    return CopyPlace(offset[:_AXES], global_shape[:_AXES])
+    return CopyPlace(offset[:AXES], global_shape[:AXES])
 
 
 def split(piece: Piece) -> tuple[CopyPlace | None, Piece]:
@@ -81,8 +81,8 @@ def split(piece: Piece) -> tuple[CopyPlace | None, Piece]:
     main = msgspec.structs.replace(
         piece,
         kind=main_kind(piece.kind),
-        global_shape=piece.global_shape[_AXES:],
-        offset=piece.offset[_AXES:],
-        shape=piece.shape[_AXES:],
+        global_shape=piece.global_shape[AXES:],
+        offset=piece.offset[AXES:],
+        shape=piece.shape[AXES:],
     )
     return place_of(piece.global_shape, piece.offset), main

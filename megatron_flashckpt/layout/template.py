@@ -3,8 +3,8 @@
 A layout is a *template* (names, types, sizes and byte offsets) plus a *placement* (the position of
 each tensor in its global tensor). Ranks of one tensor group, and pipeline stages with equal layers,
 have equal templates: Megatron stacks layers along a prepended axis, so only the placement
-distinguishes layer 3 from layer 7. One rank computes a template with its part of the file header;
-the agent shares it.
+distinguishes layer 3 from layer 7, or tensor rank 3's copy of a norm from tensor rank 7's
+(`copies`). One rank computes a template with its part of the file header; the agent shares it.
 
 A cached layout is used only for pieces equal to its own, offsets included. The fingerprint of a
 template covers every field of it. Any difference is a cache miss, never an error and never a guess.

@@ -293,11 +293,10 @@ def _saves_where_it_loads(margs: Any, load_dir: str | None) -> bool:
 
 def _report_unused_memory(margs: Any, load_dir: str) -> None:
     """Log on rank 0 that host memory holds saves to --save, which another --load does not use."""
-    agent = session.checkpointer(margs.save).link.current if margs.save else None
-    if this_rank() != 0 or agent is None:
+    if this_rank() != 0 or not margs.save:
         return
     with contextlib.suppress(FlashCkptError):  # the next save reports a lost agent
-        if held := agent.saves_of_node():
+        if held := session.checkpointer(margs.save).link.saves_of_node():
             logger.warning(
                 "iteration %d of %s in host memory is not used, because --load names %s; start "
                 "with --load %s to resume from it",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ import torch
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.layout.copies import CopyPlace, is_copy, place_of
+from megatron_flashckpt.layout.copies import AXES, CopyPlace, is_copy, place_of
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
@@ -24,7 +25,7 @@ from megatron_flashckpt.layout.exact_match import (
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.layout.stored_index import LIMIT, outside_error
-from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of
+from megatron_flashckpt.layout.template import Placement, Source, TemplateItem, piece_of
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 
 
@@ -127,16 +128,20 @@ class SavedJob:
     @functools.cached_property
     def copies(self) -> dict[tuple[str, Shape], CopyPlace]:
         """Places of all copies stored in addition to the main ones, by key and offset."""
-        items: dict[int, list[TemplateItem]] = {}
-        places: dict[tuple[str, Shape], CopyPlace] = {}
+        placements: dict[int, list[Placement]] = defaultdict(list)
         for source in self.sources:
-            template = source.template
-            if id(template) not in items:  # a weight, its master and its moments have one place
-                of_places = {item.placed_at: item for item in template.items if is_copy(item.kind)}
-                items[id(template)] = list(of_places.values())
-            for item in items[id(template)]:
-                place = place_of(item.global_shape, source.placement[item.place])
-                places[item.key, place.offset] = place
+            placements[id(source.template)].append(source.placement)
+        places: dict[tuple[str, Shape], CopyPlace] = {}
+        for template in {id(source.template): source.template for source in self.sources}.values():
+            # A weight, its master and its moments are at one position.
+            copies = {item.placed_at: item for item in template.items if is_copy(item.kind)}
+            numbers = [slice(position, position + AXES) for position in copies]
+            # Thousands of ranks share a template, and only a few places. (The second slice makes
+            # the getter return a tuple for a single copy.)
+            offsets_of = operator.itemgetter(*numbers, slice(0))
+            for offsets in set(map(offsets_of, placements[id(template)])):
+                for item, offset in zip(copies.values(), offsets, strict=False):
+                    places[item.key, offset] = place_of(item.global_shape, offset)
         return places
 
     def pieces_of_rank(self, rank: int | None) -> StoredPieces:

@@ -53,19 +53,24 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
     name = f"{_DIRECTORY}/{rank:05d}-{secrets.token_hex(4)}" if is_probing else None
     # A short outage of storage must not end a job that has just started.
     retrying = RetryingStore(store)
+    found: set[str] = set()
 
     def probe() -> tuple[None, str | None]:
         if name is not None:
+            if rank == 0:
+                found.update(_within(_ANSWER_S, lambda: _present(retrying), store))
             _within(_ANSWER_S, lambda: probe_store(retrying, name), store)
         return None, name
 
+    unused = set[str]() if name is None else {name}
     try:
         _, names = run_and_gather(probe)
+        unused |= found.difference(names)  # of killed jobs
         seen_s = run_on_rank_0(lambda: 0.0 if wait_s is None else _await(retrying, names, wait_s))
     finally:
         if name is not None:
             # In the background: hanging storage must not delay training.
-            threading.Thread(target=_remove, args=(retrying, name, rank), daemon=True).start()
+            threading.Thread(target=_remove, args=(retrying, unused), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
             "%s: files of other nodes became visible after %.1f s; every commit waits for that",
@@ -111,12 +116,13 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
         pause_s = min(2 * pause_s, longest_s)
 
 
-def _remove(store: Store, name: str, rank: int) -> None:
-    """Delete a node's probe; rank 0 also deletes those of killed jobs."""
+def _present(store: Store) -> list[str]:
+    return [f"{_DIRECTORY}/{entry.name}" for entry in store.list(_DIRECTORY, sizes=False)]
+
+
+def _remove(store: Store, names: set[str]) -> None:
     try:
-        # Rank 0 has seen the files of this job, so nobody needs any of them.
-        others = store.list(_DIRECTORY, sizes=False) if rank == 0 else ()
-        store.delete([name, *(f"{_DIRECTORY}/{entry.name}" for entry in others)])
+        store.delete(names)
     except (FlashCkptError, OSError) as error:
         logger.warning("%s: a probe file was not removed: %s", store.place, error)
 

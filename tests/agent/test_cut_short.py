@@ -1,4 +1,4 @@
-"""A commit cut short between manifest and tracker: it counts as a commit, and no other one does."""
+"""A commit cut short between its end and the tracker counts as a commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cut_short(
     node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> PosixStore:
     """Commit iteration 10; of iteration 20 only the tracker is missing, because the agent died."""
-    fault = f"agent:commit.manifest:2:KILL:{tmp_path / 'reached'}"
+    fault = f"agent:commit.end:2:KILL:{tmp_path / 'reached'}"
     monkeypatch.setenv("FLASHCKPT_FAULT", fault)
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid

@@ -176,10 +176,9 @@ def test_a_hanging_write_of_one_rank_does_not_delay_the_others(
 
 
 def test_an_agent_that_must_end_digests_no_further_slots(
-    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    node: Node, root: Path, faults: Faults, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digests of slots of dead trainers serve a restart, but this memory is freed right away."""
-    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", ())
     digested = threading.Event()
     began: list[int] = []
 

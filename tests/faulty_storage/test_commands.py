@@ -22,9 +22,11 @@ from tests.faulty_storage.preload import FaultyStorage, fail
 COMMANDS = """
 import contextlib, io, json, sys
 from megatron_flashckpt.cli import main
-from megatron_flashckpt.storage import patient
+from megatron_flashckpt.storage import retrying_store
 
-patient.RETRIES_S = (0.001, 0.001, 0.001)
+policy = retrying_store.Policy((0.001, 0.001, 0.001), until_deadline=False)
+for kind in retrying_store.POLICIES:
+    retrying_store.POLICIES[kind] = policy
 
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()
@@ -34,14 +36,14 @@ for line in sys.stdin:
 """
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN)
 #: The calls of each command, each with a part of the file's path.
-LISTING = [("list", "*"), ("list", "iter_"), ("open", "latest"), ("open", "manifest.json")]
-READING = [*LISTING[2:], ("read", "manifest.json")]
-DATA = [("read", "common"), ("open", "safetensors"), ("read", "safetensors")]
+LISTING = [("list", "*"), ("list", "iter_"), ("open", "latest"), ("open", ".end")]
+READING = [*LISTING[2:], ("read", ".end")]
+DATA = [("read", ".common"), ("open", "safetensors"), ("read", "safetensors")]
 STEPS = {
     "ls": LISTING,
     "inspect": READING,
     "verify": [*READING, *DATA],
-    "convert": [("stat", "manifest.json"), *READING, *DATA],
+    "convert": [*READING, *DATA],
     "convert torch_dist": [
         *(("open", name) for name in ("latest", ".metadata", "common.pt", ".distcp")),
         ("read", ".metadata"),
@@ -120,7 +122,7 @@ def test_a_command_names_an_error_that_lasts(
     runner: tuple[Path, Runner], command: str, number: int
 ) -> None:
     root, process = runner
-    part = {"ls": "manifest.json", "inspect": "manifest.json"}.get(command, "safetensors")
+    part = {"ls": ".end", "inspect": ".end"}.get(command, "safetensors")
     part = ".distcp" if command == "convert torch_dist" else part
     process.faulty.rule(fail("read", number, part))
     status, output = process.run(command, root)

@@ -66,7 +66,7 @@ WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
 
 #: Upper bounds of the number of `torch.distributed` calls in a load, the checks and agreements
 #: before training included; README states them.
-NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 13, 22, 24
+NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 16, 25, 27
 #: Calls that an exchange between replicas adds.
 WITH_REPLICAS = 3
 

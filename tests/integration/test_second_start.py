@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.file_format.end import End, kind_of
+from megatron_flashckpt.file_format.file_names import run_number, run_of, save_of
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
 from tests.support.trainer import eventually
 
@@ -132,13 +134,20 @@ def test_every_checkpoint_is_whole_and_of_one_start(
     starts: TwoStarts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(starts.save), "--all"]) == 0, capsys.readouterr().out
-    saves = {
-        int(path.parent.name[5:]): json.loads(path.read_text())["save_id"]
-        for path in sorted(starts.save.glob("iter_*/manifest.json"))
+    ends = starts.save.glob("iter_*/*.end")
+    committed = {
+        path: path.name.removesuffix(".end")
+        for path in sorted(ends)
+        if kind_of(path.read_bytes()) is End.COMMITTED
     }
-    assert sorted(saves) == [1, 2, 3, 4, 5, 6, 7]
-    assert len({saves[iteration][:8] for iteration in (1, 2)}) == 1
-    assert len({saves[iteration][:8] for iteration in (3, 4, 5, 6, 7)}) == 1
-    assert saves[2][:8] != saves[3][:8]
-    left = [path.name for path in starts.save.glob("iter_*/*") if "common" not in path.name]
-    assert len(left) == 7 * (RANKS + 1), "files of a failed save are left"
+    runs = {int(path.parent.name[5:]): run_of(save_id) for path, save_id in committed.items()}
+    assert len(committed) == 7, "no iteration was saved by both starts"
+    assert list(runs) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(runs.values()) == [runs[1]] * 2 + [runs[7]] * 5
+    assert run_number(runs[7]) == run_number(runs[1]) + 1
+    of_failed = {
+        path.name
+        for path in starts.save.glob("iter_*/*")
+        if save_of(path.name) not in committed.values()
+    }
+    assert all(name.endswith(".end") for name in of_failed), "files of a failed save are left"
