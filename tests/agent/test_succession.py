@@ -18,13 +18,13 @@ from tests.agent.test_failures import assert_intact, save_all
 from tests.support.trainer import FakeTrainer, blocked_open, eventually, is_alive, new_save_id
 
 #: Failpoints from the "staged" message to the report of the result, each with its hit count. Four
-#: small files are put (record, common state, manifest, tracker), and at least two are deleted.
+#: small files are created (record, common state, end) or put (tracker), and two are deleted.
 STEPS = [
     *("agent.enqueued:1", "persist.created:1", "persist.chunk:1", "persist.chunks:1"),
     *("persist.header:1", "file.synced:1", "persist.durable:1", "persist.record:1"),
     *(f"put.{step}:{count}" for step in ("written", "renamed") for count in (1, 2, 3, 4)),
-    *("commit.ready:1", "commit.common:1", "commit.manifest:1", "commit.tracker:1"),
-    *("save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
+    *("commit.ready:1", "commit.common:1", "commit.end:1", "commit.tracker:1"),
+    *("commit.tracked:1", "save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
 ]
 #: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-4:]
@@ -41,7 +41,7 @@ def is_only_the_checkpoint(directory: Path) -> bool:
         for path in directory.iterdir()
         if path.suffix not in (".safetensors", ".msgpack", ".tmp")
     ]
-    return [path.name for path in left] == [file_names.MANIFEST]
+    return [path.suffix for path in left] == [file_names.END]
 
 
 def test_the_next_agent_commits_staged_slots_and_reports_the_result(node: Node, root: Path) -> None:
@@ -79,8 +79,8 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     assert reached.exists()
     directory = root / file_names.iteration_dir(2)
     shard = directory / file_names.shard_name(0, save_id)
-    is_durable = (directory / file_names.record_name(0, save_id)).exists() or (
-        directory / file_names.MANIFEST
+    is_durable = (directory / file_names.record_name(range(1), save_id)).exists() or (
+        directory / file_names.end_name(save_id)
     ).exists()
     before = shard.stat() if is_durable else None
     taken = trainer.reconnect()
@@ -129,7 +129,11 @@ def test_a_late_rank_learns_the_result_of_a_save_that_retention_removed(
     first, second = new_save_id(), new_save_id()
     for iteration, save_id in ((1, first), (2, second)):
         late.stage(iteration, save_id)
-        record = root / file_names.iteration_dir(iteration) / file_names.record_name(1, save_id)
+        record = (
+            root
+            / file_names.iteration_dir(iteration)
+            / file_names.record_name(range(1, 2), save_id)
+        )
         eventually("the commit record", record.exists)
     kill_agent(late.client.agent_pid)
     prompt = node.trainer(root, 0, 2, retention=Retention(latest=1))
@@ -201,7 +205,7 @@ def test_the_next_agent_does_not_commit_a_save_that_lacks_a_rank(node: Node, roo
     trainers[0].stage(2, save_id := new_save_id())
     kill_agent(trainers[0].client.agent_pid)
     assert [trainer.reconnect() for trainer in trainers] == [(save_id,), ()]
-    record = root / file_names.iteration_dir(2) / file_names.record_name(0, save_id)
+    record = root / file_names.iteration_dir(2) / file_names.record_name(range(1), save_id)
     eventually("the commit record of the shard", record.exists)
     assert trainers[0].client.poll(0.2).pending == 1
     assert_intact(root, 1, trainers)

@@ -224,9 +224,9 @@ def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
     rank = dice.randrange(5)
     for name in dice.sample(
         [
-            record_name(rank, OTHER_SAVE),
-            record_name(rank, scene.newest.save_id),
-            record_name(rank, scene.newest.save_id, 2),
+            record_name(range(rank, rank + 1), OTHER_SAVE),
+            record_name(range(rank, rank + 1), scene.newest.save_id),
+            record_name(range(rank, rank + 1), scene.newest.save_id, 2),
             f"ranks_00000-99999999999-{OTHER_SAVE}.commit",
             failure_name(rank, OTHER_SAVE),
             failure_name(rank, scene.newest.save_id),

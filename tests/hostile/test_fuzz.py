@@ -330,7 +330,7 @@ def share_records(directory: Path, of_node: int) -> None:
         merged = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
         for path in paths:
             path.unlink()
-        shared = directory / record_name(first, SAVE_30, of_node)
+        shared = directory / record_name(range(first, first + 1), SAVE_30, of_node)
         shared.write_bytes(encode_records(merged))
 
 
