@@ -24,8 +24,8 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_succession import kill_agent
+from tests.support.agents import agent_here
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,

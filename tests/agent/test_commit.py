@@ -15,8 +15,8 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.agent.test_faulty_storage import agent_here, impatient  # noqa: F401, a fixture
 from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.agents import agent_here
 from tests.support.trainer import (
     FakeTrainer,
     blocked_open,

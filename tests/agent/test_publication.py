@@ -16,7 +16,7 @@ from megatron_flashckpt.file_format.end import Failure
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.test_faulty_storage import agent_here
+from tests.support.agents import agent_here
 from tests.support.trainer import FakeTrainer, blocked_open, eventually, is_alive, new_save_id
 
 
