@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.support.trainer import blocked_open, eventually, new_save_id, run_after
+from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, run_after
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -72,3 +74,32 @@ def test_queued_shards_of_an_abandoned_save_are_not_written(node: Node, root: Pa
     assert "rank 1: persisted iteration 2" in log.read_text()
     assert "rank 1: persisted iteration 1" not in log.read_text()
     assert_intact(root, 2, later)
+
+
+def ranks_out_of_step(node: Node, root: Path, **agent: float) -> int:
+    """Return the agent of two dead ranks, of which only one has staged the last save."""
+    config = node.config(**agent)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(4, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    trainers[0].stage(7, new_save_id())
+    for trainer in trainers:
+        trainer.hang_up()
+    return trainers[0].client.agent_pid
+
+
+def test_a_save_that_cannot_be_complete_does_not_delay_an_agent_after_sigterm(
+    node: Node, root: Path
+) -> None:
+    agent = ranks_out_of_step(node, root, sigterm_timeout_s=15.0)
+    os.kill(agent, signal.SIGTERM)
+    eventually("the end of the agent", lambda: not is_alive(agent), 5.0)
+
+
+def test_a_save_that_cannot_be_complete_does_not_prolong_the_grace_time(
+    node: Node, root: Path
+) -> None:
+    agent = ranks_out_of_step(node, root, grace_s=0.5)
+    eventually("the end of the agent", lambda: not is_alive(agent), 5.0)
