@@ -40,7 +40,10 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
     node: Node, root: Path, world_size: int
 ) -> None:
     trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
-    save_id = new_save_id()
+    run = trainers[0].open_run()
+    for trainer in trainers[1:]:
+        trainer.join(run)
+    save_id = trainers[0].new_save_id()
     for trainer in trainers:
         trainer.stage(7, save_id)
     for trainer in trainers:

@@ -39,6 +39,7 @@ def test_members_of_a_group_may_read_and_replace_files_in_their_directory(
         trainer = node.trainer(root)  # the agent inherits this umask
     finally:
         os.umask(former)
+    trainer.open_run()
     assert trainer.save(1).error is None
     eventually("the history", (root / file_names.HISTORY).exists)
     eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))

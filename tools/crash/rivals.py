@@ -30,7 +30,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content
 from tools.crash import trouble
-from tools.crash.job import CellError, agent_at, eventually, wake
+from tools.crash.job import CellError, agent_at, wake
 from tools.crash.peers import agent_fault
 from tools.crash.truth import await_tidy, check_storage, committed
 
@@ -132,7 +132,7 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
             if iteration == 5:
                 trouble.end(root)
             _saved(later, iteration)
-        eventually("no file is left over", lambda: _is_tidy(root, 5))
+        await_tidy(root, 5)
         before = _listing(root)
         wake(stopped)
         asking.join()
@@ -156,12 +156,6 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
     finally:
         first.close()
         second.close()
-
-
-def _is_tidy(root: Path, newest: int) -> bool:
-    """Return whether the second job has removed the files that the commit of `newest` frees."""
-    records = list((root / iteration_dir(newest)).glob("*.record"))
-    return len(committed(root)) <= 2 and not records
 
 
 def _saved(trainer: FakeTrainer, iteration: int) -> None:

@@ -178,8 +178,6 @@ class _Scenario:
         self._join()
         with agent_fault(None), self._faulty.under_agents():
             taken = self._trainers[0].reconnect()
-        assert self._trainers[0].run is not None
-        self._trainers[0].client.open_run(self._trainers[0].run)
         outcomes = [self._trainers[1].outcome(_OUTCOME_S)]
         if self._save_id(2) in taken:
             outcomes.append(self._trainers[0].outcome(_OUTCOME_S))
