@@ -30,6 +30,7 @@ from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.file_format.file_names import run_number
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +338,8 @@ class Committer:
                 return None, Failure(failed=why_overtaken(save.store, later), is_final=True)
             with self._node.changed:
                 counts = self._counts(save)
-            return (moved_tracker(save.store, save.save) if counts else None), None
+            store = RetryingStore(save.store, call_s=core.PATIENCE_S)
+            return (moved_tracker(store, save.save) if counts else None), None
         except (FlashCkptError, OSError) as error:
             # The end counts, not the tracker: loads of this package find the checkpoint.
             text = f"the checkpoint is committed, but its tracker was not written: {error}"

@@ -44,6 +44,8 @@ STEPS = [
     ("write", ".end"),
     ("close", ".end"),
     ("link", ".end"),
+    ("fsync", file_names.TRACKER),
+    ("rename", file_names.TRACKER),
 ]
 
 
@@ -113,6 +115,7 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    trainers[1].join(trainers[0].open_run())
     assert save_all(trainers, 1) == [None, None]
     durable = 1
     for name, (call, number, part) in LASTING.items():
