@@ -289,7 +289,7 @@ def test_every_refused_load_stops_all_ranks_equally(ran: CasesJob, name: str) ->
 
 @pytest.mark.parametrize("name", TROUBLE)
 def test_a_passing_error_loses_no_iteration(ran: CasesJob, name: str) -> None:
-    trouble, loaded = TROUBLE[name]
+    _, loaded = TROUBLE[name]
     for event in ran.of(name):
         assert (event["error"], event["result"]) == (None, loaded)
     assert ran.states(name) == ran.states("newest" if loaded == 4 else "older")
