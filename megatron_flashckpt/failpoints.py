@@ -74,18 +74,20 @@ POINTS = {
         "the shard file's data is durable; its name may not be",
     ),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
-    "persist.record": ("agent.publication", "the commit record of a node exists"),
-    # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
+    "persist.record": ("agent.proposals", "the commit record of a node exists"),
+    # Any process, creating or putting a small file: a run, a sign of life, a commit record, an end,
+    # common state, a tracker.
     "put.written": ("storage.posix_files", "the data is written under a temporary name only"),
     "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
     # The agent, committing.
-    "commit.ready": ("agent.commit", "all commit records exist; none is merged"),
-    "commit.common": ("agent.commit", "the common state exists; there is no manifest"),
-    "commit.manifest": ("agent.commit", "the manifest is durable; the tracker has not moved"),
-    "commit.tracker": ("agent.commit", "the tracker names this checkpoint; no file is tidied up"),
-    "save.failed": ("agent.commit_thread", "a save has failed for good; its files exist"),
+    "commit.ready": ("agent.committer", "all commit records exist; none is merged"),
+    "commit.common": ("agent.proposals", "the common state exists; the save has no end"),
+    "commit.end": ("agent.proposals", "the save has an end; the tracker has not moved"),
+    "commit.tracker": ("agent.track", "the tracker names this checkpoint; its twin does not"),
+    "commit.tracked": ("agent.track", "the twin does, too; no file is tidied up"),
+    "save.failed": ("agent.committer", "a save has failed for good; its files exist"),
     "forget.file": ("agent.janitor", "a node has removed its files of a failed save"),
-    "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; trainers do not know"),
+    "save.marked": ("agent.committer", "the slots are DURABLE or FAILED; trainers do not know"),
     # The janitor, after a commit. Trainers may know the result.
     "commit.records": ("agent.janitor", "the commit records of a checkpoint are deleted"),
     "leftover.ended": ("agent.janitor", "a save of a dead run has a failed end; its files exist"),

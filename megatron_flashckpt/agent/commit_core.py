@@ -51,9 +51,12 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Connected:
-    """Ranks of this node that will stage their part soon."""
+    """Which ranks of this node have a process that is connected to the agent."""
 
     ranks: frozenset[int]
+    """These ranks will stage their part soon."""
+    gone: frozenset[int] = frozenset()
+    """Ranks of the newest run whose processes were connected, and have ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +224,7 @@ class CommitCore:
         self._timeout_s = timeout_s
         self._pace = pace
         self._connected: frozenset[int] = frozenset()
+        self._gone: frozenset[int] = frozenset()
         #: Ranks whose records may be in storage: a create that raised, or one of an agent that was
         #: killed, may have taken effect.
         self._proposed: set[int] = set()
@@ -307,8 +311,8 @@ class CommitCore:
                 if is_adopted:
                     self._proposed.add(rank)
                 self._at_once(now)
-            case Connected(ranks):
-                self._connected = ranks
+            case Connected(ranks, gone):
+                self._connected, self._gone = ranks, gone
             case Durable(rank, is_recorded):
                 self.durable.add(rank)
                 if is_recorded:
@@ -376,6 +380,10 @@ class CommitCore:
         if self._end is None and has_expired and self._failure is None:
             is_final = self.awaits_others and self._trouble is None
             self._failure = Failure(failed=self.gave_up(), is_final=is_final)
+        if missing := self._never_staged():
+            # A rank without a part has no record, so no node can make a checkpoint of the save.
+            reason = f"rank {_few(missing)} ended before its part of the save was in host memory"
+            self._failure = self._failure or Failure(failed=reason, is_final=True)
         if self._is_given_up(now, has_expired=has_expired):
             return self._concluded_blind()
         if now < self._next_at:
@@ -396,6 +404,15 @@ class CommitCore:
         """Return whether no rank of this node will need a record of its own soon."""
         awaited = {rank for rank in self._connected if rank < self._world_size}
         return self.ranks | awaited <= self.durable
+
+    def _never_staged(self) -> list[int]:
+        """Return the ranks of this node whose part nobody can stage any more.
+
+        All processes of the node have ended: a single one may come back to the agent.
+        """
+        if self._connected or self._end is not None:
+            return []
+        return sorted(rank for rank in self._gone - self.ranks if rank < self._world_size)
 
     def _is_given_up(self, now: float, *, has_expired: bool) -> bool:
         """Return whether storage has failed for so long that this node does not wait for the end.

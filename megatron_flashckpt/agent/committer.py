@@ -196,7 +196,7 @@ class Committer:
                 if self.pending.get(save.save_id) is not save:  # concluded without this thread
                     return 0.0
                 now = time.monotonic()
-                save.core.note(now, core.Connected(frozenset(self._connected())))
+                save.core.note(now, self._connected())
                 action = save.core.next(now)
             if isinstance(action, core.Wait):
                 return action.until
@@ -208,10 +208,14 @@ class Committer:
             with self._node.changed:
                 save.core.note(time.monotonic(), seen)
 
-    def _connected(self) -> set[int]:
-        """Return the ranks of this node whose trainers are connected. The lock is held."""
+    def _connected(self) -> core.Connected:
+        """Return which ranks of this node have connected trainers. The lock is held."""
+        run = "" if self._node.run is None else self._node.run.name
         ranks = self._node.ranks.items()
-        return {number for number, rank in ranks if rank.connection is not None}
+        return core.Connected(
+            frozenset(number for number, rank in ranks if rank.connection is not None),
+            frozenset(n for n, rank in ranks if rank.connection is None and rank.run == run),
+        )
 
     def _carried_out(self, save: PendingSave, action: core.Action) -> core.Observation:
         """Carry out one action; return what was seen. Never raises."""

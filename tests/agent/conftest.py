@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent import commit_core, persister
 from megatron_flashckpt.agent.place import Place, place_of
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
@@ -118,3 +119,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield path
     # An agent of the test holds its directory open and may end a moment later.
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up soon on storage that does not take names, and write shards again at once."""
+    monkeypatch.setattr(commit_core, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(commit_core, "_LASTING_S", 0.5)
+    monkeypatch.setattr(commit_core, "_RETRY_S", (0.02, 0.1))
+    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", (0.01, 0.01))

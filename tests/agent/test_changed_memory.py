@@ -16,14 +16,16 @@ import pytest
 
 from megatron_flashckpt.agent import persister
 from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
+from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_succession import kill_agent
+from tests.support.agents import agent_here
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
@@ -71,7 +73,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
     assert "its slot changed after it was digested" in node.log(root).read_text()
     assert not (root / file_names.TRACKER).exists()
-    assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
+    assert committed_saves(PosixStore(root)) == []
 
 
 def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnects(
@@ -120,9 +122,9 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
     flip(trainer, offer)
     may_read, read = threading.Event(), persister.stored_digests
 
-    def late(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
+    def late(store: Store, header: SlotHeader, rank: int) -> tuple[str, ...]:
         may_read.wait(PATIENCE_S)
-        return read(storage, header, rank)
+        return read(store, header, rank)
 
     monkeypatch.setattr(persister, "stored_digests", late)
     with agent_here(node, root):
@@ -150,9 +152,8 @@ def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
         for trainer in trainers:
             trainer.stage(7, save_id)
             if trainer.rank == 0:
-                eventually(
-                    "the commit record", (directory / file_names.record_name(0, save_id)).exists
-                )
+                record = directory / file_names.record_name(range(1), save_id)
+                eventually("the commit record", record.exists)
         first, second = trainers
         (offer,) = first.take()
         kill_agent(first.client.agent_pid)

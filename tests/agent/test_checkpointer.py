@@ -19,11 +19,12 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.end import decode_failure
+from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
@@ -32,7 +33,6 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
 from tests.support.trainer import blocked_open, eventually
 
-RUN = "0123abcd"
 #: Number of elements in one tensor.
 NUMEL = 1_500_000
 
@@ -46,7 +46,6 @@ class Job:
 
     def __init__(self, root: Path, config: Config, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(parallel, "coordinates", Coordinates)
-        patch.setattr(run_id, "from_store", lambda root: RUN)
         patch.setattr(side_state, "rank_state", self._rank_state)
         #: State of this rank in addition to its tensors.
         self.side_state: Callable[[], dict[str, Any]] = lambda: {"seed": 1}
@@ -64,6 +63,12 @@ class Job:
 
     def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
         return self.side_state()
+
+    def save_id(self, sequence: int) -> str:
+        """Return the name of a save of this job, from 1."""
+        self.checkpointer.ensure_run()
+        assert self.checkpointer.run.name is not None
+        return save_name(self.checkpointer.run.name, sequence)
 
     def request(self, iteration: int, **more: Any) -> SaveRequest:
         return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
@@ -198,7 +203,7 @@ def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(
     assert job.save(3) is None
     job.assert_stored(root, 3)
     directory = root / file_names.iteration_dir(2)
-    assert not list(directory.glob("rank_*.safetensors"))
+    assert not list(directory.glob("*.safetensors"))
     job.assert_stored(root, 1)
 
 
@@ -248,7 +253,9 @@ def test_saves_of_a_refused_rank_fail_with_the_reason_of_the_agent(
     def refuse(*_: Any, **__: Any) -> None:
         raise AgentRefusedError(reason)
 
-    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
+    with blocked_open(
+        root / file_names.iteration_dir(2) / file_names.shard_name(0, job.save_id(2))
+    ):
         job.checkpointer.save(job.request(2))
         job.checkpointer.link.stager.wait()
         with monkeypatch.context() as patch:
@@ -269,7 +276,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
     )
     job = make(config)
     shards = [
-        root / file_names.iteration_dir(n) / file_names.shard_name(0, f"{RUN}{n - 1:04x}")
+        root / file_names.iteration_dir(n) / file_names.shard_name(0, job.save_id(n))
         for n in (1, 2)
     ]
     with blocked_open(shards[0]), blocked_open(shards[1]):
@@ -392,14 +399,14 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
 def test_the_agent_of_a_rank_that_cannot_save_notifies_the_other_nodes(
     make: Any, config: Config, root: Path
 ) -> None:
-    """Without the note, other nodes would wait for this rank until `commit_timeout_s`."""
+    """Without this end, other nodes would wait for this rank until `commit_timeout_s`."""
     job = make(config)
     assert job.save(1) is None
     whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(2))
-    note = root / file_names.iteration_dir(2) / file_names.failure_name(0, f"{RUN}0001")
-    text = eventually("a note", lambda: note.exists() and note.read_text())
-    assert "rank 0: UnsupportedError: " in text
+    end = root / file_names.iteration_dir(2) / file_names.end_name(job.save_id(2))
+    eventually("the end of the save", end.exists)
+    assert "rank 0: UnsupportedError: " in decode_failure(end.read_bytes()).failed
     job.side_state = whole
     assert job.save(3) is None

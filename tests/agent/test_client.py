@@ -117,11 +117,12 @@ def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, 
         for trainer in first:
             trainer.stage(7, cut_short)
         eventually(
-            "the commit record of rank 0", (directory / file_names.record_name(0, cut_short)).exists
+            "the commit record of rank 0",
+            (directory / file_names.record_name(range(1), cut_short)).exists,
         )
         kill_agent(first[0].client.agent_pid)
     assert not (root / file_names.TRACKER).exists()
-    assert not (directory / file_names.MANIFEST).exists()
+    assert not (directory / file_names.end_name(cut_short)).exists()
     again = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     for trainer in again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
-from megatron_flashckpt.agent.commit_records import read_records
+from megatron_flashckpt.agent.proposals import read_records
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import (
@@ -23,14 +25,16 @@ from megatron_flashckpt.file_format.commit_record import (
     encode_items,
     encode_records,
 )
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.manifest import merge
 from megatron_flashckpt.layout.save_cost import RankCost
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.checkpoints import RUN, SAVE_ID
 
 RANKS = 64
-SAVE_ID = "a" * 12
 
 
-class _SlowStorage(PosixStorage):
+class _SlowStore(PosixStore):
     """Answers a read after `wait_s`; records which threads read, and how many at a time."""
 
     def __init__(self, root: Path, wait_s: float) -> None:
@@ -41,16 +45,37 @@ class _SlowStorage(PosixStorage):
         self._now = 0
         self._lock = threading.Lock()
 
-    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         with self._lock:
             self.readers.add(threading.get_ident())
             self._now += 1
             self.most = max(self.most, self._now)
         time.sleep(self.wait_s)
-        data = super().read(name, offset, nbytes)
+        data = super().get(name, offset, nbytes)
         with self._lock:
             self._now -= 1
         return data
+
+
+def record_of_rank(rank: int) -> str:
+    return file_names.record_name(range(rank, rank + 1), SAVE_ID)
+
+
+def record_of(rank: int, **fields: object) -> CommitRecord:
+    record = CommitRecord(
+        iteration=1,
+        save_id=SAVE_ID,
+        rank=rank,
+        coordinates=Coordinates(dp=rank),
+        file=file_names.shard_name(rank, SAVE_ID),
+        nbytes=1,
+        header_digest="",
+        template_fingerprint=f"t{rank % 2}",
+        template=encode_items(()),
+        template_nbytes=0,
+        placement=(rank,),
+    )
+    return msgspec.structs.replace(record, **fields)
 
 
 @pytest.fixture
@@ -58,20 +83,8 @@ def records(tmp_path: Path) -> Path:
     directory = tmp_path / file_names.iteration_dir(1)
     directory.mkdir()
     for rank in range(RANKS):
-        record = CommitRecord(
-            iteration=1,
-            save_id=SAVE_ID,
-            rank=rank,
-            coordinates=Coordinates(dp=rank),
-            file=file_names.shard_name(rank, SAVE_ID),
-            nbytes=1,
-            header_digest="",
-            template_fingerprint=f"t{rank % 2}",
-            template=encode_items(()),
-            template_nbytes=0,
-            placement=(rank,),
-        )
-        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_records([record]))
+        record = record_of(rank)
+        (directory / record_of_rank(rank)).write_bytes(encode_records([record]))
     return tmp_path
 
 
@@ -83,7 +96,7 @@ def names(root: Path) -> list[str]:
 def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
-    merged = read_records(_SlowStorage(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+    merged = read_records(_SlowStore(records, wait_s), 1, SAVE_ID, RANKS, names(records))
     assert [record.rank for record in merged] == list(range(RANKS))
     assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
     whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
@@ -91,7 +104,7 @@ def test_records_are_read_in_rank_order_and_each_template_once(
 
 
 def test_records_on_slow_storage_are_read_by_several_threads(records: Path) -> None:
-    distant = _SlowStorage(records, 0.02)
+    distant = _SlowStore(records, 0.02)
     read_records(distant, 1, SAVE_ID, RANKS, names(records))
     assert distant.most > 4
 
@@ -101,7 +114,7 @@ def test_records_on_fast_storage_are_read_by_one_thread(
 ) -> None:
     # A busy machine must not make this storage count as slow.
     monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
-    near = _SlowStorage(records, 0.0)
+    near = _SlowStore(records, 0.0)
     read_records(near, 1, SAVE_ID, RANKS, names(records))
     assert near.readers == {threading.get_ident()}
 
@@ -109,10 +122,58 @@ def test_records_on_fast_storage_are_read_by_one_thread(
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
 def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> None:
-    path = records / file_names.iteration_dir(1) / file_names.record_name(rank, SAVE_ID)
+    path = records / file_names.iteration_dir(1) / record_of_rank(rank)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=path.name):
-        read_records(_SlowStorage(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+        read_records(_SlowStore(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+
+
+OTHER = save_name(RUN, 2)
+
+
+def _nested(body: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(body) + body
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        (b"\xc1 not msgpack", "is not a commit record"),
+        (b"", "is not a commit record"),
+        (_nested(b"\x91" * 100_000), "is not a commit record"),
+        (encode_records([record_of(1)])[:-1] + b"\0", "its digest does not match"),
+        (encode_records([record_of(0)]), f"(1, '{SAVE_ID}', 0"),
+        (encode_records([record_of(1, save_id=OTHER)]), f"(1, '{OTHER}', 1"),
+        (encode_records([record_of(1, iteration=99)]), f"(99, '{SAVE_ID}', 1"),
+        (encode_records([record_of(1, file="../../up")]), "'../../up'), expected (1"),
+    ],
+    ids=["garbage", "empty", "nested", "flipped", "doubled", "save", "iteration", "elsewhere"],
+)
+def test_a_record_with_wrong_contents_is_refused(
+    records: Path, planted: bytes, message: str
+) -> None:
+    name = file_names.record_name(range(1, 2), SAVE_ID)
+    (records / file_names.iteration_dir(1) / name).write_bytes(planted)
+    with pytest.raises(CorruptCheckpointError, match=re.escape(message)):
+        decoded(records)
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([record_of(0), record_of(2)], r"missing: \[1\]"),
+        ([record_of(0), record_of(1), record_of(1), record_of(2)], r"ranks \[0, 1, 1, 2\]"),
+        ([record_of(rank) for rank in range(4)], "for a world of 3"),
+        ([record_of(0), record_of(1), record_of(2, save_id=OTHER)], "different saves"),
+        ([record_of(0), record_of(1), record_of(2, iteration=2)], "different saves"),
+        ([], r"missing: \[0, 1, 2\]"),
+    ],
+)
+def test_merge_refuses_missing_duplicate_and_mixed_records(
+    records: list[CommitRecord], message: str
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        merge(records, world_size=3, description={}, common_digest="")
 
 
 # ---------------------------------------------------------------------- records of several ranks
@@ -120,14 +181,15 @@ def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> N
 
 def write(root: Path, records: list[CommitRecord]) -> Path:
     """Write one record file for consecutive ranks."""
-    name = file_names.record_name(records[0].rank, SAVE_ID, len(records))
+    ranks = range(records[0].rank, records[0].rank + len(records))
+    name = file_names.record_name(ranks, SAVE_ID)
     path = root / file_names.iteration_dir(1) / name
     path.write_bytes(encode_records(records))
     return path
 
 
 def decoded(root: Path) -> list[CommitRecord]:
-    return read_records(PosixStorage(root), 1, SAVE_ID, RANKS, names(root))
+    return read_records(PosixStore(root), 1, SAVE_ID, RANKS, names(root))
 
 
 @pytest.fixture
@@ -155,7 +217,7 @@ def test_node_records_equal_the_records_of_their_ranks(
 
 
 def test_a_file_has_each_template_once(of_nodes: Path) -> None:
-    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 8)
+    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(range(8), SAVE_ID)
     merged = decode_records(path.read_bytes(), "it")
     assert [record.template is KNOWN_ITEMS for record in merged] == [False, False] + 6 * [True]
 
@@ -192,7 +254,7 @@ def test_a_record_file_whose_ranks_differ_from_its_name_is_refused(
 ) -> None:
     """The digest of the file is right."""
     whole = decoded(of_nodes)[:8]
-    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 3)
+    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(range(3), SAVE_ID)
     path.write_bytes(encode_records([whole[i] for i in kept]))
     with pytest.raises(CorruptCheckpointError, match=f"{path.name}: is the record of"):
         decoded(of_nodes)
@@ -214,6 +276,6 @@ def test_no_template_is_lost_in_any_order_of_reads(
     ]
     write(of_nodes, whole)
     write(of_nodes, whole[3:4])
-    monkeypatch.setattr("megatron_flashckpt.agent.commit_records.for_all", backwards)
+    monkeypatch.setattr("megatron_flashckpt.agent.proposals.for_all", backwards)
     own = [record for record in decoded(of_nodes) if record.template_fingerprint.startswith("own")]
     assert [record.template is KNOWN_ITEMS for record in own] == [False] * 8

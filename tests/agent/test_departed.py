@@ -22,9 +22,9 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.agents import agent_here
 from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id, run_after
 
 MIB = 2**20

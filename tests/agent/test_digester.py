@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import digester as digester_module
-from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.agent.slot_table import RankSlots
@@ -23,7 +24,7 @@ from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_faulty_storage import agent_here
+from tests.support.agents import agent_here
 from tests.support.trainer import PATIENCE_S, content, eventually, new_save_id
 
 #: Chunks of a slot in these tests: several turns for each of up to four threads.
@@ -77,7 +78,8 @@ class Ranks:
         self.node = AgentNode(options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-            self.saves = Saves(self.node, Committer(self.node))
+            committer = Committer(self.node, Janitor())
+            self.saves = Saves(self.node, committer)
         self.digester = self.saves.digester
         self.trainers = [Trainer() for _ in range(ranks)]
         for number, trainer in enumerate(self.trainers):

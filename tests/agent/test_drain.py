@@ -9,19 +9,26 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
-from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, remove_tree
-
-RUN = "0123abcd"
+from tests.support.trainer import (
+    PATIENCE_S,
+    blocked_open,
+    eventually,
+    is_alive,
+    new_save_id,
+    remove_tree,
+)
 
 
 def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
@@ -31,12 +38,9 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
 ) -> None:
     """A save of one rank without a model; the saved data is the side state."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
-    monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     config = Config(runtime_dir=str(node.runtime_dir), drain_timeout_s=0.3)
     job = Checkpointer(str(root), config)
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as unblock:
+    with blocked_open(shard_of(job, root, 1)) as unblock:
         job.save(request(1))
         job.link.stager.wait()
         (outcome,) = job.wait()
@@ -57,10 +61,17 @@ def test_a_drain_timeout_names_its_setting_and_the_agent_continues(
 def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
     """A rank without a model, which waits for its saves for half an hour."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
-    monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     made = Checkpointer(str(root), node.config())
     yield made
     made.close(leave=False)
+
+
+def shard_of(job: Checkpointer, root: Path, iteration: int) -> Path:
+    """Return the shard of a job that saves every iteration from 1."""
+    job.ensure_run()
+    assert job.run.name is not None
+    save_id = save_name(job.run.name, iteration)
+    return root / file_names.iteration_dir(iteration) / file_names.shard_name(0, save_id)
 
 
 def request(iteration: int) -> SaveRequest:
@@ -74,7 +85,7 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
 ) -> None:
     job.save(request(1))
     job.link.stager.wait()
-    eventually("the commit", lambda: (root / file_names.HISTORY).exists())
+    eventually("the commit", lambda: history.read(PosixStore(root)))
     connect(str(root), 0, 0, node.config()).close()
     if left != "manifest":
         remove_tree(root / file_names.iteration_dir(1))
@@ -96,9 +107,7 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
 def test_a_save_that_the_agent_still_writes_is_not_searched_in_storage(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
-    ) as unblock:
+    with blocked_open(shard_of(job, root, 1)) as unblock:
         job.save(request(1))
         job.link.stager.wait()
         # From now on, the agent reports no result to this connection.
@@ -115,10 +124,10 @@ def test_a_replaced_process_reports_its_failed_saves_without_a_wait(
 ) -> None:
     assert job.save(request(1)).refusal is None
     assert [outcome.error for outcome in job.wait()] == [None]
-    with blocked_open(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
+    with blocked_open(shard_of(job, root, 2)):
         job.save(request(2))
         job.link.stager.wait()
-        later = node.process(root, iterations=[3], save_id="b" * 12, stop="staged")
+        later = node.process(root, iterations=[3], save_id=new_save_id(), stop="staged")
         later.stopped()
         for iteration in (2, 4):
             if iteration == 4:

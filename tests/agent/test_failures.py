@@ -27,7 +27,7 @@ from tests.support.trainer import (
 
 def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
     """Save on all ranks; return the error of each rank."""
-    save_id = new_save_id()
+    save_id = trainers[0].new_save_id()
     for trainer in trainers:
         trainer.stage(iteration, save_id)
     outcomes = [trainer.outcome() for trainer in trainers]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import commit_core, digester, persister
+from megatron_flashckpt.agent import digester, persister
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
@@ -76,15 +76,6 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     made = Faults(root, monkeypatch)
     yield made
     made.heal()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up soon on storage that does not take names, and write shards again at once."""
-    monkeypatch.setattr(commit_core, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(commit_core, "_LASTING_S", 0.5)
-    monkeypatch.setattr(commit_core, "_RETRY_S", (0.02, 0.1))
-    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", (0.01, 0.01))
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "replace"])
@@ -176,10 +167,9 @@ def test_a_hanging_write_of_one_rank_does_not_delay_the_others(
 
 
 def test_an_agent_that_must_end_digests_no_further_slots(
-    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    node: Node, root: Path, faults: Faults, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digests of slots of dead trainers serve a restart, but this memory is freed right away."""
-    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", ())
     digested = threading.Event()
     began: list[int] = []
 

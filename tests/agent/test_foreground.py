@@ -246,7 +246,7 @@ def test_a_foreground_agent_waits_the_grace_time_for_first_and_later_trainers(
     assert trainer.keep(3).error is None
     trainer.hang_up()
     assert ended(agent)[0] == 0
-    assert_intact(root, 3, [trainer]), "written before it left, for want of trainers"
+    assert_intact(root, 3, [trainer])  # written before it left, for want of trainers
 
 
 def test_an_agent_serves_trainers_of_another_container(
@@ -320,9 +320,9 @@ def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
     node: Node, root: Path, foreground: Foreground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agent = foreground.agent()
-    others = [node.trainer(root, rank, 2) for rank in (0, 1)]
+    others, save_id = [node.trainer(root, rank, 2) for rank in (0, 1)], new_save_id()
     for trainer in others:
-        trainer.stage(7, "a" * 12)
+        trainer.stage(7, save_id)
     assert others[0].outcome().error is None
     others[0].hang_up()
     for rank in (0, 1):

@@ -38,7 +38,7 @@ from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import NUMEL, RUN, Job
+from tests.agent.test_checkpointer import NUMEL, Job
 from tests.support.trainer import PATIENCE_S, blocked_open, eventually
 
 
@@ -241,7 +241,7 @@ def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
         return True
 
     with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, job.save_id(1))
     ) as unblock:
         job.checkpointer.save(job.request(1))
         job.checkpointer.link.stager.wait()

@@ -12,7 +12,7 @@ from megatron_flashckpt.agent import client
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually
+from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually, new_save_id
 
 #: Much less than a blocked agent needs, and more than any answer takes.
 ANSWER_S = 5.0
@@ -44,6 +44,9 @@ def freeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowFreeing]:
     made.go_on.set()
 
 
+FIRST, SECOND = new_save_id(), new_save_id()
+
+
 def replace_slab(trainer: FakeTrainer) -> None:
     """Let the next save attach another slab."""
     assert trainer.slab is not None
@@ -58,12 +61,12 @@ def test_ranks_are_answered_while_a_replaced_slab_is_freed(
         config = node.config(answer_timeout_s=ANSWER_S)
         trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
         for trainer in trainers:
-            trainer.stage(1, "0123456789ab")
+            trainer.stage(1, FIRST)
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
         replace_slab(trainers[0])
-        trainers[0].stage(2, "0123456789cd")
+        trainers[0].stage(2, SECOND)
         eventually("the former slab is being freed", lambda: freeing.under_way == 1)
-        trainers[1].stage(2, "0123456789cd")
+        trainers[1].stage(2, SECOND)
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
         assert freeing.under_way == 1, "the replaced slab is still being freed"
         freeing.go_on.set()

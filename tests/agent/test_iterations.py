@@ -17,8 +17,8 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.signals import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import RUN, Job
-from tests.support.trainer import blocked_open, eventually, is_alive, suspend
+from tests.agent.test_checkpointer import Job
+from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, suspend
 
 ITERATIONS = 100
 
@@ -66,9 +66,9 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
     return shared[0], shared[1].signals
 
 
-def blocked_shard(root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
+def blocked_shard(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the agent cannot write the job's save of `iteration`."""
-    name = file_names.shard_name(0, f"{RUN}{iteration - 1:04x}")
+    name = file_names.shard_name(0, job.save_id(iteration))
     return blocked_open(root / file_names.iteration_dir(iteration) / name)
 
 
@@ -82,7 +82,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
     assert requests == []
     _, signals = counters(job)
-    with blocked_shard(root, 2):
+    with blocked_shard(job, root, 2):
         former = signals.news
         stage(job, 2)
         eventually("the notice of a slow save", lambda: signals.news > former)
@@ -113,7 +113,7 @@ def test_a_notice_is_reported_in_the_next_iteration(
     assert job.save(1) is None
     iterate(job)
     _, signals = counters(job)
-    with blocked_shard(root, 2):
+    with blocked_shard(job, root, 2):
         stage(job, 2)
         iterate(job)
         former = signals.news
@@ -142,7 +142,7 @@ def test_a_stopped_agent_is_replaced_while_its_rank_waits_for_a_result(
 ) -> None:
     assert job.save(1) is None
     former, _ = counters(job)
-    with blocked_shard(root, 2) as unblock:
+    with blocked_shard(job, root, 2) as unblock:
         stage(job, 2)
         iterate(job)
         suspend(former.agent_pid)
@@ -166,7 +166,7 @@ def test_a_rank_without_a_result_looks_into_storage_when_its_save_is_no_longer_p
     iterate(job)
     client, signals = counters(job)
     former = signals.news
-    with blocked_shard(root, 2) as unblock:
+    with blocked_shard(job, root, 2) as unblock:
         stage(job, 2)
         assert iterate(job) == []
         unblock()
@@ -201,10 +201,11 @@ def test_a_rank_asks_until_the_agent_owes_all_saves_that_it_was_handed(
 def test_a_save_that_its_trainer_did_not_stage_is_news_when_it_ends(node: Node, root: Path) -> None:
     """The trainer has reconnected: it gets no result, and finds the save in storage."""
     trainer = node.trainer(root)
+    save_id = new_save_id()
     with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, "ab")
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     ) as unblock:
-        trainer.stage(1, "ab")
+        trainer.stage(1, save_id)
         trainer.find_agent()
         assert trainer.slab is not None
         assert trainer.client.poll().pending == 1

@@ -51,7 +51,7 @@ def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root
     chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
     assert len(chunks) > 1
     assert offer.digests == tuple(map(chunk_digest, chunks))
-    assert list(root.iterdir()) == []
+    assert iterations_in(root) == []
 
 
 def test_the_result_of_an_ordinary_save_does_not_say_kept(node: Node, root: Path) -> None:
@@ -179,7 +179,7 @@ def test_other_nodes_also_hold_memory_only_saves(tmp_path: Path) -> None:
         assert trainer.bytes_in(offer.slot) == content(0, 10, trainer.layout.nbytes)
         assert trainer.slab is not None
         assert trainer.slab.slots[offer.slot].header.state == KEPT
-        assert list(made.root.iterdir()) == []
+        assert iterations_in(made.root) == []
 
 
 # ---------------------------------------------------------------------- when the agent leaves

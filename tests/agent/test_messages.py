@@ -15,33 +15,29 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import process as process_module
-from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.connecting import connect
-from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.support.persisting import persisted
+from tests.support.agents import agent_here
 from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, remove_tree
 
-REMOVED = "another process removed the directory: find that process"
 MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
-    trainer, save_id = node.trainer(root), new_save_id()
-    shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    with blocked_open(shard) as unblock:
-        trainer.stage(1, save_id)
-        eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
-        remove_tree(root)
-        unblock()
-        error = trainer.outcome().error or ""
-    assert str(shard.parent) in error
-    assert REMOVED in error
-    assert "No such file or directory" in error
-    assert trainer.save(2).error is None, "the next save makes the directory again"
+    with agent_here(node, root):
+        trainer, save_id = node.trainer(root), new_save_id()
+        shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+        with blocked_open(shard) as unblock:
+            trainer.stage(1, save_id)
+            eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
+            remove_tree(root)
+            unblock()
+            error = trainer.outcome().error or ""
+        assert f"{root}: is away, or another directory is in its place" in error
+        assert not root.exists()
 
 
 def test_an_error_explains_a_limit_on_file_sizes(node: Node, root: Path) -> None:
@@ -188,70 +184,23 @@ def test_an_error_explains_an_agent_killed_for_memory_by_its_control_group(
     assert trainer.client.agent_pid != agent
 
 
-def test_a_removed_directory_ends_the_save_before_the_timeout(
+def test_a_directory_removed_during_a_save_fails_it_and_names_the_ranks(
     node: Node, other_node: Node, root: Path
 ) -> None:
-    """The record of the first shard cannot come back, so the save need not wait for the timeout."""
-    trainers, save_id = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)], new_save_id()
+    save_id = new_save_id()
+    trainers = [
+        place.trainer(root, rank, 2, config=place.config(commit_timeout_s=4.0 + 60 * rank))
+        for rank, place in enumerate((node, other_node))
+    ]
     directory = root / file_names.iteration_dir(1)
     trainers[0].stage(1, save_id)
-    record = directory / file_names.record_name(0, save_id)
-    eventually("the commit record", record.exists)
+    eventually("the record", (directory / file_names.record_name(range(1), save_id)).exists)
     remove_tree(directory)
     trainers[1].stage(1, save_id)
-    errors = [trainer.outcome(60.0).error or "" for trainer in trainers]
-    assert all(
-        f"{record.name} was removed before the save was committed" in text for text in errors
-    )
+    errors = [trainer.outcome().error or "" for trainer in trainers]
+    assert "the commit records of 1 of 2 ranks (0) are missing" in errors[0]
+    assert errors == [errors[0]] * 2
     save_id = new_save_id()
     for trainer in trainers:
         trainer.stage(2, save_id)
     assert [trainer.outcome().error for trainer in trainers] == [None, None]
-
-
-def test_a_node_reports_its_removed_records_to_the_node_of_rank_0(root: Path) -> None:
-    """The node of rank 0 waits for these records, while its own records are there."""
-    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
-    record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
-    record.unlink()
-    ((_, error),) = eventually(
-        "a result of the save", lambda: [result for result in [outcome_of(save, 60.0)] if result[0]]
-    )
-    assert f"{record.name} was removed before the save was committed" in (error or "")
-    note = record.parent / file_names.failure_name(1, "a" * 12)
-    assert note.read_text() == error
-
-
-def test_a_save_that_retention_has_removed_still_counts_as_committed(root: Path) -> None:
-    """Retention removes the save before the agent of another node has read the manifest."""
-    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
-    past = PastSave(iteration=5, save_id="a" * 12, ended_at=0.0, seconds=1.0, world_size=2)
-    append(save.storage, past, 10)
-    remove_tree(root / file_names.iteration_dir(5))
-    (root / file_names.iteration_dir(5)).mkdir()
-    results = eventually(
-        "a result of the save", lambda: [result for result in [outcome_of(save, 60.0)] if result[0]]
-    )
-    assert results == [(True, None)]
-
-
-def test_a_record_put_after_the_listing_is_not_reported_as_removed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank may put its record between the listing and the check of a node."""
-    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
-    record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
-    save.persisted.clear()
-    record.rename(record.with_suffix(".kept"))
-    listed = PosixStorage.list
-
-    def late(storage: PosixStorage, directory: str) -> list[str]:
-        names = listed(storage, directory)
-        save.persisted.add(1)
-        return names
-
-    save.gone_since = -60.0
-    with monkeypatch.context() as patch:
-        patch.setattr(PosixStorage, "list", late)
-        assert outcome_of(save, 60.0) == (False, None)
-    assert (save.gone_since, save.error) == (None, None)

@@ -16,6 +16,7 @@ import pytest
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, outcomes
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -23,9 +24,9 @@ from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
-from tests.support.checkpoints import make
 from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
+END = f"{file_names.iteration_dir(5)}/{{}}.end"
 #: The commit timeout of these agents is 60 s.
 SOON_S = 15.0
 
@@ -132,21 +133,21 @@ def test_rank_0_ends_no_save_while_its_agent_runs(
     eventually("the link has an agent again", lambda: lonely.link.wait_prepared(0.0))
     lonely.link.agent.close()
     other.stage(1, save_id)
-    note = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
+    end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
     lonely.saves.fail(1, save_id, "no room")
     assert lonely.failure() == "no room"
     for _ in range(3):
         lonely.link.wait_prepared(5.0)
         lonely.saves.poll()
     lonely.saves.close()
-    assert not note.exists()
+    assert not end.exists()
     monkeypatch.setattr(agent_connection, "connect", connect)
 
-    def is_noted() -> bool:
+    def has_ended() -> bool:
         lonely.saves.poll()
-        return note.exists()
+        return end.exists()
 
-    eventually("the note of the new agent", is_noted)
+    eventually("the end that the new agent creates", has_ended)
     assert other.outcome(SOON_S).error == "rank 0: no room"
 
 
@@ -157,7 +158,7 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     save_id = new_save_id()
     made.stage(5, save_id)
     made.saves.handed_over(save_id)
-    make(root, 5, save_id)
+    PosixStore(root).create(END.format(save_id), seal(b"{}"))
     refuse(monkeypatch)
     monkeypatch.setattr(outcomes, "_ASK_AGAIN_S", 0.01)
     made.kill_agent()
@@ -166,7 +167,7 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class Troubled(PosixStore):
-    """A store whose reads report an error that may pass, `errors` times."""
+    """Storage whose reads report an error that may pass, `errors` times."""
 
     errors = 0
 
@@ -181,24 +182,24 @@ def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
     orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, save_id = orphan
-    store = Troubled(root)
-    store.errors = 5
-    monkeypatch.setattr(outcomes, "open_store", lambda _: store)
+    storage = Troubled(root)
+    storage.errors = 5
+    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
     (outcome,) = eventually("a result of the save", rank.saves.poll)
     assert (outcome.save_id, outcome.error) == (save_id, None)
-    assert store.errors == 0
+    assert storage.errors == 0
     assert not rank.saves
 
 
 def test_an_end_that_stays_unreadable_ends_the_wait(
     orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank, _ = orphan
-    store = Troubled(root)
-    store.errors = 10**9
-    monkeypatch.setattr(outcomes, "open_store", lambda _: store)
+    rank, save_id = orphan
+    storage = Troubled(root)
+    storage.errors = 10**9
+    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
     monkeypatch.setattr(outcomes, "_ANSWER_S", 0.3)
     error = rank.failure()
     assert error.startswith("no agent answered; it may still have been committed: ")
-    assert error.endswith(".end: Stale file handle")
+    assert error.endswith(f"{END.format(save_id)}: Stale file handle")
     assert not rank.saves

@@ -17,7 +17,14 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.support.cluster import cluster
-from tests.support.trainer import blocked_open, content, eventually, is_alive, new_save_id
+from tests.support.trainer import (
+    blocked_open,
+    content,
+    eventually,
+    is_alive,
+    new_save_id,
+    run_after,
+)
 
 
 def committed(root: Path) -> int:
@@ -32,7 +39,8 @@ def test_a_save_waits_for_the_commit_of_the_previous_one(node: Node, root: Path)
     with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
         for trainer in (first, second):
             trainer.stage(1, save_id)
-        eventually("the commit record", (directory / file_names.record_name(0, save_id)).exists)
+        record = directory / file_names.record_name(range(1), save_id)
+        eventually("the commit record", record.exists)
         assert first.client.acquire(2, new_save_id(), 0.2) == -1
         unblock()
         assert first.client.acquire(2, new_save_id(), 60.0) == 0
@@ -43,14 +51,15 @@ def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root, slots=1)
-    assert trainer.save(1).error is None
+    save_id = new_save_id()
+    assert trainer.save(1, save_id).error is None
     slot = trainer.begin(2, new_save_id(), 60.0)
     assert slot is not None
     trainer.hang_up()
     again = node.trainer(root, slots=1)
     assert again.take() == (), "a partial checkpoint is not offered"
     assert committed(root) == 1
-    again.client.resume_from(None, 1)
+    again.join(run_after(save_id, 1))
     assert again.save(2).error is None
     assert committed(root) == 2
 
@@ -63,7 +72,7 @@ def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, roo
     again = node.trainer(root, slots=1)
     (offer,) = again.take()
     assert (offer.iteration, again.bytes_in(offer.slot)) == (1, data)
-    again.client.resume_from(save_id, 1)
+    again.join(run_after(save_id, 1))
     assert again.save(2).error is None
     assert [offer.iteration for offer in again.take()] == [2]
 
@@ -71,8 +80,9 @@ def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, roo
 def test_a_failed_save_stays_in_memory_until_the_next_one(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     assert trainer.save(1).error is None
-    (root / file_names.iteration_dir(2)).write_text("in the way")
-    assert trainer.save(2).error is not None
+    save_id = new_save_id()
+    (root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)).mkdir(parents=True)
+    assert trainer.save(2, save_id).error is not None
     assert [offer.iteration for offer in trainer.take()] == [2]
     assert trainer.save(3).error is None
     assert committed(root) == 3

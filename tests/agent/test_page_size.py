@@ -15,17 +15,20 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import header_nbytes
 from tests.agent.test_shard_writer import stored
+from tests.support.checkpoints import SAVE_ID
 
 LARGE = 2**16
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import ctypes, json, mmap, os, sys, time
 mmap.PAGESIZE = int(sys.argv[1])
-from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.storage.direct_io import DirectIo
-from megatron_flashckpt.storage.posix import PosixStorage, PosixWriter
-from tests.support import persisting, trainer
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.posix_writer import PosixWriter
+from tests.support.checkpoints import SAVE_ID, persist
+from tests.support.trainer import pieces_of
 
 writes = []
 
@@ -37,9 +40,10 @@ def noting(self, offset, chunk, write_at=PosixWriter.write_at):
     write_at(self, offset, chunk)
 
 PosixWriter.write_at = noting
-pieces_of = trainer.pieces_of
-persisting.pieces_of = lambda rank, size, key, numel: pieces_of(rank, size, key, 1_000_000)
-commit(persisting.persisted(PosixStorage(sys.argv[2], DirectIo("always")), "a" * 12))
+store = PosixStore(sys.argv[2], DirectIo("always"))
+meta = persist(store, 5, SAVE_ID, 0, 1, pieces_of(0, 1, "decoder.weight", 1_000_000))
+names = [entry.name for entry in store.list("iter_0000005")]
+propose_manifest(store, 5, SAVE_ID, meta, names)
 slab = Slab.create(2, 5000, 70_000, "0")
 other = Slab.attach(os.dup(slab.fd))
 other.slots[1].set_meta(b"m" * 5000)
@@ -74,7 +78,7 @@ def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> 
     first, _ = offsets["writes"]
     assert first[2] % LARGE == 0
     assert all(number % LARGE == 0 for number in offsets["offsets"])
-    shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, "a" * 12)
+    shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, SAVE_ID)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
     assert verify(stored(root, 5)) == [], "this process reads the file with pages of 4 KiB"
 

@@ -6,22 +6,22 @@ the critical moments. (A killed process loses no written data: see `tools/crash`
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_flashckpt.agent.commit import commit, outcome_of
 
+from megatron_flashckpt.agent import commit_core
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
-from tests.support.persisting import persisted
+from tests.support.agents import agent_here
+from tests.support.trainer import new_save_id
 
-SAVE = "a" * 12
+SAVE = new_save_id()
 DIRECTORY = file_names.iteration_dir(5)
 
 
@@ -62,102 +62,68 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return noted
 
 
+class Checks:
+    """Runs a check right before a file gets its name; each runs once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before: dict[str, Callable[[], list[str]]] = {}
+        self.problems: list[str] = []
+        for name in ("link", "replace"):
+            monkeypatch.setattr(os, name, self._checking(getattr(os, name)))
+
+    def _checking(self, call: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def wrapper(source: Path, target: Path) -> None:
+            self.problems += self.before.pop(os.path.basename(target), list)()
+            call(source, target)
+
+        return wrapper
+
+
 @pytest.fixture
-def renamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
-    """Callbacks by file name; each runs right before a file is renamed to that name."""
-    calls: dict[str, Callable[[], None]] = {}
-    replace = os.replace
-
-    def wrapper(source: Path, target: Path) -> None:
-        calls.pop(target.name, lambda: None)()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", wrapper)
-    return calls
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    return Checks(monkeypatch)
 
 
 def test_a_checkpoint_is_durable_before_the_tracker_names_it(
-    root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
+    node: Node, root: Path, disk: Disk, checks: Checks
 ) -> None:
-    record = file_names.record_name(0, SAVE)
-    needed = [file_names.shard_name(0, SAVE), file_names.common_name(SAVE), file_names.MANIFEST]
+    shard, end = file_names.shard_name(0, SAVE), file_names.end_name(SAVE)
+    common = file_names.common_name(SAVE)
 
-    def shard_is_durable() -> None:
-        assert disk.keeps(root / DIRECTORY / needed[0])
+    def lost(*names: str) -> list[str]:
+        return [name for name in names if not disk.keeps(root / DIRECTORY / name)]
 
-    def all_is_durable() -> None:
-        assert [name for name in needed if not disk.keeps(root / DIRECTORY / name)] == []
-
-    renamed |= {record: shard_is_durable, file_names.TRACKER: all_is_durable}
-    commit(persisted(PosixStorage(root), SAVE))
-    assert renamed == {}, "both callbacks have run"
+    checks.before |= {
+        file_names.record_name(range(1), SAVE): lambda: lost(shard),
+        end: lambda: lost(shard, common),
+        file_names.TRACKER: lambda: lost(shard, common, end),
+    }
+    with agent_here(node, root):
+        assert node.trainer(root).save(5, SAVE).error is None
+    assert checks.before == {}, "all checks have run"
+    assert checks.problems == []
     assert disk.keeps(root / file_names.TRACKER)
-    print(f"{disk.syncs} syncs of a save of one rank")
 
 
-def test_a_manifest_gets_its_name_after_its_files_are_fsynced(
-    root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
+def test_an_end_that_was_created_before_is_durable_before_the_tracker_names_it(
+    node: Node, root: Path, disk: Disk, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look() -> None:
-        for name in (file_names.shard_name(0, SAVE), file_names.common_name(SAVE)):
-            assert (root / DIRECTORY / name).stat().st_ino in disk.contents
-
-    renamed[file_names.MANIFEST] = look
-    commit(persisted(PosixStorage(root), SAVE))
-    assert renamed == {}
-
-
-@pytest.mark.parametrize("cause", ["the agent was killed", "the directory was not fsynced"])
-def test_a_manifest_is_durable_before_another_attempt_moves_the_tracker(
-    root: Path,
-    disk: Disk,
-    renamed: dict[str, Callable[[], None]],
-    monkeypatch: pytest.MonkeyPatch,
-    cause: str,
-) -> None:
-    save = persisted(PosixStorage(root), SAVE)
-    manifest = root / DIRECTORY / file_names.MANIFEST
-    fsync = os.fsync
+    """An agent was killed, or its create failed, after the name existed and before its fsync."""
+    monkeypatch.setattr(commit_core, "_RETRY_S", (0.02, 0.02))
+    end = root / DIRECTORY / file_names.end_name(SAVE)
+    fsync, failed = os.fsync, []
 
     def fail_once(fd: int) -> None:
-        if manifest.exists():
-            monkeypatch.setattr(os, "fsync", fsync)
-            raise KeyboardInterrupt if "killed" in cause else OSError(errno.EIO, "fails")
+        if end.exists() and not failed:
+            failed.append(disk.keeps(end))
+            raise OSError(errno.EIO, "fails")
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fail_once)
-    with contextlib.suppress(KeyboardInterrupt):
-        assert outcome_of(save, 60.0) == (False, None)
-    assert not disk.keeps(manifest)
-
-    def manifest_is_durable() -> None:
-        assert disk.keeps(manifest)
-
-    renamed[file_names.TRACKER] = manifest_is_durable
-    assert outcome_of(save, 60.0) == (True, None)
-    assert renamed == {}
+    checks.before[file_names.TRACKER] = lambda: [] if disk.keeps(end) else ["the end"]
+    with agent_here(node, root):
+        assert node.trainer(root).save(5, SAVE).error is None
+    assert failed == [False]
+    assert checks.before == {}
+    assert checks.problems == []
     assert verify(stored(root, 5)) == []
-
-
-@pytest.mark.parametrize(
-    ("durable", "contents", "name"),
-    [("name", True, True), ("contents", True, False), ("nothing", False, False)],
-)
-def test_put_makes_contents_and_name_durable_as_requested(
-    root: Path, disk: Disk, durable: str, contents: bool, name: bool
-) -> None:
-    root.mkdir()
-    PosixStorage(root).put("a/b", b"held", durable)
-    path = root / "a/b"
-    assert path.read_bytes() == b"held"
-    assert (path.stat().st_ino in disk.contents) is contents
-    assert ((str(path), path.stat().st_ino) in disk.names) is name
-
-
-def test_a_directory_fsync_makes_all_earlier_names_durable(root: Path, disk: Disk) -> None:
-    storage = PosixStorage(root)
-    storage.put("a/first", b"1", "contents")
-    assert not disk.keeps(root / "a/first")
-    storage.put("a/second", b"2")
-    assert disk.keeps(root / "a/first")
-    assert disk.keeps(root / "a/second")

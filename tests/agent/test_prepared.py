@@ -82,7 +82,7 @@ def test_the_log_says_what_a_new_slab_got(job: Job, caplog: pytest.LogCaptureFix
 def test_a_slab_that_is_too_small_is_kept_while_it_holds_a_checkpoint(job: Job) -> None:
     job.checkpointer.link.prepare(1_000_000)
     small = slab_of(job.checkpointer)
-    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
+    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "000001-aaaa.00001.1", 0, 100))
     dry_run(job)
     assert slab_of(job.checkpointer) is small
     assert job.save(2) is None
@@ -202,7 +202,7 @@ def test_a_slab_with_a_checkpoint_is_kept_if_no_larger_one_fits(
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
     small = slab_of(job.checkpointer)
-    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
+    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "000001-aaaa.00001.1", 0, 100))
     error = job.save(2)
     assert error is not None
     size = r"\d+\.\d MiB"

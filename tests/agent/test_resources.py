@@ -122,4 +122,4 @@ def test_a_slab_replaced_during_its_persist_is_freed_afterwards(node: Node, root
         unblock()
         assert trainer.outcome().iteration == 2
     eventually("the former slab is freed", lambda: slabs() == before)
-    assert (root / file_names.iteration_dir(2) / file_names.MANIFEST).exists()
+    assert (root / file_names.iteration_dir(2) / file_names.end_name(save_id)).exists()

@@ -85,19 +85,20 @@ def test_two_directories_mounted_at_one_path_have_separate_agents(
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine refuses to mount in a namespace: {error}")
     agents = []
-    for directory, save_id in ((one, "1" * 12), (two, "2" * 12), (one, "3" * 12)):
+    ids = [new_save_id() for _ in range(3)]
+    for n, directory in enumerate((one, two, one)):
         trainer = node.process(
             root,
-            iterations=[int(save_id[0])],
-            save_id=save_id,
+            iterations=[n + 1],
+            save_id=ids[n],
             stop="committed",
             inside=mounted(directory, root),
         )
         agents.append(trainer.stopped())
         trainer.kill()
     assert agents[0] == agents[2] != agents[1], "a restart finds the agent of its directory"
-    assert [stored(one, n).manifest.save_id for n in (1, 3)] == ["1" * 12, "3" * 12]
-    assert stored(two, 2).manifest.save_id == "2" * 12
+    assert [stored(one, n).manifest.save_id for n in (1, 3)] == [ids[0], ids[2]]
+    assert stored(two, 2).manifest.save_id == ids[1]
     assert [len(list(path.glob("iter_*"))) for path in (one, two, root)] == [2, 1, 0]
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import server
+from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.test_memory_only import assert_the_agent_leaves
@@ -25,6 +28,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
+    run_after,
 )
 
 
@@ -63,7 +67,8 @@ def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
     for agent in agents:
         assert_the_agent_leaves(agent)
     assert_intact(root, 2, trainers)
-    assert not list(root.rglob("*.failed"))
+    (end,) = [path for path in root.rglob("*.end") if kind_of(path.read_bytes()) is End.FAILED]
+    assert end.parent.name == file_names.iteration_dir(2)
 
 
 def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
@@ -72,7 +77,6 @@ def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     trainers = start(node, node, root, 1, keep_unwritten_s=0.5)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
     obstacle = fail(trainers, root, 2)
     before = files_of_ours(root)
     for trainer in trainers:
@@ -102,9 +106,7 @@ def test_a_failed_save_older_than_a_commit_is_not_written(
     for agent in agents:
         assert_the_agent_leaves(agent)
     # Files of the first attempt may exist, because their paths were no longer blocked.
-    assert [path.parent.name for path in root.glob("*/manifest.json")] == [
-        file_names.iteration_dir(3)
-    ]
+    assert committed_iterations(PosixStore(root)) == [3]
     for host in (node, other_node)[:nodes]:
         log = host.log(root).read_text()
         assert "iteration 2 was not saved" in log
@@ -144,7 +146,7 @@ def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: 
         (offered,) = again.take()
         assert (offered.save_id, again.client.agent_pid) == (offer.save_id, agent)
         assert again.bytes_in(offered.slot) == content(0, 2, again.layout.nbytes)
-        again.client.resume_from(offered.save_id, 2)
+        again.client.open_run(run_after(offered.save_id, 2))
         unblock()
         assert again.slab is not None
         slot = again.slab.slots[offered.slot]
@@ -172,7 +174,7 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     newest = again.take()[0]
     assert (again.client.agent_pid, newest.iteration, newest.durable) == (agent, 2, False)
     assert again.bytes_in(newest.slot) == content(0, 2, again.layout.nbytes)
-    again.client.resume_from(newest.save_id, 2)
+    again.client.open_run(run_after(newest.save_id, 2))
     assert again.save(3).error is None
     again.hang_up(leave=True)
     assert_the_agent_leaves(agent)
@@ -202,13 +204,13 @@ def test_a_later_run_ends_the_attempts(node: Node, other_node: Node, root: Path)
     """The overtaken agent holds saves of a past that the later run does not continue."""
     trainer = node.trainer(root, config=node.config(grace_s=0.1))
     agent = trainer.client.agent_pid
-    trainer.client.hold(trainer.claim())
+    trainer.open_run()
     fail([trainer], root, 2).unlink()
     other = other_node.trainer(root)
-    other.client.hold(other.claim(policy="take_over"))
+    other.open_run(policy="take_over")
     trainer.hang_up(leave=True)
     assert_the_agent_leaves(agent)
-    assert not list(root.glob("*/manifest.json"))
+    assert committed_iterations(PosixStore(root)) == []
 
 
 def test_sigterm_ends_an_agent_with_the_only_copy_after_one_more_attempt(

@@ -35,6 +35,7 @@ from tests.support.trainer import (
     suspend,
 )
 
+SECOND, THIRD = new_save_id(), new_save_id()
 OLDER, NEWER = RankProcess(1, 11), RankProcess(2, 22)
 
 
@@ -47,19 +48,19 @@ def in_later_process(function: Callable[..., None], *args: object) -> None:
 
 
 def test_a_slot_that_the_first_process_copies_is_never_committed(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1, 2], save_id="b" * 12, stop="staging")
+    first = node.process(root, iterations=[1, 2], save_id=SECOND, stop="staging")
     first.stopped()
-    second = node.process(root, iterations=[3, 4], save_id="c" * 12, stop="committed")
+    second = node.process(root, iterations=[3, 4], save_id=THIRD, stop="committed")
     second.stopped()
     assert first.process.poll() is None, "the first process still runs"
-    assert stored(root, 4).manifest.save_id == "c" * 12
+    assert stored(root, 4).manifest.save_id == THIRD
     assert not (root / file_names.iteration_dir(2)).exists()
 
 
 def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) -> None:
     first = node.trainer(root)
     data = first.stage(1, new_save_id())
-    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
+    second = node.process(root, iterations=[2], save_id=SECOND, stop="committed")
     second.stopped()
     assert read_rank(stored(root, 1), first) == data, (
         "the staged slot of the first process is committed"
@@ -70,7 +71,7 @@ def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) ->
     assert "dmesg" not in str(closed.value)
     with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
         first.find_agent()
-    assert stored(root, 2).manifest.save_id == "b" * 12
+    assert stored(root, 2).manifest.save_id == SECOND
     second.kill()
     with pytest.raises(AgentError, match="end it"):
         node.trainer(root)
@@ -82,7 +83,7 @@ def test_the_next_agent_refuses_the_first_process_while_the_second_runs(
     """The only agent that met the first process is gone before the second process connects."""
     first = node.trainer(root)
     _kill(first.client.agent_pid)
-    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
+    second = node.process(root, iterations=[2], save_id=SECOND, stop="committed")
     second.stopped()
     with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
         first.find_agent()
@@ -93,21 +94,20 @@ def test_the_next_agent_commits_nothing_of_a_process_whose_run_was_overtaken(
 ) -> None:
     """Only the former agent knew that the second process had replaced the first one."""
     first = node.trainer(root)
-    key = first.claim()
-    first.client.hold(key)
+    run = first.open_run()
     assert first.save(1).error is None
     in_later_process(_take_over, root, node.config())
     first.find_agent()
     first.slab = None
-    first.client.hold(key)
-    assert "has taken over this save directory" in (first.save(3).error or "")
+    first.client.open_run(run)
+    assert "has taken over" in (first.save(3).error or "")
     assert stored(root, 2)
-    assert not (root / file_names.iteration_dir(3)).exists()
+    assert (root / file_names.TRACKER).read_text() == "2"
 
 
 def _take_over(root: Path, config: Config) -> None:
     later = FakeTrainer(root, config)
-    later.client.hold(later.claim("take_over"))
+    later.open_run(policy="take_over")
     assert later.save(2).error is None
     _kill(later.client.agent_pid)
 
@@ -275,7 +275,7 @@ def test_a_slab_is_free_after_its_last_former_process_ended(
     slots.note_former(OLDER)
     slots.note_former(NEWER)
     for iteration, (slot, state) in enumerate(zip(slots.slab.slots, states, strict=True)):
-        slot.set_header(SlotHeader(state, iteration, f"{iteration:012x}", 0, 100))
+        slot.set_header(SlotHeader(state, iteration, f"000001-aaaa.{iteration:05d}.1", 0, 100))
     slots.infos[3].accepted_at = 0.0
     alive.remove(NEWER)
     assert slots.formers() == (OLDER,)

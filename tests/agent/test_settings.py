@@ -56,7 +56,7 @@ def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
     with blocked_open(directory / file_names.shard_name(0, save_id)):
         for trainer in trainers:
             trainer.stage(1, save_id)
-        record = directory / file_names.record_name(1, save_id)
+        record = directory / file_names.record_name(range(1, 2), save_id)
         eventually("rank 1 does not wait for rank 0", record.exists)
 
 

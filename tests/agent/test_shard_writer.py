@@ -40,7 +40,10 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
     node: Node, root: Path, world_size: int
 ) -> None:
     trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
-    save_id = new_save_id()
+    run = trainers[0].open_run()
+    for trainer in trainers[1:]:
+        trainer.join(run)
+    save_id = trainers[0].new_save_id()
     for trainer in trainers:
         trainer.stage(7, save_id)
     for trainer in trainers:
@@ -48,19 +51,19 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
         assert (outcome.iteration, outcome.save_id, outcome.error) == (7, save_id, None)
         assert outcome.seconds > 0
         assert trainer.client.poll().pending == 0
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
     shards = {file_names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
-        "manifest.json",
-        f"common-{save_id}.msgpack",
+        file_names.end_name(save_id),
+        file_names.common_name(save_id),
     }
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert {p.name for p in root.iterdir()} == {
         "iter_0000007",
-        "latest_checkpointed_iteration.txt",
-        file_names.HISTORY,
+        file_names.TRACKER,
+        file_names.OWN,
     }
-    common = root / f"iter_0000007/common-{save_id}.msgpack"
+    common = root / "iter_0000007" / file_names.common_name(save_id)
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()
 
 

@@ -1,240 +1,164 @@
-"""Commits on storage that several nodes share and that reports transient errors."""
+"""Commits of two nodes on storage that reports errors, shows names late, or has lost a shard.
+
+The agents run in threads of the test. `test_commit_model` covers what they decide in any order of
+events; here, real errors and real files lead to these decisions.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget, leave_note
 
-from megatron_flashckpt.agent import commit as commit_module
-from megatron_flashckpt.agent import failed_save
-from megatron_flashckpt.catalog.tracker import tracked_before_commit
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent.commit_core import CommitCore, Pace
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.base import Durable
-from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.test_shard_writer import stored
-from tests.support.persisting import persisted
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.store import Entry
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.support.agents import agent_here
+from tests.support.trainer import FakeTrainer, eventually, new_save_id
 
-SAVE_ID = "a" * 12
-DIRECTORY = file_names.iteration_dir(5)
-OPEN = (False, None)
 PASSING = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN]
+DIRECTORY = file_names.iteration_dir(5)
 
 
-class _FailingStorage(PosixStorage):
-    """Real storage that fails the next `count` calls with an error."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.number, self.count = 0, 0
-
-    def fail_calls(self, number: int, count: int = 1) -> None:
-        self.number, self.count = number, count
-
-    def _maybe(self) -> None:
-        if self.count:
-            self.count -= 1
-            raise StorageError(self.number, os.strerror(self.number))
-
-    def list(self, directory: str) -> list[str]:
-        self._maybe()
-        return super().list(directory)
-
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        self._maybe()
-        return super().present(directory, names)
-
-    def put(
-        self,
-        name: str,
-        data: bytes,
-        durable: Durable = "name",
-        guard: Callable[[], None] | None = None,
-    ) -> None:
-        self._maybe()
-        super().put(name, data, durable, guard)
+@pytest.fixture
+def ranks(node: Node, other_node: Node, root: Path) -> Iterator[list[FakeTrainer]]:
+    """Two ranks on two nodes, whose agents run in this process."""
+    with contextlib.ExitStack() as stack:
+        for place in (node, other_node):
+            stack.enter_context(agent_here(place, root))
+        yield [place.trainer(root, rank, 2) for rank, place in enumerate((node, other_node))]
 
 
-def _of_rank(root: Path, rank: int) -> set[str]:
-    """Return the files of `rank` in the directory of the save."""
-    return {path.name for path in (root / DIRECTORY).glob(f"rank_{rank:05d}-*")}
+def failing(call: Callable[..., Any], number: int, times: int) -> Callable[..., Any]:
+    """Return `call`, which raises an error the first `times` times."""
+    left = [number] * times
 
+    def wrapper(self: PosixStore, *args: Any, **named: Any) -> Any:
+        with contextlib.suppress(IndexError):
+            raise StorageError(left.pop(), os.strerror(number))
+        return call(self, *args, **named)
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed_save, "_NOTE_RETRIES_S", (0.0, 0.0))
+    return wrapper
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
-@pytest.mark.parametrize("troubled", [0, 1])
-def test_a_transient_error_breaks_no_commit(root: Path, number: int, troubled: int) -> None:
-    storages = [_FailingStorage(root), _FailingStorage(root)]
-    saves = [persisted(storage, SAVE_ID, rank, 2) for rank, storage in enumerate(storages)]
-    storages[troubled].fail_calls(number)
-    assert outcome_of(saves[troubled], 60.0) == OPEN
-    for save in saves:
-        assert outcome_of(save, 60.0) == (True, None)
-    assert [shard.rank for shard in stored(root, 5).manifest.shards] == [0, 1]
-    assert {file_names.shard_name(rank, SAVE_ID) for rank in range(2)} <= set(
-        os.listdir(root / DIRECTORY)
+@pytest.mark.parametrize("call", ["create", "present", "list", "stat", "put"])
+def test_an_error_that_passes_breaks_no_commit(
+    ranks: list[FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    monkeypatch.setattr(core, "_RETRY_S", (0.02, 0.02))
+    monkeypatch.setattr(
+        PosixStore,
+        call,
+        failing(getattr(PosixStore, call), number, times=1 if call == "put" else 3),
     )
+    save_id = new_save_id()
+    for trainer in ranks:
+        trainer.stage(5, save_id)
+    assert [trainer.outcome().error for trainer in ranks] == [None, None]
+    if call == "put":  # the end counts; the next commit moves the tracker
+        save_id = new_save_id()
+        for trainer in ranks:
+            trainer.stage(6, save_id)
+        assert [trainer.outcome().error for trainer in ranks] == [None, None]
+    assert_intact(root, 6 if call == "put" else 5, ranks)
 
 
-def test_errors_far_apart_do_not_add_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.2)
-    monkeypatch.setattr(commit_module, "_WRITER_S", 0.0)
-    storage = _FailingStorage(root)
-    save = persisted(storage, SAVE_ID)
-    save.persisted.clear()
-    for _ in range(2):
-        storage.fail_calls(errno.ESTALE)
-        assert outcome_of(save, 60.0) == OPEN
-        assert outcome_of(save, 60.0) == OPEN, "storage works again"
-        time.sleep(0.3)
-
-
-@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
-def test_an_error_while_the_tracker_moves_is_retried(root: Path, number: int) -> None:
-    storage = _FailingStorage(root)
-    save = persisted(storage, SAVE_ID)
-    storage.fail_calls(number)
-    storage.list = lambda directory: PosixStorage.list(storage, directory)  # type: ignore[method-assign]
-    assert outcome_of(save, 60.0) == OPEN, "the put of the common state failed"
-    assert outcome_of(save, 60.0) == (True, None)
-    assert (root / file_names.TRACKER).read_text() == "5"
-
-
-def test_a_node_that_times_out_leaves_its_files_to_the_committing_node(root: Path) -> None:
-    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
-    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    finished, error = outcome_of(waiting, 0.0)
-    assert finished
-    assert error is not None
-    forget(waiting)
-    assert len(_of_rank(root, 1)) == 2, "the record and the shard of rank 1 stay"
-    assert outcome_of(committing, 60.0) == (True, None)
-    assert file_names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
-
-
-def test_a_node_removes_its_files_after_the_committing_node_gave_up(root: Path) -> None:
-    committing = persisted(PosixStorage(root), SAVE_ID, 0, 3)
-    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 3)
-    finished, error = outcome_of(committing, 0.0)
-    assert finished
-    assert error is not None
-    assert outcome_of(waiting, 60.0) == (True, error)
-    forget(waiting)
-    assert _of_rank(root, 1) == set()
-
-
-def test_a_node_without_a_record_of_its_rank_removes_its_files(root: Path) -> None:
-    save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    (root / DIRECTORY / file_names.record_name(1, SAVE_ID)).unlink()
-    save.error, save.failed = "no space", {1}
-    assert outcome_of(save, 60.0) == (True, "no space")
-    forget(save)
-    assert file_names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
-
-
-def test_a_node_with_a_record_of_its_failed_rank_keeps_its_files(
-    root: Path,
+@pytest.mark.parametrize("comes", [True, False], ids=["late", "never"])
+def test_a_shard_that_is_not_visible_fails_a_save_only_if_it_stays_so(
+    ranks: list[FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    """Storage put the record but reported an error; the committing node saw the record."""
-    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
-    failed = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    failed.error, failed.failed = "timed out", {1}
-    forget(failed)
-    assert outcome_of(committing, 60.0) == (True, None)
-    assert file_names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
+    if not comes:
+        monkeypatch.setattr(core, "PATIENCE_S", 0.5)
+    save_id = new_save_id()
+    shard = file_names.shard_name(1, save_id)
+    hidden = [shard] * (3 if comes else 10**4)
+    stat = PosixStore.stat
 
+    def hiding(self: PosixStore, name: str) -> Entry | None:
+        if name.endswith(shard) and hidden:
+            hidden.pop()
+            return None
+        return stat(self, name)
 
-@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
-def test_a_committing_node_that_gives_up_notifies_the_others(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)
-    storage = _FailingStorage(root)
-    committing = persisted(storage, SAVE_ID, 0, 2)
-    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    storage.fail_calls(number)
-    assert outcome_of(committing, 60.0) == (True, os_error(number))
-    assert outcome_of(waiting, 60.0) == (True, os_error(number))
-
-
-@pytest.mark.parametrize(
-    ("number", "gives_up"), [(errno.EIO, True), (errno.ETIMEDOUT, False)], ids=["EIO", "ETIMEDOUT"]
-)
-def test_a_node_with_a_dead_device_gives_up_early_and_keeps_its_files(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, gives_up: bool
-) -> None:
-    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
-    storage = _FailingStorage(root)
-    waiting = persisted(storage, SAVE_ID, 1, 2)
-    storage.fail_calls(number, count=3)
-    assert outcome_of(waiting, 60.0) == OPEN
-    monkeypatch.setattr(commit_module, "_DEAD_DISK_S", 0.0)
-    assert outcome_of(waiting, 60.0) == ((True, os_error(number)) if gives_up else OPEN)
-    forget(waiting)
-    assert len(_of_rank(root, 1)) == 2, "the record and the shard of rank 1 stay"
-    assert outcome_of(committing, 60.0) == (True, None)
-
-
-def os_error(number: int) -> str:
-    return str(StorageError(number, os.strerror(number)))
-
-
-@pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_shard_that_differs_from_its_record_is_not_committed(
-    root: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)  # a shard may also become visible late
-    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
-    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    shard = root / DIRECTORY / file_names.shard_name(1, SAVE_ID)
-    if damage == "removed":
-        shard.unlink()
+    monkeypatch.setattr(PosixStore, "stat", hiding)
+    for trainer in ranks:
+        trainer.stage(5, save_id)
+    errors = [trainer.outcome().error for trainer in ranks]
+    if comes:
+        assert errors == [None, None]
+        assert_intact(root, 5, ranks)
     else:
-        os.truncate(shard, 10)
-    finished, error = outcome_of(committing, 60.0)
-    assert finished
-    assert error is not None
-    assert shard.name in error
-    assert not (root / DIRECTORY / file_names.MANIFEST).exists()
+        assert errors[0] == errors[1], "both nodes have read the same end"
+        assert f"{shard} is missing" in (errors[0] or "")
+        assert not (root / file_names.TRACKER).exists()
+
+
+def test_a_shard_that_was_cut_short_is_not_committed(ranks: list[FakeTrainer], root: Path) -> None:
+    save_id = new_save_id()
+    ranks[1].stage(5, save_id)
+    record = root / DIRECTORY / file_names.record_name(range(1, 2), save_id)
+    eventually("the commit record", record.exists)
+    shard = root / DIRECTORY / file_names.shard_name(1, save_id)
+    os.truncate(shard, 10)
+    ranks[0].stage(5, save_id)
+    errors = [trainer.outcome().error for trainer in ranks]
+    assert errors[0] == errors[1]
+    assert f"{shard.name} has 10 bytes instead of" in (errors[0] or "")
     assert not (root / file_names.TRACKER).exists()
-    assert outcome_of(waiting, 60.0) == (True, error)
+    eventually("the removal of the shards", lambda: not list(root.rglob("*.safetensors")))
 
 
-def test_a_node_retries_its_note_until_the_put_succeeds(root: Path) -> None:
-    storage = _FailingStorage(root)
-    persisted(storage, SAVE_ID)
-    storage.fail_calls(errno.ESTALE, count=2)
-    leave_note(storage, 5, SAVE_ID, 0, "no space")
-    assert (root / DIRECTORY / file_names.failure_name(0, SAVE_ID)).read_text() == "no space"
+def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list[core.Action]:
+    """Return what a node does until a time, if storage always gives one answer."""
+    now, actions = 0.0, []
+    while now < until_s:
+        action = machine.next(now)
+        if isinstance(action, core.Wait):
+            now = action.until
+        elif isinstance(action, core.Conclude):
+            return actions
+        else:
+            actions.append(action)
+            machine.note(now, answer)
+    return actions
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_briefly_unreadable_manifest_still_protects_its_shards(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """The tracker could not move, so the save has failed, but its checkpoint is complete."""
-    storage = _FailingStorage(root)
-    save = persisted(storage, SAVE_ID)
-    assert outcome_of(save, 60.0) == (True, None)
-    before = set(os.listdir(root / DIRECTORY))
+def node_with(*ranks: int, world_size: int = 4) -> CommitCore:
+    """Return a node whose ranks have their records, at time 0."""
+    machine = CommitCore("place", world_size, 0.0, 600.0, Pace())
+    for rank in ranks:
+        machine.note(0.0, core.Joined(rank))
+        machine.note(0.0, core.Durable(rank, is_recorded=True))
+    return machine
 
-    def refuse(*args: object) -> bytes:
-        raise StorageError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "read", refuse)
-        forget(save)
-        with pytest.raises(StorageError):
-            tracked_before_commit(storage)
-    assert set(os.listdir(root / DIRECTORY)) == before
+def test_a_waiting_node_asks_for_one_name_once_a_second_at_most() -> None:
+    """Thousands of nodes ask one metadata server."""
+    actions = waits(node_with(1), 100.0, core.Looked())
+    assert set(actions) == {core.Look(records=False)}
+    assert len(actions) < 110
+
+
+def test_only_the_node_of_rank_0_lists_records() -> None:
+    actions = waits(node_with(0), 100.0, core.Looked(frozenset({0, 1})))
+    assert set(actions) == {core.Look(records=True)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(rank: int) -> None:
+    machine = node_with(rank)
+    actions = waits(machine, 500.0, core.Trouble("no answer", may_pass=True))
+    proposes = any(isinstance(action, core.Fail) for action in actions)
+    assert proposes == (rank == 0)
+    assert isinstance(machine.next(500.0), core.Conclude) == (rank == 0)

@@ -16,7 +16,7 @@ import pytest
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import content, eventually
@@ -39,9 +39,10 @@ def test_members_of_a_group_may_read_and_replace_files_in_their_directory(
         trainer = node.trainer(root)  # the agent inherits this umask
     finally:
         os.umask(former)
+    trainer.open_run()
     assert trainer.save(1).error is None
     eventually("the history", (root / file_names.HISTORY).exists)
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.commit")))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
     for path in root.rglob("*"):
         status = path.stat()
         assert status.st_gid == GROUP, path
@@ -80,13 +81,13 @@ def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
     try:
         eventually(
             "the commit of iteration 3",
-            (root / file_names.iteration_dir(3) / file_names.MANIFEST).exists,
+            lambda: list((root / file_names.iteration_dir(3)).glob("*.end")),
         )
         take(root, tmp_path / "copy")
     finally:
         stop.set()
         training.join()
-    iterations = listing.committed_iterations(PosixStorage(tmp_path / "copy"))
+    iterations = listing.committed_iterations(PosixStore(tmp_path / "copy"))
     assert iterations[:2] == [1, 2]
     for iteration in iterations:
         checkpoint = stored(tmp_path / "copy", iteration)

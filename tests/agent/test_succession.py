@@ -17,17 +17,16 @@ from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
 from tests.support.trainer import FakeTrainer, blocked_open, eventually, is_alive, new_save_id
 
-#: Failpoints from the "staged" message to the report of the result, each with its hit count. Four
-#: small files are put (record, common state, manifest, tracker), and at least two are deleted.
+#: Failpoints from the "staged" message to the report of the result, each with its hit count.
 STEPS = [
     *("agent.enqueued:1", "persist.created:1", "persist.chunk:1", "persist.chunks:1"),
     *("persist.header:1", "file.synced:1", "persist.durable:1", "persist.record:1"),
-    *(f"put.{step}:{count}" for step in ("written", "renamed") for count in (1, 2, 3, 4)),
-    *("commit.ready:1", "commit.common:1", "commit.manifest:1", "commit.tracker:1"),
-    *("save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
+    *("commit.ready:1", "commit.common:1", "commit.end:1", "commit.tracker:1"),
+    *("commit.tracked:1", "save.marked:1", "commit.records:1", "commit.tidy:1", "commit.done:1"),
 ]
 #: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-4:]
+LATEST = Retention(latest=1)
 
 
 def kill_agent(pid: int) -> None:
@@ -41,7 +40,7 @@ def is_only_the_checkpoint(directory: Path) -> bool:
         for path in directory.iterdir()
         if path.suffix not in (".safetensors", ".msgpack", ".tmp")
     ]
-    return [path.name for path in left] == [file_names.MANIFEST]
+    return [path.suffix for path in left] == [".end"]
 
 
 def test_the_next_agent_commits_staged_slots_and_reports_the_result(node: Node, root: Path) -> None:
@@ -67,7 +66,9 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
 ) -> None:
     """The successor never rewrites a file that a commit may already name."""
     trainer = node.trainer(root)
+    trainer.open_run()
     assert trainer.save(1).error is None
+    eventually("the removal of its records", lambda: not list(root.rglob("*.record")))
     kill_agent(trainer.client.agent_pid)
     reached = tmp_path / "reached"
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{step}:KILL:{reached}")
@@ -79,8 +80,8 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     assert reached.exists()
     directory = root / file_names.iteration_dir(2)
     shard = directory / file_names.shard_name(0, save_id)
-    is_durable = (directory / file_names.record_name(0, save_id)).exists() or (
-        directory / file_names.MANIFEST
+    is_durable = (directory / file_names.record_name(range(1), save_id)).exists() or (
+        directory / file_names.end_name(save_id)
     ).exists()
     before = shard.stat() if is_durable else None
     taken = trainer.reconnect()
@@ -122,30 +123,34 @@ def test_a_save_older_than_a_commit_of_the_killed_agent_keeps_the_tracker(
 
 
 def test_a_late_rank_learns_the_result_of_a_save_that_retention_removed(
-    node: Node, root: Path
+    node: Node, other_node: Node, root: Path
 ) -> None:
     """The shard was durable when the agent died, so the agent of the other node committed it."""
-    late = node.trainer(root, 1, 2)
-    first, second = new_save_id(), new_save_id()
+    late, prompt = node.trainer(root, 1, 2), other_node.trainer(root, 0, 2, retention=LATEST)
+    late.join(prompt.open_run())
+    first, second = late.new_save_id(), late.new_save_id()
     for iteration, save_id in ((1, first), (2, second)):
         late.stage(iteration, save_id)
-        record = root / file_names.iteration_dir(iteration) / file_names.record_name(1, save_id)
+        record = (
+            root
+            / file_names.iteration_dir(iteration)
+            / file_names.record_name(range(1, 2), save_id)
+        )
         eventually("the commit record", record.exists)
     kill_agent(late.client.agent_pid)
-    prompt = node.trainer(root, 0, 2, retention=Retention(latest=1))
     assert prompt.save(1, first).error is None
     assert prompt.save(2, second).error is None
     removed = root / file_names.iteration_dir(1)
-    eventually("the removal by retention", lambda: not removed.exists())
+    eventually("the removal by retention", lambda: len(list(removed.iterdir())) == 1)
     assert late.reconnect() == (first, second)
     outcomes = [late.outcome(), late.outcome()]
     assert {(outcome.iteration, outcome.save_id, outcome.error) for outcome in outcomes} == {
         (1, first, None),
         (2, second, None),
     }
-    assert not removed.exists(), "the save was not written again"
+    (end,) = removed.iterdir()
+    assert end.suffix == ".end", "the save was not written again"
     assert_intact(root, 2, [prompt, late])
-    assert save_all([prompt, late], 3) == [None, None]
 
 
 def test_a_staged_slot_is_persisted_even_without_its_staged_message(node: Node, root: Path) -> None:
@@ -201,7 +206,7 @@ def test_the_next_agent_does_not_commit_a_save_that_lacks_a_rank(node: Node, roo
     trainers[0].stage(2, save_id := new_save_id())
     kill_agent(trainers[0].client.agent_pid)
     assert [trainer.reconnect() for trainer in trainers] == [(save_id,), ()]
-    record = root / file_names.iteration_dir(2) / file_names.record_name(0, save_id)
+    record = root / file_names.iteration_dir(2) / file_names.record_name(range(1), save_id)
     eventually("the commit record of the shard", record.exists)
     assert trainers[0].client.poll(0.2).pending == 1
     assert_intact(root, 1, trainers)

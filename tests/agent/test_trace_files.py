@@ -142,9 +142,9 @@ def test_without_the_setting_no_trace_is_recorded_or_written(node: Node, root: P
     traced_save([node.trainer(root)], 7)
     assert not (root / TRACES).exists()
     quiet = Traces(str(root), Trace())
-    with quiet.recording(1, "a" * 12, 0):
+    with quiet.recording(1, "000001-aaaa.00001.1", 0):
         assert phase("x") is not None
-    quiet.add(1, "a" * 12, 0, [Span("x", "MainThread", 0.0, 1.0)])
+    quiet.add(1, "000001-aaaa.00001.1", 0, [Span("x", "MainThread", 0.0, 1.0)])
     assert quiet._saves == {}
 
 

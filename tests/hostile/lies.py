@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, record_name, shard_name
+from megatron_flashckpt.file_format.file_names import TRACKER, end_name, record_name, shard_name
 from megatron_flashckpt.file_format.manifest import seal
 from tests.support.checkpoints import MadeSave
 
-OTHER_SAVE = "ba9876543210"
+OTHER_SAVE = "000002-ba98.00001.1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,16 +224,16 @@ def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
     rank = dice.randrange(5)
     for name in dice.sample(
         [
-            record_name(rank, OTHER_SAVE),
-            record_name(rank, scene.newest.save_id),
-            record_name(rank, scene.newest.save_id, 2),
-            f"ranks_00000-99999999999-{OTHER_SAVE}.commit",
-            failure_name(rank, OTHER_SAVE),
-            failure_name(rank, scene.newest.save_id),
+            record_name(range(rank, rank + 1), OTHER_SAVE),
+            record_name(range(rank, rank + 1), scene.newest.save_id),
+            record_name(range(rank, rank + 2), scene.newest.save_id),
+            f"{OTHER_SAVE}.ranks_00000-99999999999.record",
+            end_name(OTHER_SAVE.replace("00001.1", "00001.x")),
+            "manifest.json.bak",
             shard_name(rank, OTHER_SAVE),
             "notes.txt",
             "rank_00001.bak",
-            ".manifest.json.12345678.tmp",
+            f".{end_name(OTHER_SAVE)}.12345678.tmp",
         ],
         3,
     ):
@@ -300,7 +300,7 @@ HOSTILE: list[Any] = [
     "",
     "../../outside/precious",
     "/etc/passwd",
-    "rank_00000-0123456789ab.safetensors/../../x",
+    "000001-0a1b.00001.1.rank_00000.safetensors/../../x",
     "\0",
     "weight",
     "F32",

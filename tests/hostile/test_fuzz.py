@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import random
 import resource
@@ -22,10 +21,12 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.failed_save import forget
 
+from megatron_flashckpt.agent.commit_core import Ended
+from megatron_flashckpt.agent.janitor import remove_own
+from megatron_flashckpt.agent.proposals import propose_failure, propose_manifest
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import (
     StoredCheckpoint,
@@ -36,9 +37,17 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
-from megatron_flashckpt.errors import FlashCkptError, MissingStateError
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import decode_records, encode_records
-from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
+from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.file_format.file_names import (
+    common_name,
+    end_name,
+    iteration_dir,
+    ranks_with_record,
+    record_name,
+    save_name,
+)
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
@@ -46,24 +55,26 @@ from megatron_flashckpt.load.named_checkpoint import offered_by
 from megatron_flashckpt.load.slot_source import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
+from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Damage, Scene
 from tests.support.checkpoints import (
+    RUN,
+    SAVE_ID,
     MadeSave,
     expected,
     make,
+    persist,
     pieces_of_rank,
     read,
     snapshot,
-    stage,
 )
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
 RANKS = [pieces_of_rank(rank) for rank in range(4)]
-SAVE_30 = "ddddeeeeffff"
+SAVE_30 = save_name(RUN, 3)
 WANTED = [piece for held in RANKS for piece in held]
 #: Seconds after which a seed counts as a hang; the slowest seed needs less than one.
 HANG_S = 60
@@ -107,8 +118,7 @@ class FreshCopies:
         shutil.rmtree(outside / "moved", ignore_errors=True)
         shutil.copytree(self._good / "save", save)
         older, newest = (
-            MadeSave(save, iteration, "0123456789ab", RANKS, iteration)
-            for iteration in self._iterations
+            MadeSave(save, iteration, SAVE_ID, RANKS, iteration) for iteration in self._iterations
         )
         other = MadeSave(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
         return Scene(older, newest, other, outside)
@@ -320,18 +330,18 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
 
 
 def records(scene: Scene) -> list[Path]:
-    return sorted((scene.root / "iter_0000030").glob(f"*-{SAVE_30}.commit"))
+    return sorted((scene.root / "iter_0000030").glob(f"{SAVE_30}.*.record"))
 
 
 def share_records(directory: Path, of_node: int) -> None:
     """Merge the records of each `of_node` ranks into one file, as the agent of a node does."""
     for first in range(0, len(RANKS), of_node):
-        paths = [directory / record_name(first + i, SAVE_30) for i in range(of_node)]
+        ranks = range(first, first + of_node)
+        paths = [directory / record_name(range(rank, rank + 1), SAVE_30) for rank in ranks]
         merged = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
         for path in paths:
             path.unlink()
-        shared = directory / record_name(first, SAVE_30, of_node)
-        shared.write_bytes(encode_records(merged))
+        (directory / record_name(ranks, SAVE_30)).write_bytes(encode_records(merged))
 
 
 def record_lie(scene: Scene, dice: random.Random) -> None:
@@ -345,7 +355,8 @@ def record_lie(scene: Scene, dice: random.Random) -> None:
         case 2:
             shutil.copyfile(other, file)
         case 3:
-            stale = file.with_name(record_name(dice.randrange(4), "aaaabbbbcccc"))
+            rank = dice.randrange(4)
+            stale = file.with_name(record_name(range(rank, rank + 1), save_name(RUN, 4)))
             shutil.copyfile(file, stale)
             shutil.copyfile(stale, file)
             file.unlink()
@@ -370,18 +381,19 @@ def record_forgery(scene: Scene, dice: random.Random) -> None:
 
 def place_lie(scene: Scene, dice: random.Random) -> None:
     """Damage other files that a commit replaces or reads."""
-    directory = scene.root / "iter_0000030"
+    directory = scene.root / iteration_dir(30)
+    end = directory / end_name(SAVE_30)
     match dice.randrange(5):
         case 0:
             lies.tracker(scene, dice)
         case 1:
-            shutil.copyfile(scene.newest.manifest, directory / "manifest.json")
-            lies.rewrite(directory / "manifest.json", lambda held: lies.flip_bits(held, dice))
+            shutil.copyfile(scene.newest.manifest, end)
+            lies.rewrite(end, lambda held: lies.flip_bits(held, dice))
         case 2:
-            shutil.copyfile(scene.newest.manifest, directory / "manifest.json")
-            lies.in_place(directory / "manifest.json", scene.outside, dice)
+            shutil.copyfile(scene.newest.manifest, end)
+            lies.in_place(end, scene.outside, dice)
         case 3:
-            (directory / failure_name(1, SAVE_30)).symlink_to(scene.outside / "precious")
+            (directory / common_name(SAVE_30)).symlink_to(scene.outside / "precious")
         case 4:
             directory.rename(scene.outside / "moved")
             directory.symlink_to(scene.outside / "moved")
@@ -393,28 +405,28 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
     intact: Path, tmp_path: Path, damage: Damage, of_node: int
 ) -> None:
     shutil.copytree(intact, tmp_path / "good")
-    pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
+    store = PosixStore(tmp_path / "good/save")
+    metas = [
+        persist(store, 30, SAVE_30, rank, len(RANKS), held, 30, common_of(30))
+        for rank, held in enumerate(RANKS)
+    ]
     share_records(tmp_path / "good/save/iter_0000030", of_node)
     copies = FreshCopies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
-        storage = PosixStore(scene.root)
-        save = dataclasses.replace(pending, storage=storage, error=None)
         before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
-        finished, error = outcome_of(save, 1e9)
-        committed = finished and error is None
-        outcomes[committed] += 1
-        if committed:
+        ended = ended_save(PosixStore(scene.root), metas[0])
+        outcomes[ended is not None and ended.is_durable and ended.end is End.COMMITTED] += 1
+        if ended is not None and ended.end is End.COMMITTED:
             try:
                 iteration, tensors = load(scene)
             except FlashCkptError:
                 assert damage is record_forgery
             else:
-                assert iteration == 30 or (damage is record_forgery and iteration == 20)
+                is_own = ended.is_durable and damage is not record_forgery
+                assert iteration == 30 or (not is_own and iteration == 20)
                 assert is_exact(tensors, iteration)
-        elif finished:
-            forget(save)
         after = [snapshot(made.directory) for made in (scene.older, scene.newest)]
         assert after == before
 
@@ -423,13 +435,32 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
     assert outcomes[True] or damage is record_lie
 
 
+def ended_save(store: PosixStore, meta: SlotMeta) -> Ended | None:
+    """Bring the save of iteration 30 to its end, as the agent of rank 0 does; None: it has none."""
+    directory = iteration_dir(30)
+    try:
+        names = [entry.name for entry in store.list(directory)]
+        if len(ranks_with_record(names, SAVE_30, len(RANKS))) < len(RANKS):
+            raise CorruptCheckpointError("a record is missing until the deadline")
+        ended, _ = propose_manifest(store, 30, SAVE_30, meta, names)
+        moved_tracker(store, Save(30, SAVE_30))
+        return ended
+    except FlashCkptError as error:
+        with contextlib.suppress(FlashCkptError):
+            ended = propose_failure(store, 30, SAVE_30, Failure(failed=str(error)))
+            if ended.end is End.FAILED:
+                remove_own(store, 30, SAVE_30, range(len(RANKS)))
+            return ended
+        return None
+
+
 # ---------------------------------------------------------------- host memory
 
 
 def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
     """A slot may differ only outside all digests: in the rest of the header's page."""
-    pending = stage(tmp_path, 30, SAVE_30, RANKS)
-    meta = msgspec.msgpack.encode(pending.metas[0])
+    staged = persist(PosixStore(tmp_path), 30, SAVE_30, 0, len(RANKS), RANKS[0])
+    meta = msgspec.msgpack.encode(staged)
     data = b"".join(tensor.numpy().tobytes() for tensor in expected(RANKS[0], 30))
     starts = range(0, len(data), CHUNK_NBYTES)
     digests = tuple(chunk_digest(data[start : start + CHUNK_NBYTES]) for start in starts)
@@ -463,7 +494,7 @@ def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
         except FlashCkptError:
             pass
         else:
-            assert held.meta == pending.metas[0], f"seed {seed}"
+            assert held.meta == staged, f"seed {seed}"
             assert b"".join(read) == data, f"seed {seed}"
             assert low == 0, f"seed {seed}: damage under a digest was accepted"
         slab.memory[begin + low : begin + high] = intact[low:high]

@@ -193,6 +193,8 @@ class FakeTrainer:
     def find_agent(self) -> None:
         self.client.close()
         self.client = connect(str(self.root), self.rank, 0, self._config)
+        if self.run is not None:
+            self.client.open_run(self.run)
 
     def attach(self) -> tuple[str, ...]:
         assert self.slab is not None

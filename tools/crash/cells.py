@@ -1,8 +1,9 @@
 """All cells of the crash matrix, and the sample that the test suite runs.
 
 In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
-chunks), and the other failpoints of a shard twice. It hits `put.*` five times (the node's record,
-common state, manifest, tracker, history), and the failpoints of a commit once.
+chunks), and the other failpoints of a shard twice. It hits the failpoints of a commit once, and
+`put.*` six times (the node's record, common state, end, tracker, its twin, history). Each renewal
+of the sign of life hits `put.*`, too, so these hits move from run to run.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ _AGENT = {
     "put.renamed": (1, 2, 3, 4, 5, 6, 8, 9, 10),
     "commit.ready": (1, 3),
     "commit.common": (1, 3),
-    "commit.manifest": (1, 3),
+    "commit.end": (1, 3),
     "commit.tracker": (1, 3),
+    "commit.tracked": (1, 3),
     "commit.records": (1, 3),
     "commit.tidy": (1, 3),
     "commit.done": (1, 3),
@@ -77,7 +79,7 @@ def sample() -> list[Cell]:
         _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
         _cell(Crash("agent", "put.written", 8, AGENT)),
-        _cell(Crash("agent", "commit.manifest", 3, NODE)),
+        _cell(Crash("agent", "commit.end", 3, NODE)),
         _cell(Crash("agent", "retain.failed", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),

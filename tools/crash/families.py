@@ -29,7 +29,7 @@ def family_sample() -> list[FamilyCell]:
     return [
         SecondStart("persist.chunk", 2),
         SecondJob(0, "stage.half", 3, "storage"),
-        Requeue(1, "put.renamed", 2, "moved"),
+        Requeue(1, "persist.record", 2, "moved"),
         Forks(0, "stage.half", 2),
         *faulty_sample(),
     ]

@@ -28,7 +28,7 @@ from megatron_flashckpt.load.offers import held_saves, missing_ranks, newest_sav
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
-from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id
+from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id, run_after
 from tools.crash import trouble
 from tools.crash.job import CellError, eventually, state_of, wake
 from tools.crash.story import RestorePoint
@@ -314,8 +314,9 @@ class _Scenario:
                 data = read_rank(stored(made.root, restored.iteration), trainer)
             if data != content(rank, restored.iteration, trainer.layout.nbytes):
                 raise CellError(f"rank {rank}: other bytes than it had at {restored}")
+        run = run_after(save_id, restored.iteration)
         for trainer in made.trainers.values():
-            trainer.client.resume_from(save_id, restored.iteration)
+            trainer.join(run)
         return restored
 
     def _offers(self) -> list[list[dict[str, Any]]]:

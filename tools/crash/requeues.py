@@ -21,14 +21,16 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.offers import held_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
+from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive
 from tools.crash import trouble
 from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tools.crash.job import CellError, agent_at, eventually, wake
@@ -45,19 +47,13 @@ _OF_RANK_1 = {
     "persist.created": (2,),
     "persist.chunk": (2,),
     "persist.durable": (2,),
-    "put.written": (2,),
-    "put.renamed": (2,),
     "persist.record": (2,),
 }
-#: Record, common state, manifest, its marker for the other node, tracker, history.
-_PUTS = (7, 8, 9, 10, 11, 12)
 #: Failpoints of the agent of rank 0.
 _OF_RANK_0 = {
     "agent.granted": (2,),
     "agent.enqueued": (2,),
     **COUNTS,
-    "put.written": _PUTS,
-    "put.renamed": _PUTS,
     "commit.records": (2,),
 }
 #: Longest wait of a start for the end of the previous run.
@@ -119,6 +115,7 @@ class _Scenario:
         lost, stays, new = self._nodes
         places = [lost, stays] if cell.rank == 0 else [stays, lost]
         self._start(places, stopping=lost)
+        self._open(None, ())
         self._save(1)
         trouble.begin(self._root)  # earlier errors would shift the hits that `cell.count` counts
         (agent,) = lost.agents()
@@ -137,8 +134,6 @@ class _Scenario:
         for iteration in range(resumed + 1, newest + 1):
             self._save(iteration)
         wake(stopped)
-        if cell.rank == 0:  # another agent waits for the id of the run with the claim
-            self._await_takeover(lost, newest)
         self._check_tracker(newest)
         check_storage(self._root)
         self._save(newest + 1)
@@ -176,7 +171,6 @@ class _Scenario:
         """Wait until no files are left over, with further saves if necessary.
 
         The node that is back ends its save of iteration 2 at any time, even after the last commit.
-        Then a later commit leaves its failure note for other nodes; the next one removes it.
         """
         for _ in range(2):
             with contextlib.suppress(CellError):
@@ -189,7 +183,7 @@ class _Scenario:
     # ------------------------------------------------------------------ a run
 
     def _start(self, places: list[Node], stopping: Node | None = None) -> None:
-        """Start a rank on each of `places`; rank 0 claims the directory."""
+        """Start a rank on each of `places`."""
         self._run += 1
         fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
         self._ranks = []
@@ -204,12 +198,13 @@ class _Scenario:
                         retention=_FIRST if self._run == 1 else _LATER[self._cell.assigned],
                     )
                 )
-        if self._run == 2:
-            # The stopped agent does not renew its claim; a start needs 12 s to notice that.
-            key = self._ranks[0].claim("take_over", 0.0)
-        else:
-            key = self._ranks[0].claim("refuse", _AWAIT_S)
-        self._ranks[1].client.hold(key)
+
+    def _open(self, save: Save | None, ancestors: Ancestors) -> None:
+        """Open a run that resumes from `save`, and let all ranks join it."""
+        # The stopped agent gives no sign of life; a start needs 12 s to notice that.
+        policy, wait_s = ("take_over", 0.0) if self._run == 2 else ("refuse", _AWAIT_S)
+        run = self._ranks[0].open_run(save, ancestors, policy, wait_s)  # type: ignore[arg-type]
+        self._ranks[1].join(run)
 
     def _stage(self, trainer: FakeTrainer, iteration: int, save_id: str) -> None:
         slot = trainer.begin(iteration, save_id, PATIENCE_S)
@@ -220,9 +215,8 @@ class _Scenario:
         trainer.client.staged(slot.index)
 
     def _save(self, iteration: int) -> None:
-        save_id = new_save_id()
         for trainer in self._ranks:
-            self._stage(trainer, iteration, save_id)
+            self._stage(trainer, iteration, trainer.new_save_id())
         for trainer in self._ranks:
             if error := trainer.outcome(60.0).error:
                 raise CellError(f"rank {trainer.rank}: iteration {iteration}: {error}")
@@ -232,11 +226,10 @@ class _Scenario:
 
         Return 0 if the agent does not hit its failpoint; see `agent_at`.
         """
-        save_id = new_save_id()
 
         def stage(trainer: FakeTrainer) -> None:
             with contextlib.suppress(AgentError):  # the trainer is killed
-                self._stage(trainer, 2, save_id)
+                self._stage(trainer, 2, trainer.new_save_id())
 
         self._staging = [
             threading.Thread(target=stage, args=(trainer,), daemon=True) for trainer in self._ranks
@@ -269,10 +262,15 @@ class _Scenario:
         held = [s for s in held_saves(offers) if not s.missing and s.iteration >= newest]
         if held:
             iteration, save_id = held[0].iteration, held[0].save_id
-            states = [t.bytes_in(held[0].by_rank[t.rank]["slot"]) for t in self._ranks]
+            slots = [held[0].by_rank[trainer.rank]["slot"] for trainer in self._ranks]
+            states = [t.bytes_in(slot) for t, slot in zip(self._ranks, slots, strict=True)]
+            slab = self._ranks[0].slab
+            assert slab is not None
+            ancestors = slab.slots[slots[0]].meta.ancestors
         else:
             checkpoint = stored(self._root, newest)
             iteration, save_id = newest, checkpoint.manifest.save_id
+            ancestors = checkpoint.manifest.ancestors
             states = [read_rank(checkpoint, trainer) for trainer in self._ranks]
         runs = {
             run_of(state, trainer, iteration)
@@ -280,20 +278,9 @@ class _Scenario:
         }
         if runs != {self._run - 1}:
             raise CellError(f"run {self._run} restored the state of runs {runs}")
-        for trainer in self._ranks:
-            trainer.client.resume_from(save_id, iteration)
+        self._open(Save(iteration, save_id), ancestors)
         return int(iteration)
 
     def _check_tracker(self, newest: int) -> None:
         if (tracked := (self._root / TRACKER).read_text()) != str(newest):
             raise CellError(f"the tracker says {tracked}, not {newest}")
-
-    def _await_takeover(self, node: Node, newest: int) -> None:
-        """Wait until the stopped agent has logged that another job has taken over."""
-        log = node.log(self._root)
-
-        def knows() -> bool:
-            self._check_tracker(newest)
-            return "ERROR megatron_flashckpt.agent.fence" in log.read_text()
-
-        eventually("the agent is overtaken", knows)

@@ -18,13 +18,14 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
+from megatron_flashckpt.file_format.file_names import common_name, iteration_dir, save_name
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank
-from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
+from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of
 from tools.crash import trouble
 from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tools.crash.job import CellError, agent_at, eventually, wake
@@ -61,31 +62,32 @@ class RankRun:
         self.trainer = FakeTrainer(root, config, retention=retention)
 
     def start(self) -> RestoredCheckpoint:
-        """Claim the directory and restore the newest checkpoint, as a load does."""
+        """Restore the newest checkpoint and open a run, as a load does."""
         trainer = self.trainer
-        trainer.claim(wait_s=PATIENCE_S)
         offers = trainer.take()
         newest = max(offers, key=lambda offer: offer.iteration, default=None)
         done = max(committed(self._root), default=0)
-        restored, save_id = RestoredCheckpoint(0, "nothing", 0), None
+        restored, save, ancestors = RestoredCheckpoint(0, "nothing", 0), None, ()
         if newest is not None and newest.iteration >= done:
-            iteration, save_id = newest.iteration, newest.save_id
+            iteration, save = newest.iteration, Save(newest.iteration, newest.save_id)
+            ancestors = trainer.slab.slots[newest.slot].meta.ancestors
             data = trainer.bytes_in(newest.slot)
             restored = RestoredCheckpoint(iteration, "memory", run_of(data, trainer, iteration))
         elif done:
             checkpoint = stored_patiently(self._root, done)
-            save_id = checkpoint.manifest.save_id
+            save = Save(done, checkpoint.manifest.save_id)
+            ancestors = checkpoint.manifest.ancestors
             data = read_rank(checkpoint, trainer)
             restored = RestoredCheckpoint(done, "storage", run_of(data, trainer, done))
         if trainer.slab is not None and trainer.slab.read_only:
             trainer.slab.close()  # like `NodeLink`, which saves into a new slab
             trainer.slab = None
-        trainer.client.resume_from(save_id, restored.iteration)
+        trainer.open_run(save, ancestors, wait_s=PATIENCE_S)
         return restored
 
     def begin(self, iteration: int) -> None:
         """Copy the first half of a checkpoint."""
-        slot = self.trainer.begin(iteration, new_save_id(), PATIENCE_S)
+        slot = self.trainer.begin(iteration, self.trainer.new_save_id(), PATIENCE_S)
         if slot is None:
             raise CellError(f"no slot for iteration {iteration}")
         self._half = slot, iteration
@@ -146,7 +148,7 @@ class SecondStart(FamilyCell):
     point: str
     count: int
     fails: bool = False
-    """The manifest of iteration 2 cannot be stored."""
+    """The common state of iteration 2 cannot be stored."""
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -204,12 +206,15 @@ class _Scenario:
     def run(self) -> None:
         first = self._first
         (agent,) = self._node.agents()
-        first.trainer.claim()
+        run = first.trainer.open_run()
+        name = common_name(save_name(run.name, 2))
+        self._blocking = self._root / iteration_dir(2) / name
         training = threading.Thread(target=self._train, daemon=True)
         training.start()
         stopped = agent_at(self._cell.point, agent, self._root, 2)
         if self._cell.fails:
-            (self._root / iteration_dir(2) / MANIFEST).rmdir()
+            with contextlib.suppress(FileNotFoundError):
+                self._blocking.rmdir()
         second = self._start(2, connections=2)
         wake(stopped)
         resumed = second.answer()
@@ -253,7 +258,7 @@ class _Scenario:
             first.save(1)
             trouble.begin(self._root)  # earlier errors would shift the hits of `cell.count`
             if self._cell.fails:
-                (self._root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
+                self._blocking.mkdir(parents=True)
             slot = first.stage(2)
             first.begin(3)
             first.send_staged(slot)

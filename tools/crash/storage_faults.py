@@ -17,9 +17,10 @@ import signal
 import threading
 from pathlib import Path
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER, save_name
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.faulty_storage.preload import FaultyStorage, fail, late
@@ -45,16 +46,16 @@ RULES = {
     ),
     "names that come late": (late(150),),
 }
-#: Hits that lie in the save of iteration 2, by failpoint. The puts store the tracker, its twin and
-#: the history; the record, the common state and the end are created. The records are removed.
+#: Hits that lie in the save of iteration 2, by failpoint.
 _COUNTS = {
     "persist.durable": (2,),
-    "put.written": (7, 8, 9, 10, 11),
-    "put.renamed": (7, 8, 9, 10, 11),
+    "persist.record": (2,),
+    "commit.ready": (2,),
     "commit.common": (2,),
-    "commit.manifest": (2,),
+    "commit.end": (2,),
     "commit.tracker": (2,),
-    "leftover.file": (3,),
+    "commit.tracked": (2,),
+    "commit.records": (2,),
     "commit.tidy": (2,),
     "retain.chosen": (1,),
     "save.marked": (2,),
@@ -104,7 +105,7 @@ def faulty_cells() -> list[FaultyCell]:
 
     def is_thorough(trouble: str, point: str) -> bool:
         """Return whether to kill in both ways; the other steps alternate, to save time."""
-        return trouble == PASSING and not point.startswith("put.")
+        return trouble == PASSING and point.startswith("commit.")
 
     steps = [(point, count) for point, counts in _COUNTS.items() for count in counts]
     return [
@@ -120,7 +121,7 @@ def faulty_sample() -> list[FaultyCell]:
     passing, late_names = RULES
     return [
         FaultyCell(passing, "commit.common", 2, AGENT),
-        FaultyCell(late_names, "put.renamed", 8, BOTH),
+        FaultyCell(late_names, "commit.common", 2, BOTH),
     ]
 
 
@@ -155,20 +156,21 @@ class _Scenario:
         """Commit iteration 1; return when the first agent is stopped in the save of iteration 2."""
         cell = self._cell
         self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
+        self._open(None)
         self._save(1)
         # At most 1: with the errors of these rules, a shard gets as many as the agent tolerates.
         self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1, within_s=60))
         # In a thread, because the agent may stop before it answers.
         self._staging = threading.Thread(target=self._stage_at_last)
         self._staging.start()
-        self._trainers[1].stage(2, _save_id(2))
+        self._trainers[1].stage(2, self._save_id(2))
         (agent,) = self._nodes[0].agents()
         agent_at(cell.point, agent, self._root, 2)
         check_storage(self._root)
 
     def _stage_at_last(self) -> None:
         with contextlib.suppress(AgentError):
-            self._trainers[0].stage(2, _save_id(2))
+            self._trainers[0].stage(2, self._save_id(2))
 
     def succeed(self) -> None:
         """Kill the first agent; its successor must commit iteration 2."""
@@ -177,7 +179,7 @@ class _Scenario:
         with agent_fault(None), self._faulty.under_agents():
             taken = self._trainers[0].reconnect()
         outcomes = [self._trainers[1].outcome(_OUTCOME_S)]
-        if _save_id(2) in taken:
+        if self._save_id(2) in taken:
             outcomes.append(self._trainers[0].outcome(_OUTCOME_S))
         if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
             raise CellError(f"the successor did not commit: {errors}")
@@ -194,6 +196,8 @@ class _Scenario:
         for trainer in self._trainers:
             trainer.hang_up()
         self._start()
+        newest = committed(self._root)[-1]
+        self._open(Save(newest, stored(self._root, newest).manifest.save_id))
 
     def end(self) -> None:
         """Save twice more with the same faults; no file of the interrupted save may be left."""
@@ -208,7 +212,7 @@ class _Scenario:
 
     def _save(self, iteration: int) -> None:
         for trainer in self._trainers:
-            trainer.stage(iteration, _save_id(iteration))
+            trainer.stage(iteration, self._save_id(iteration))
         errors = [trainer.outcome(_OUTCOME_S).error for trainer in self._trainers]
         if any(errors):
             raise CellError(f"iteration {iteration}: {errors}")
@@ -237,6 +241,12 @@ class _Scenario:
         if self._staging is not None:
             self._staging.join()
 
+    def _open(self, save: Save | None) -> None:
+        """Open a run that resumes from `save`, and let all ranks join it."""
+        run = self._trainers[0].open_run(save, policy="take_over")
+        self._trainers[1].join(run)
 
-def _save_id(iteration: int) -> str:
-    return f"{iteration:012x}"
+    def _save_id(self, iteration: int) -> str:
+        run = self._trainers[0].run
+        assert run is not None
+        return save_name(run.name, iteration)

@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_flashckpt.error_classes import TABLE
-from megatron_flashckpt.storage import patient
+from megatron_flashckpt.storage import retrying_store
 from tests.faulty_storage.preload import (
     CALLS,
     library,
@@ -120,7 +120,10 @@ def environment(root: Path) -> dict[str, str]:
 
 def retry_at_once() -> None:
     """Make this process retry reads within a second, because these errors pass at once."""
-    patient.RETRIES_S = (0.1, 0.2, 0.4)
+    retrying_store.POLICIES = {
+        kind: policy._replace(pauses_s=(0.1, 0.2, 0.4, 0.4))
+        for kind, policy in retrying_store.POLICIES.items()
+    }
 
 
 def failed_calls(home: Path) -> list[str]:

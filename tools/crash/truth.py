@@ -11,6 +11,7 @@ from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.file_format.file_names import (
     OWN,
     TRACKER,
@@ -90,6 +91,8 @@ def check_tidy(save: Path, newest: int) -> None:
             manifest = open_checkpoint(open_store(save), iteration).manifest
             expected = {end_name(manifest.save_id), common_name(manifest.save_id)}
             expected |= {shard.file for shard in manifest.shards}
+        # The end of a failed save goes last, after the deadline of all nodes that may wait for it.
+        expected |= {name for name in files if is_failed(directory / name)}
         left += [f"{directory.name}/{name}" for name in files - expected]
         # The removal of the last file may report an error although it succeeded. Then the empty
         # directory stays, because another node might be about to fill it.
@@ -97,6 +100,11 @@ def check_tidy(save: Path, newest: int) -> None:
         left += [directory.name] if not expected and not is_emptied else []
     if left:
         raise CellError(f"left behind: {sorted(left)}")
+
+
+def is_failed(path: Path) -> bool:
+    """Return whether a file is the end of a failed save."""
+    return path.suffix == ".end" and kind_of(path.read_bytes()) is End.FAILED
 
 
 def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
