@@ -41,7 +41,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_facts
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run
 from megatron_flashckpt.storage.parallel import for_all
-from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.storage.store import Store, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ def _ancestors_in(store: Store, save: Save) -> Ancestors | None:
     """Return the ancestors in the manifest of a save; None if it is damaged or gone."""
     name = f"{iteration_dir(save.iteration)}/{end_name(save.save_id)}"
     try:
-        encoded = store.get(name, 0, MAX_MANIFEST_NBYTES)
+        encoded = read_whole(store, name, MAX_MANIFEST_NBYTES)
         return decode_facts(encoded, f"{store.place}/{name}").ancestors
     except (FileNotFoundError, CorruptCheckpointError, FormatVersionError):
         return None

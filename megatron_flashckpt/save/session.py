@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.listing import committed_iterations
+from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
 from megatron_flashckpt.megatron_lm import announcements
@@ -165,8 +165,7 @@ class Session:
             if rank == 0:
                 # Read now, while storage answers: storage may hang when a save fails.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    stored = committed_iterations(open_store(root))
-                    self._reports[root].note_durable(max(stored, default=None))
+                    self._reports[root].note_durable(newest_durable(open_store(root)))
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:

@@ -37,9 +37,9 @@ def test_members_of_a_group_may_read_and_replace_files_in_their_directory(
     former = os.umask(0o002)
     try:
         trainer = node.trainer(root)  # the agent inherits this umask
+        trainer.open_run()
     finally:
         os.umask(former)
-    trainer.open_run()
     assert trainer.save(1).error is None
     eventually("the history", (root / file_names.HISTORY).exists)
     eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))

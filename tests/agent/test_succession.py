@@ -73,7 +73,7 @@ def test_the_successor_of_an_agent_killed_at_any_step_finishes_the_save(
     reached = tmp_path / "reached"
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{step}:KILL:{reached}")
     assert trainer.reconnect() == (), "every slot is durable"
-    agent, save_id = trainer.client.agent_pid, new_save_id()
+    agent, save_id = trainer.client.agent_pid, trainer.new_save_id()
     with contextlib.suppress(AgentError):  # the agent may die before it answers
         trainer.stage(2, save_id)
     eventually("the end of the agent", lambda: not is_alive(agent))

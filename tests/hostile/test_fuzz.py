@@ -364,7 +364,7 @@ def record_lie(scene: Scene, dice: random.Random) -> None:
             lies.in_place(file, scene.outside, dice)
         case 5:
             body = dice.choice([b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"\xc1", b""])
-            file.write_bytes(xxhash.xxh3_64_digest(body) + body)
+            file.write_bytes(body + xxhash.xxh3_64_digest(body))
         case 6:
             os.truncate(file, 2**40)
 
@@ -372,11 +372,11 @@ def record_lie(scene: Scene, dice: random.Random) -> None:
 def record_forgery(scene: Scene, dice: random.Random) -> None:
     """Forge a record with a right digest; the commit or a load detects it."""
     file = dice.choice(records(scene))
-    records_in = msgspec.msgpack.decode(file.read_bytes()[8:])
+    records_in = msgspec.msgpack.decode(file.read_bytes()[:-8])
     lies.mutate(dice.choice(records_in), dice)
     with contextlib.suppress(OverflowError, msgspec.MsgspecError):
         body = msgspec.msgpack.encode(records_in)
-        file.write_bytes(xxhash.xxh3_64_digest(body) + body)
+        file.write_bytes(body + xxhash.xxh3_64_digest(body))
 
 
 def place_lie(scene: Scene, dice: random.Random) -> None:

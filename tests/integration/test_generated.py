@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.integration.generated import KNOWN, REFUSED, Model, drawn
 from tests.support.layout_jobs import Wrong, run_layouts
 
@@ -70,9 +70,7 @@ def test_the_checkpoint_of_an_accepted_model_is_verified(
 ) -> None:
     iteration = 1 + MODELS.index(made)
     for layout in LAYOUTS:
-        storage = PosixStorage(where / layout / "save")
-        manifest = read_manifest(storage, iteration)
-        assert verify(StoredCheckpoint(storage, iteration, manifest)) == []
+        assert verify(open_checkpoint(PosixStore(where / layout / "save"), iteration)) == []
 
 
 @pytest.mark.parametrize(("made", "message"), REFUSED, ids=[made["name"] for made, _ in REFUSED])

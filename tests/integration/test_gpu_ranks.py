@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.layout.piece import WEIGHT
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     assemble,
@@ -54,8 +54,7 @@ class Jobs:
         )
 
     def stored(self, name: str, iteration: int) -> StoredCheckpoint:
-        storage = PosixStorage(self.tmp_path / name)
-        return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        return open_checkpoint(PosixStore(self.tmp_path / name), iteration)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.catalog import history
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
 
 SCALARS = {
@@ -44,8 +44,7 @@ def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, w
     scalars = {(scalar["step"], scalar["name"]): scalar["value"] for scalar in events}
     for iteration in (2, 4, 5):
         assert {name for step, name in scalars if step == iteration} == SCALARS
-        storage = PosixStorage(where / "save")
-        stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        stored = open_checkpoint(PosixStore(where / "save"), iteration)
         nbytes = sum(shard.nbytes for shard in stored.manifest.shards)
         assert scalars[iteration, "checkpoint/bytes"] == nbytes
         blocked_s = scalars[iteration, "checkpoint/blocked_ms"] / 1000
@@ -71,7 +70,7 @@ def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> Non
 
 
 def saves_of(where: Path) -> list[history.PastSave]:
-    return history.read(PosixStorage(where / "save"))
+    return history.read(PosixStore(where / "save"))
 
 
 def test_a_trace_has_all_phases_of_both_ranks_in_order(job: Result, where: Path) -> None:

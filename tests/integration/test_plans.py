@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import copies, run_job, succeeded
 
 MODEL = ["--num-layers", "4", "--bf16", "--use-distributed-optimizer"]
@@ -51,8 +51,7 @@ def test_ranks_with_equal_plans_compute_one(
 
 def templates(save: Path, iteration: int) -> list[set[int]]:
     """Return the set of ranks that share each template of a checkpoint."""
-    storage = PosixStorage(save)
-    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    stored = open_checkpoint(PosixStore(save), iteration)
     ranks: dict[int, set[int]] = {}
     for source in stored.sources():
         ranks.setdefault(id(source.template), set()).add(source.rank)

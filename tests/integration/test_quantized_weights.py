@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     assemble,
@@ -117,8 +117,7 @@ def test_resume_is_bit_exact_and_weights_are_those_of_the_save(
 def test_a_save_leaves_out_exactly_the_weights_under_fp8_keys(
     runs: Callable[[str], Runs], case: str
 ) -> None:
-    storage = PosixStorage(runs(case).whole)
-    assert verify(StoredCheckpoint(storage, 6, read_manifest(storage, 6))) == []
+    assert verify(open_checkpoint(PosixStore(runs(case).whole), 6)) == []
     stored = assemble(runs(case).whole, 6)
     masters = {key for kind, key in stored if kind == "master"}
     plain = {key for kind, key in stored if kind == "weight"}

@@ -25,12 +25,12 @@ import pytest
 import torch
 import xxhash
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.cli.plan import sizes_of
 from megatron_flashckpt.layout.copies import main_kind
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.sizing import gpt_size
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.integration.layouts import (
     AFTER,
     BEFORE,
@@ -351,8 +351,7 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(
     sizes = sizes_of(words, layout.world, None)
     args = gpt_size.parse(words)
     per_parameter, stages = gpt_size.parameter_nbytes(args), gpt_size.stages(args)
-    storage = PosixStorage(ran.tmp_path / layout.name)
-    manifest = StoredCheckpoint(storage, BEFORE, read_manifest(storage, BEFORE)).manifest
+    manifest = open_checkpoint(PosixStore(ran.tmp_path / layout.name), BEFORE).manifest
     groups: dict[tuple[int, int], int] = {}
     for shard in manifest.shards:
         items = manifest.template(shard.template).items

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.megatron_lm.size_estimate import SIDE_NBYTES
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     await_no_agent,
@@ -188,8 +188,7 @@ def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs)
 
     In most of these layouts every rank has its own template; `test_plans.py` has other layouts.
     """
-    storage = PosixStorage(jobs.tmp_path / "A")
-    templates = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest.templates
+    templates = open_checkpoint(PosixStore(jobs.tmp_path / "A"), 6).manifest.templates
     plans = jobs.a.named("plans")
     assert len(plans) == 4
     assert sum(plan["misses"] for plan in plans) == len(templates)
