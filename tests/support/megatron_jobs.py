@@ -18,11 +18,12 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.layout.copies import split
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import side_state_codec
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.forked.job import free_port, run_forked
 from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
 from tests.support.trainer import eventually
@@ -240,6 +241,11 @@ def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
     return copy
 
 
+def committed(save: Path) -> list[int]:
+    """Return the iterations of the checkpoints in a save directory, in ascending order."""
+    return [checkpoint.iteration for checkpoint in committed_saves(PosixStore(save))]
+
+
 def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
     """Return a checkpoint's tensors by `(rank, name)`, read by the real safetensors library."""
     by_name = {}
@@ -308,8 +314,7 @@ def copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def _with_copies(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
-    storage = PosixStorage(save)
-    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    stored = open_checkpoint(PosixStore(save), iteration)
     shards = tensors(save, iteration)
     wholes: dict[tuple[str, str], torch.Tensor] = {}
     filled: dict[tuple[str, str], torch.Tensor] = {}
