@@ -44,7 +44,7 @@ def phases(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
     """Save as ranks do: some phases go with the "staged" message, others with the poll."""
-    save_id = new_save_id()
+    save_id = trainers[0].new_save_id()
     now = time.monotonic()
     for trainer in trainers:
         trainer.stage(iteration, save_id, spans=(Span("plan", "MainThread", now, 0.5),))
@@ -56,6 +56,7 @@ def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
 
 def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2, config=config_with_traces(node)) for rank in range(2)]
+    trainers[1].join(trainers[0].open_run())  # retention knows the run
     before = time.time()
     traced_save(trainers, 7)
     (path,) = eventually("the trace of the save", lambda: written(root))
@@ -122,7 +123,7 @@ def test_jobs_that_share_a_trace_directory_keep_their_own_traces(
     )
     jobs = [node.trainer(tmp_path / name, config=shared) for name in ("one", "two")]
     (tmp_path / "shared").mkdir()
-    link = tmp_path / "shared" / f"iter_0000001-{'a' * 12}-rank_00000.trace.json"
+    link = tmp_path / "shared" / f"iter_0000001-{new_save_id()}-rank_00000.trace.json"
     link.symlink_to("nowhere")
     for iteration in (1, 2, 3):
         for trainer in jobs:
