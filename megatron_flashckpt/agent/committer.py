@@ -344,7 +344,6 @@ class Committer:
                 history = self._node.history
             if history is not None and not history.holds(save.save):
                 return None, None
-            store = RetryingStore(save.store, call_s=core.PATIENCE_S)
             return moved_tracker(store, save.save, history), None
         except (FlashCkptError, OSError) as error:
             # The end counts, not the tracker: loads of this package find the checkpoint.

@@ -19,7 +19,9 @@ from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent.commit_core import CommitCore, Pace
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage import retrying_store
 from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.retrying_store import Policy
 from megatron_flashckpt.storage.store import Entry
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
