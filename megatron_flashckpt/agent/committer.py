@@ -30,6 +30,7 @@ from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.file_format.file_names import run_number
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -336,8 +337,11 @@ class Committer:
             if later is not None:
                 return None, Failure(failed=why_overtaken(save.store, later), is_final=True)
             with self._node.changed:
-                counts = self._counts(save)
-            return (moved_tracker(save.store, save.save) if counts else None), None
+                history = self._node.history
+            if history is not None and not history.holds(save.save):
+                return None, None
+            store = RetryingStore(save.store, call_s=core.PATIENCE_S)
+            return moved_tracker(store, save.save, history), None
         except (FlashCkptError, OSError) as error:
             # The end counts, not the tracker: loads of this package find the checkpoint.
             text = f"the checkpoint is committed, but its tracker was not written: {error}"
@@ -346,15 +350,10 @@ class Committer:
                 self._node.ranks[0].report(p.Notice(save.iteration, text))
             return None, None
 
-    def _counts(self, save: PendingSave) -> bool:
-        """Return whether this agent names a committed save in the tracker. Lock held."""
-        history = self._node.history
-        return history is None or (self._node.leads and history.holds(save.save))
-
     def _tidy_after(self, save: PendingSave, previous: int | None) -> None:
         with self._node.changed:
-            history, counts = self._node.history, self._counts(save)
-        if history is None or not counts:
+            history, leads = self._node.history, self._node.leads
+        if history is None or not leads or not history.holds(save.save):
             return
         self._janitor.after_commit(
             CommittedSave.of(save.store, save.save, save.metas[0], previous, history)

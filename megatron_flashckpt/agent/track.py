@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from megatron_flashckpt.catalog import directory
-from megatron_flashckpt.catalog.lineage import Save, Tracked
+from megatron_flashckpt.catalog.lineage import History, Save, Tracked
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -18,13 +18,17 @@ from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.tracing import phase
 
 
-def moved_tracker(store: Store, save: Save) -> int | None:
-    """Let the tracker name a committed save, unless it names a later one of the same run.
+def moved_tracker(store: Store, save: Save, history: History | None) -> int | None:
+    """Let the tracker name a committed save, unless it names a later one of the same history.
 
-    Called by the agent of rank 0 of the newest run, after a look for a later run.
+    Called by the agent that holds rank 0's part of the save, after a look for a later run. The rank
+    may run on another node by now, whose agent knows nothing of this save.
+
+    Args:
+        history: of the newest run; None: no trainer has reported one.
 
     Returns:
-        The iteration that the tracker named before; None if none.
+        The iteration that the tracker named before; None if none, or if it stays.
 
     Raises:
         StorageError: the tracker cannot be written.
@@ -32,7 +36,8 @@ def moved_tracker(store: Store, save: Save) -> int | None:
     former = directory.tracked(store)
     if former is not None:
         named = Save(former.iteration, former.save_id)
-        if named.run == save.run and named.order > save.order:
+        is_of_history = named.run == save.run or (history is not None and history.holds(named))
+        if is_of_history and named.order > save.order:
             return None
     previous = None
     with contextlib.suppress(FlashCkptError):  # a link or a directory in its place
