@@ -92,7 +92,7 @@ def test_put_never_writes_into_the_existing_file(store, root):
     os.link(root / "tracker", root / "other_link")
     with open(root / "tracker", "rb") as reader:
         store.put("tracker", b"new")
-        assert reader.get() == b"old"
+        assert reader.read() == b"old"
     assert (root / "other_link").read_bytes() == b"old"
     assert (root / "tracker").read_bytes() == b"new"
 
@@ -353,7 +353,7 @@ def test_files_kept_open_are_closed_with_their_holder(tmp_path):
     for number in range(20):
         (tmp_path / f"{number}").write_bytes(b"data")
         store.get_into(f"{number}", 0, [memoryview(bytearray(1))], kept=kept)
-        assert open_descriptors() <= before + 4
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
     del kept
     assert open_descriptors() == before
 
