@@ -24,7 +24,7 @@ import msgspec
 
 from megatron_flashckpt.config import Trace
 from megatron_flashckpt.file_format.file_names import iteration_dir
-from megatron_flashckpt.storage.base import temporary_name
+from megatron_flashckpt.storage.posix_files import temporary_name
 from megatron_flashckpt.tracing import Recorder, Span
 
 logger = logging.getLogger(__name__)
