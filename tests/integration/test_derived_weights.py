@@ -96,7 +96,8 @@ def test_tools_derive_the_weights(jobs: Jobs) -> None:
     assert verify(open_checkpoint(PosixStore(jobs.derived), 6)) == []
     expected = assemble(jobs.stored, 6)
     derived = {
-        (source.kind, source.key): source for source in open_ours(storage, 6, Options()).tensors
+        (source.kind, source.key): source
+        for source in open_ours(PosixStore(jobs.derived), 6, Options()).tensors
     }
     assert derived.keys() == expected.keys()
     for name, tensor in derived.items():
