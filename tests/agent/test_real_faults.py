@@ -29,25 +29,23 @@ STEPS = [
     ("fsync", "safetensors"),
     ("close", "safetensors"),
     ("fsync", "{iteration}"),
-    ("write", ".commit"),
-    ("close", ".commit"),
-    ("rename", ".commit"),
+    ("write", ".record"),
+    ("close", ".record"),
+    ("link", ".record"),
+    ("stat", ".end"),
     ("list", "{iteration}"),
-    ("stat", ".commit"),
-    ("open", ".commit"),
-    ("read", ".commit"),
+    ("open", ".record"),
+    ("read", ".record"),
     ("stat", "safetensors"),
     ("write", "common"),
     ("fsync", "common"),
-    ("rename", "common"),
-    ("open", "manifest.json"),
-    ("write", "manifest.json"),
-    ("close", "manifest.json"),
-    ("rename", "manifest.json"),
-    ("read", file_names.TRACKER),
+    ("link", "common"),
+    ("open", ".end"),
+    ("write", ".end"),
+    ("close", ".end"),
+    ("link", ".end"),
     ("fsync", file_names.TRACKER),
     ("rename", file_names.TRACKER),
-    ("unlink", ".commit"),
 ]
 
 
@@ -76,7 +74,7 @@ def test_a_transient_error_at_any_call_breaks_no_save(
     node: Node, root: Path, faulty: FaultyStorage, done: bool
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    steps = STEPS if not done else [step for step in STEPS if step[0] in ("rename", "mkdir")]
+    steps = STEPS if not done else [step for step in STEPS if step[0] in ("link", "mkdir")]
     for iteration, (call, part) in enumerate(steps, 1):
         number = PASSING[iteration % len(PASSING)]
         part = part.format(iteration=file_names.iteration_dir(iteration))
@@ -100,8 +98,8 @@ LASTING = {
     "a full disk, seen when the file is closed": ("close", errno.ENOSPC, "safetensors"),
     "read-only": ("open", errno.EROFS, "safetensors"),
     "no permission": ("mkdir", errno.EACCES, "iter_"),
-    "a file system that cannot rename": ("rename", errno.EPERM, ".commit"),
-    "a manifest that cannot be put": ("rename", errno.EDQUOT, "manifest.json"),
+    "a record that cannot be created": ("write", errno.EDQUOT, ".record"),
+    "an end that cannot be created": ("link", errno.EDQUOT, ".end"),
     "common state that cannot be written": ("fsync", errno.ENOSPC, "common"),
     "records that cannot be listed": ("list", errno.EACCES, "iter_"),
 }
@@ -117,6 +115,7 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    trainers[1].join(trainers[0].open_run())
     assert save_all(trainers, 1) == [None, None]
     durable = 1
     for name, (call, number, part) in LASTING.items():
@@ -148,14 +147,14 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
     assert len(failed) == len(LASTING)
 
 
-def test_a_failure_note_is_retried_when_a_full_disk_refuses_it(
+def test_a_failure_on_a_full_disk_is_proposed_until_there_is_room(
     node: Node, other_node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
-    """The failed shard is removed a moment later; without the note, other nodes wait 30 minutes."""
+    """The failed shard is removed a moment later; without the end, other nodes wait 30 minutes."""
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     faulty.rule(
         fail("fallocate", errno.ENOSPC, "rank_00000"),
-        fail("write", errno.ENOSPC, ".failed", times=1),
+        fail("write", errno.ENOSPC, ".end", times=1),
     )
     save_id = new_save_id()
     for trainer in (here, there):
@@ -167,22 +166,6 @@ def test_a_failure_note_is_retried_when_a_full_disk_refuses_it(
     assert [hit.call for hit in faulty.hits()].count("write") == 1
 
 
-def test_a_tracker_that_cannot_move_leaves_both_checkpoints_loadable(
-    node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    assert save_all(trainers, 1) == [None, None]
-    faulty.rule(fail("rename", errno.EACCES, file_names.TRACKER))
-    error = save_all(trainers, 2)[0]
-    assert error is not None
-    assert str(root / file_names.TRACKER) in error
-    assert_intact(root, 1, trainers)
-    assert (root / file_names.iteration_dir(2) / file_names.MANIFEST).exists()
-    faulty.heal()
-    assert save_all(trainers, 3) == [None, None]
-    assert_intact(root, 3, trainers)
-
-
 def test_nodes_commit_even_if_files_become_visible_late(
     node: Node, other_node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
@@ -190,7 +173,7 @@ def test_nodes_commit_even_if_files_become_visible_late(
     faulty.rule(late(int(1000 * delay_s), "iter_"))
     trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
     for iteration in (1, 2):
-        save_id = f"{iteration:012x}"
+        save_id = new_save_id()
         for trainer in trainers:
             trainer.stage(iteration, save_id)
         outcomes = [trainer.outcome(60.0) for trainer in trainers]

@@ -7,13 +7,22 @@ import signal
 from pathlib import Path
 
 from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import FakeTrainer, blocked_open, content, eventually, new_save_id
+from tests.support.trainer import (
+    FakeTrainer,
+    blocked_open,
+    content,
+    eventually,
+    is_alive,
+    new_save_id,
+)
 
 LOSS = "lm loss validation"
 
@@ -39,13 +48,18 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
     """The best checkpoint was saved three agents ago, so only its manifest tells."""
     rules = Retention(latest=2, best=Best(metric=LOSS, keep=1))
     losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: 3.0, 50: None, 60: 2.0}
+    resumed, ancestors = None, ()
     for iteration, loss in losses.items():
         trainer = node.trainer(root, retention=rules)
+        run = trainer.open_run(resumed, ancestors)
         save_all(trainer, {iteration: loss})
+        resumed, ancestors = Save(iteration, save_name(run.name, 1)), run.ancestors
         trainer.hang_up()
         for pid in node.agents():
             os.kill(pid, signal.SIGKILL)
+            eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
     trainer = node.trainer(root, retention=rules)
+    trainer.open_run(resumed, ancestors)
     save_all(trainer, {70: 9.0})
     assert_these_are_left_whole(root, trainer, [20, 60, 70])
     assert {n: stored(root, n).manifest.metrics for n in (20, 70)} == {
@@ -66,6 +80,7 @@ def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
 
 def test_new_rules_apply_to_existing_checkpoints(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
+    trainer.open_run()
     save_all(trainer, dict.fromkeys(range(1, 8)))
     trainer.retention = Retention(every=3)
     save_all(trainer, {8: None})
@@ -75,13 +90,14 @@ def test_new_rules_apply_to_existing_checkpoints(node: Node, root: Path) -> None
 def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Path) -> None:
     """Two saves are in flight; the older one counts for retention only after its commit."""
     trainer = node.trainer(root, retention=Retention(latest=2))
+    trainer.open_run()
     save_all(trainer, {1: None, 2: None})
-    earlier = new_save_id()
+    earlier = trainer.new_save_id()
     with blocked_open(
         root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
     ) as unblock:
         trainer.stage(10, earlier)
-        trainer.stage(20, new_save_id())
+        trainer.stage(20, trainer.new_save_id())
         assert trainer.outcome().iteration == 20
         unblock()
         assert trainer.outcome().iteration == 10

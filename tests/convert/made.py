@@ -198,7 +198,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
     directory = iteration_dir(made.iteration)
     names = [entry.name for entry in store.list(directory)]
     propose_manifest(store, made.iteration, SAVE_ID, metas[0], names)
-    moved_tracker(store, Save(made.iteration, SAVE_ID))
+    moved_tracker(store, Save(made.iteration, SAVE_ID), None)
     store.delete([f"{directory}/{name}" for name in records_of(names, SAVE_ID, replicas)])
 
 

@@ -443,7 +443,7 @@ def ended_save(store: PosixStore, meta: SlotMeta) -> Ended | None:
         if len(ranks_with_record(names, SAVE_30, len(RANKS))) < len(RANKS):
             raise CorruptCheckpointError("a record is missing until the deadline")
         ended, _ = propose_manifest(store, 30, SAVE_30, meta, names)
-        moved_tracker(store, Save(30, SAVE_30))
+        moved_tracker(store, Save(30, SAVE_30), None)
         return ended
     except FlashCkptError as error:
         with contextlib.suppress(FlashCkptError):

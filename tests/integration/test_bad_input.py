@@ -18,7 +18,7 @@ import pytest
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.file_format.manifest import seal
 from tests.agent.test_places import NOBODY, another_user, as_root
-from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
+from tests.support.megatron_jobs import REPO, Result, committed, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
@@ -26,7 +26,13 @@ ITERATION = "iter_0000002"
 
 
 def shard(directory: Path, rank: int) -> Path:
-    (file,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
+    (file,) = (directory / ITERATION).glob(f"*.rank_{rank:05d}.safetensors")
+    return file
+
+
+def end(directory: Path) -> Path:
+    """Return the manifest of the one checkpoint in `directory`."""
+    (file,) = (directory / ITERATION).glob("*.end")
     return file
 
 
@@ -44,11 +50,11 @@ def flip_bit(directory: Path) -> None:
 
 
 def not_json(directory: Path) -> None:
-    (directory / ITERATION / "manifest.json").write_text("{ not json")
+    end(directory).write_text("{ not json")
 
 
 def newer_version(directory: Path) -> None:
-    newer_version_in(directory / ITERATION / "manifest.json")
+    newer_version_in(end(directory))
 
 
 def newer_version_in(manifest: Path) -> None:
@@ -93,37 +99,37 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         cut_short,
         {},
         "CorruptCheckpointError",
-        [r"rank_00001-\w+\.safetensors", r"bytes long, the manifest says", "--ckpt-step"],
+        [r"rank_00001\.safetensors", r"bytes long, the manifest says", "--ckpt-step"],
     ),
     "flipped_bit": (
         flip_bit,
         {},
         "CorruptCheckpointError",
-        [r"rank_00000-\w+\.safetensors, chunk 0", r"digest \w{16}, expected \w{16}", "--ckpt-step"],
+        [r"rank_00000\.safetensors, chunk 0", r"digest \w{16}, expected \w{16}", "--ckpt-step"],
     ),
     "not_json": (
         not_json,
         {},
         "CorruptCheckpointError",
-        [r"manifest\.json: is not a manifest", "--ckpt-step"],
+        [r"\.end: is not a manifest", "--ckpt-step"],
     ),
     "newer_version": (
         newer_version,
         {},
         "FormatVersionError",
-        [r"manifest\.json: format version 99", "up to 1", "upgrade"],
+        [r"\.end: format version 99", "reads version 2", "upgrade"],
     ),
     "missing_iteration": (
         missing_iteration,
         {},
         "NotCommittedError",
-        [r"iter_0000002/manifest\.json: does not exist", "--ckpt-step"],
+        [r"iter_0000002: holds no end of a save", "--ckpt-step"],
     ),
     "missing_shard": (
         missing_shard,
         {},
         "CorruptCheckpointError",
-        [r"rank_00001-\w+\.safetensors: is missing", "--ckpt-step"],
+        [r"rank_00001\.safetensors: is missing", "--ckpt-step"],
     ),
     "dlrovers": (
         dlrovers,
@@ -280,7 +286,7 @@ def test_a_missing_directory_starts_from_random_as_stock_does(ran: CasesJob) -> 
 
 def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: CasesJob) -> None:
     for event in ran.of("save_into_a_file"):
-        (message,) = event["result"]
+        _, message = event["error"]
         assert str(ran.tmp_path / "file") in message
         assert "move it away" in message
     assert (ran.tmp_path / "file").read_text().startswith("a file where")
@@ -290,8 +296,8 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: CasesJob
     for event in ran.of("no_memory_on_one_rank"):
         (message,) = event["result"]
         assert "cannot reserve 9 GiB of host memory" in message
-    assert not (ran.tmp_path / "nomem/iter_0000005/manifest.json").exists()
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
+    assert committed(ran.tmp_path / "nomem") == []
 
 
 def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: CasesJob) -> None:
@@ -307,13 +313,13 @@ def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: CasesJ
     for event in ran.of("no_doorbell_on_one_rank"):
         (message,) = event["result"]
         assert "ValueError: an unexpected error" in message
-    assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
+    assert committed(ran.tmp_path / "nobell") == []
 
 
 def test_a_save_creates_a_missing_directory(ran: CasesJob) -> None:
     for event in ran.of("save_makes_the_directory"):
         assert event["result"] == [None]
-    assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
+    assert committed(ran.tmp_path / "new/deep") == [5]
 
 
 def test_a_load_into_another_model_names_differing_keys_and_both_shapes(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     assemble,
@@ -93,11 +93,11 @@ def test_weights_are_derived_under_another_layout_and_without_the_optimizer(jobs
 
 
 def test_tools_derive_the_weights(jobs: Jobs) -> None:
-    storage = PosixStorage(jobs.derived)
-    assert verify(StoredCheckpoint(storage, 6, read_manifest(storage, 6))) == []
+    store = PosixStore(jobs.derived)
+    assert verify(open_checkpoint(store, 6)) == []
     expected = assemble(jobs.stored, 6)
     derived = {
-        (source.kind, source.key): source for source in open_ours(storage, 6, Options()).tensors
+        (source.kind, source.key): source for source in open_ours(store, 6, Options()).tensors
     }
     assert derived.keys() == expected.keys()
     for name, tensor in derived.items():

@@ -14,7 +14,7 @@ import torch
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     assemble,
@@ -120,7 +120,7 @@ def test_tools_verify_and_list_copies_and_convert_the_main_ones(
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
     output = capsys.readouterr().out
     assert all(key in output for key in KEYS)
-    converted = open_ours(PosixStorage(jobs.whole), 6, Options())
+    converted = open_ours(PosixStore(jobs.whole), 6, Options())
     assert {tensor.kind for tensor in converted.tensors} == KINDS
 
 

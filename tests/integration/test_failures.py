@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faulty_storage.preload import FaultyStorage, fail
-from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+from tests.support.megatron_jobs import Result, await_no_agent, committed, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
@@ -48,7 +48,8 @@ def test_rank_0_reports_an_io_error_and_training_continues(
     assert len(errors) <= RANKS
     assert f"{tmp_path}/save/iter_0000002" in error
     assert "move it away" in error
-    assert f"; there is no durable checkpoint in {tmp_path}/save; " in error
+    # The agents try for 5 s to report the failure to other nodes; meanwhile iteration 4 is durable.
+    assert re.search(rf"; (there is no|the newest) durable checkpoint in {tmp_path}/save", error)
     staged = re.findall(r"^.*iteration (\d) staged.*", result.log, re.MULTILINE)
     assert staged == ["2", "4", "6"], "one line says that a save is staged"
     assert "INFO:megatron_flashckpt" not in result.log, "Megatron's root logger prints INFO"
@@ -75,17 +76,17 @@ def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     assert len(logged) == len(skipped), "only rank 0 logs a skipped save"
     assert ("the last save, iteration 8, is written to storage" in result.log) == (8 in skipped)
     skipped.discard(8)
-    committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
-    assert committed == set(range(1, 9)) - skipped
+    assert set(committed(save)) == set(range(1, 9)) - skipped
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
 @pytest.mark.second_tier
 def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
-    result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
+    env = {"FLASHCKPT_ON_FAILURE": "raise", "FLASHCKPT_WAIT": "durable"}
+    result = failing_save(tmp_path, env=env)
     assert result.returncode != 0
     assert "SaveFailedError" in result.log
-    assert max(result.losses()) < 6
+    assert max(result.losses()) == 2
 
 
 def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
@@ -108,7 +109,7 @@ def test_a_job_that_cannot_save_at_all_stops_training(tmp_path: Path) -> None:
     (error, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
     assert others == [], "all ranks raise the same error"
     assert "iteration 2 has failed for a reason that persists until someone acts" in error
-    assert f"{tmp_path}/save/iter_0000002/rank_0000" in error
+    assert re.search(rf"{tmp_path}/save/iter_0000002/\S+\.rank_0000\d\.safetensors", error)
     assert "No space left on device" in error
     assert "free space there or save elsewhere" in error
     assert "stop_on_failed_first_save: false" in error
@@ -135,13 +136,14 @@ def test_training_stops_after_the_configured_number_of_failures_in_a_row(tmp_pat
     Saves to memory in between never fail and do not count.
     """
     env = {"FLASHCKPT_FAILURES_IN_A_ROW": "2", "FLASHCKPT_MEMORY_INTERVAL": "1"}
+    env["FLASHCKPT_WAIT"] = "durable"
     result = failing_save(tmp_path, iterations=(2, 6, 8), train_iters=12, env=env)
     assert result.returncode != 0
     assert (
         "SaveFailedError: 2 saves in a row have failed, and 'failures_in_a_row' is 2; the last"
         in (result.log)
     )
-    assert 8 <= max(result.losses()) < 12
+    assert max(result.losses()) == 8
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "4"
 
 
@@ -175,8 +177,8 @@ def test_a_new_agent_persists_the_staged_slots_of_a_killed_one(
 ) -> None:
     tmp_path, result = lost_agents
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
+    assert committed(tmp_path / "save") == [2, 4, 6]
     for iteration in (2, 4, 6):
-        assert (tmp_path / f"save/iter_{iteration:07d}/manifest.json").exists()
         line = f"successfully saved checkpoint from iteration       {iteration}"
         assert result.log.count(line) == 1
     assert "was not saved" not in result.log

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.failpoints import VARIABLE
-from tests.support.megatron_jobs import await_no_agent, run_job, succeeded
+from tests.support.megatron_jobs import await_no_agent, committed, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
@@ -67,5 +67,5 @@ def test_a_job_killed_three_times_resumes_bit_for_bit_each_time(
     assert sorted(attempts[3]) == [5, 6, 7, 8]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
     assert main(["verify", str(save), "--all"]) == 0, capsys.readouterr().out
-    assert len(list(save.glob("iter_*/manifest.json"))) == 4
+    assert committed(save) == [2, 4, 6, 8]
     await_no_agent(tmp_path)

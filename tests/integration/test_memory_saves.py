@@ -7,13 +7,14 @@ save to storage, and again in iteration 7. C loses a rank and the agent in itera
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.file_format.file_names import CLAIM, HISTORY
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.file_format.file_names import OWN
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import (
     Result,
     await_no_agent,
@@ -97,14 +98,13 @@ def test_memory_saves_are_logged_as_kept_and_leave_storage_unchanged(jobs: Jobs)
         where = [(int(iteration), bool(memory)) for iteration, memory in began]
         assert where == [(2, True), (4, False), (6, True), (8, False)]
         assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
-            HISTORY,
-            CLAIM,
+            OWN,
             "iter_0000004",
             "iter_0000008",
             "latest_checkpointed_iteration.txt",
         ]
-        lines = (jobs.tmp_path / name / HISTORY).read_text().splitlines()
-        assert [json.loads(line)["iteration"] for line in lines] == [4, 8]
+        past = history.read(PosixStore(jobs.tmp_path / name))
+        assert [save.iteration for save in past] == [4, 8]
     assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
 
 

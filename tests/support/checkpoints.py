@@ -170,7 +170,7 @@ def make(
     names = [entry.name for entry in store.list(directory)]
     end, _ = propose_manifest(store, iteration, save_id, metas[0], names)
     assert end.end is End.COMMITTED
-    moved_tracker(store, Save(iteration, save_id))
+    moved_tracker(store, Save(iteration, save_id), None)
     records = file_names.records_of(names, save_id, len(pieces))
     store.delete([f"{directory}/{name}" for name in records])
     return MadeSave(root, iteration, save_id, pieces, seed)

@@ -34,7 +34,7 @@ from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import AgentConfig, Config, Retention
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.file_names import run_name, save_name
+from megatron_flashckpt.file_format.file_names import run_name, run_of, save_name
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.save_cost import RankCost
@@ -439,10 +439,14 @@ def _main() -> None:
         arguments.world_size,
         numel=arguments.numel,
     )
+
+    def name(iteration: int) -> str:
+        """Return a name that is equal on all ranks without communication."""
+        return save_name(run_of(arguments.save_id), 10_000 + iteration)
+
     *earlier, last = map(int, arguments.iterations.split(","))
     for iteration in earlier:
-        # Equal on all ranks without communication, and different for every iteration.
-        trainer.save(iteration, f"{iteration:04x}{arguments.save_id}")
+        trainer.save(iteration, name(iteration))
     if arguments.stop == "staging":
         slot = trainer.begin(last, arguments.save_id, PATIENCE_S)
         assert slot is not None
@@ -455,7 +459,7 @@ def _main() -> None:
         assert trainer.save(last, arguments.save_id).error is None
     print(json.dumps({"agent_pid": trainer.client.agent_pid}), flush=True)
     for iteration in itertools.count(last + 1) if arguments.stop == "saving" else ():
-        trainer.stage(iteration, f"{iteration:012x}", state=SlotState.KEPT)
+        trainer.stage(iteration, name(iteration), state=SlotState.KEPT)
         print(iteration, flush=True)
     sys.stdin.buffer.read()
 

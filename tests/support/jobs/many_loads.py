@@ -42,7 +42,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.save.stager import Stager
-from megatron_flashckpt.storage import patient
+from megatron_flashckpt.storage import retrying_store
 from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
@@ -137,7 +137,8 @@ def main() -> None:
     )
     args.load = load
     original = copy.copy(vars(args))
-    patient.RETRIES_S = (0.01, 0.02, 0.03)
+    soon = retrying_store.Policy((0.01, 0.02, 0.03), until_deadline=False)
+    retrying_store.POLICIES = dict.fromkeys(retrying_store.POLICIES, soon)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         vars(args).clear()
         vars(args).update({**original, **case["args"]})

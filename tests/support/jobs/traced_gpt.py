@@ -332,21 +332,19 @@ def trace_early_reads() -> None:
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str) and not dist.is_initialized():
             name = Path(arguments[0]).name
-            if name.startswith(("latest_", "manifest", "common-")):
+            if name.startswith("latest_") or name.endswith((".end", ".common.msgpack")):
                 trace(event="early read", name=name, pid=os.getpid())
 
     sys.addaudithook(note)
 
 
 def show_stale_tracker() -> None:
-    from megatron_flashckpt.load import named_checkpoint
+    from megatron_flashckpt.catalog import directory
 
     rank, _, stale = os.environ["STALE"].partition(":")
-    read = named_checkpoint.tracker_text
+    read = directory.tracker_text
     if int(rank) == RANK:
-        named_checkpoint.tracker_text = lambda storage: (
-            read(storage) if dist.is_initialized() else stale
-        )
+        directory.tracker_text = lambda store: read(store) if dist.is_initialized() else stale
 
 
 def trace_slabs() -> None:
