@@ -54,23 +54,6 @@ def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root
     assert iterations_in(root) == []
 
 
-def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root: Path) -> None:
-    first = node.trainer(root)
-    data = first.stage(6, new_save_id(), state=KEPT)
-    assert first.outcome().kept
-    first.hang_up()
-    again = node.trainer(root)
-    (offer,) = again.take()
-    assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
-    assert offer.digests is not None
-    # Training continues with saves to memory and to storage from one slab.
-    again.join(run_after(offer.save_id, 6))
-    assert again.keep(7).kept
-    assert again.save(8).error is None
-    assert offered(again) == [(8, True), (7, False)]
-    assert iterations_in(root) == [8]
-
-
 def test_durable_and_memory_only_saves_continue_while_one_is_written(
     node: Node, root: Path
 ) -> None:

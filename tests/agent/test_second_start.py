@@ -27,7 +27,6 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     PATIENCE_S,
-    FakeTrainer,
     eventually,
     is_alive,
     new_save_id,
@@ -134,26 +133,6 @@ def _save_after_the_agent(root: Path, config: Config) -> None:
     assert not made.read_only
     assert not any(slot.header.state in COMPLETE for slot in made.slots), "the link made a new slab"
     link.close(leave=False)
-
-
-def test_a_start_warns_of_the_former_process(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
-    first.stopped()
-    in_later_process(_read_the_warning, root, node.config(), first.process.pid)
-
-
-def _read_the_warning(root: Path, config: Config, former: int) -> None:
-    import logging
-
-    lines: list[str] = []
-
-    class _Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("megatron_flashckpt").addHandler(_Lines())
-    FakeTrainer(root, config).hang_up()
-    assert [line for line in lines if f"process {former}, an earlier one of this rank" in line]
 
 
 # ---------------------------------------------------------------------- the served process

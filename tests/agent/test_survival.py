@@ -99,15 +99,3 @@ def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -
     trainers[1].hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert time.monotonic() - started >= 0.8
-
-
-def test_an_agent_with_an_error_leaves_its_log_behind(node: Node, root: Path) -> None:
-    root.write_text("a file")
-    trainer = node.trainer(root, config=node.config(keep_unwritten_s=0.0, grace_s=0.1))
-    place, agent = node.place(root), trainer.client.agent_pid
-    error = trainer.save(1).error
-    assert error is not None
-    trainer.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    assert place.listener() is None
-    assert error in place.log.read_text()
