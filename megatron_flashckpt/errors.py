@@ -101,7 +101,7 @@ def is_damage(error: BaseException) -> bool:
 
     An older checkpoint does not help against faults of the job (another model, no permission, an
     older release), or while storage is unavailable. Reads retry before they raise
-    (`storage.patient`).
+    (`storage.retrying_store`).
     """
     if isinstance(error, StorageError):
         return class_of(error).kind in ("damage", "gone")

@@ -17,18 +17,18 @@ from megatron_flashckpt.error_classes import (
     will_last,
 )
 from megatron_flashckpt.errors import StorageError, is_damage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 
 
 def error_of(number: int) -> StorageError:
     return StorageError(number, os.strerror(number))
 
 
-@pytest.mark.parametrize("call", ["open", "listdir"])
+@pytest.mark.parametrize("call", ["open", "scandir"])
 def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    storage = PosixStorage(tmp_path)
+    store = PosixStore(tmp_path)
     (tmp_path / "file").write_bytes(b"x")
     for number in errno.errorcode:
         error_class = class_of(number)
@@ -43,7 +43,7 @@ def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
             if number in (errno.ENOENT, errno.EINTR):
                 continue  # a missing file is no storage error, and Python retries EINTR itself
             with pytest.raises(StorageError) as caught:
-                storage.read("file") if call == "open" else storage.list("")
+                store.get("file") if call == "open" else store.list("")
         assert caught.value.errno == number
         assert str(caught.value).endswith(error_class.remedy)
         assert str(tmp_path) in str(caught.value)

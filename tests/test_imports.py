@@ -278,8 +278,7 @@ def test_only_storage_opening_chooses_the_kind_of_storage():
         where(module, imported)
         for module, imports in MODULES.items()
         for imported in imports
-        if imported.target in {"storage.posix", "storage.posix_store"}
-        and module != "storage.opening"
+        if imported.target == "storage.posix_store" and module != "storage.opening"
     ]
     assert wrong == []
 

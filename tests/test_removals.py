@@ -14,7 +14,6 @@ HOME = Path(megatron_flashckpt.__file__).parent
 REMOVING = {"unlink", "rmdir", "rmtree", "removedirs", "rename", "renames", "truncate", "ftruncate"}
 #: Modules that may do so, and to which files.
 MAY_REMOVE = {
-    "storage.posix": "names below its root, through no link",
     "storage.posix_store": "names below its root, through no link",
     "storage.posix_files": "its own temporary file",
     "storage.posix_writer": "the file that it writes",

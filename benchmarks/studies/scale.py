@@ -164,7 +164,7 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
         started = time.perf_counter()
         names = [entry.name for entry in store.list(directory, sizes=False)]
         propose_manifest(store, ITERATION, SAVE_ID, meta, names)
-        moved_tracker(store, Save(ITERATION, SAVE_ID))
+        moved_tracker(store, Save(ITERATION, SAVE_ID), None)
         return time.perf_counter() - started
 
     seconds, peak_mb = with_peak_mb(commit)

@@ -1,13 +1,11 @@
-"""Opens the storage of a directory: the only module that chooses the kind of storage."""
+"""Opens the store of a directory: the only module that chooses the kind of store."""
 
 from __future__ import annotations
 
 import os
 
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
-from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 
@@ -29,15 +27,6 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
         raise ConfigError(
             f"{str(root)!a}: is not UTF-8; rename the directory, or name another one"
         ) from error
-
-
-def open_storage(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Storage:
-    """Return the storage at `root`. If `root` does not exist, the first write creates it.
-
-    Args:
-        direct_io: decides whether files written by `Storage.create` bypass the page cache.
-    """
-    return PosixStorage(root, direct_io)
 
 
 def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Store:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_flashckpt.error_classes import class_of, is_unsupported
@@ -54,7 +54,7 @@ def storage_errors(path: Path, action: str, *, makes: bool = False) -> Iterator[
         raise StorageError(
             error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
         ) from error
-    except StorageError:  # raised by a guard
+    except StorageError:  # has all three already
         raise
     except OSError as error:
         raise StorageError(
@@ -62,23 +62,15 @@ def storage_errors(path: Path, action: str, *, makes: bool = False) -> Iterator[
         ) from error
 
 
-def replace_file(
-    path: Path, data: bytes, *, synced: bool = True, guard: Callable[[], None] | None = None
-) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace the file at `path` with one that holds `data`, atomically.
 
-    The name is not durable before `sync_directory`.
-
-    Args:
-        synced: the data is durable before the file has its name.
-        guard: called right before the name is replaced; if it raises, nothing has changed.
+    The data is durable before the file has its name; the name is not before `sync_directory`.
     """
     temporary = path.with_name(temporary_name(path.name))
-    write_new(temporary, data, synced=synced)
+    write_new(temporary, data)
     try:
         hit("put.written")
-        if guard is not None:
-            guard()
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -106,8 +98,8 @@ def link_file(path: Path, data: bytes) -> None:
     hit("put.renamed")
 
 
-def write_new(path: Path, data: bytes, *, synced: bool = True) -> None:
-    """Write `data` to a new file; remove the file if that fails.
+def write_new(path: Path, data: bytes) -> None:
+    """Write `data` durably to a new file; remove the file if that fails.
 
     Raises:
         FileExistsError: `path` exists; it is not changed.
@@ -117,8 +109,7 @@ def write_new(path: Path, data: bytes, *, synced: bool = True) -> None:
         with file:
             file.write(data)
             file.flush()
-            if synced:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)
         raise

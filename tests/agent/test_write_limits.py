@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.direct_io import DirectIo
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
@@ -69,8 +69,8 @@ def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
         return pwrite(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", slow_at_first)
-    storage = PosixStorage(root, DirectIo("always"))
-    digests = slot_shard(storage, slot, header, meta, flow=Flow(threads)).digests
+    store = PosixStore(root, DirectIo("always"))
+    digests = slot_shard(store, slot, header, meta, flow=Flow(threads)).digests
     data = content(0, 1, header.data_nbytes)
     parts = [data[start : start + CHUNK_NBYTES] for start in range(0, len(data), CHUNK_NBYTES)]
     assert digests == tuple(map(chunk_digest, parts))
@@ -96,7 +96,7 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
 
     monkeypatch.setattr(os, "pwrite", fail_third)
     with pytest.raises(StorageError, match="free space there"):
-        slot_shard(PosixStorage(root, DirectIo("always")), slot, header, meta, flow=Flow(2))
+        slot_shard(PosixStore(root, DirectIo("always")), slot, header, meta, flow=Flow(2))
     assert len(offsets) < 6
     assert list((root / "iter_0000001").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]

@@ -29,7 +29,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_of,
     shard_name,
 )
-from megatron_flashckpt.storage.base import temporary_name
+from megatron_flashckpt.storage.posix_files import temporary_name
 
 SAVE = "000008-3fa9.00003.1"
 OTHER = "000008-3fa9.00003.12"

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, DirectMode, is_aligned
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.storage.test_posix import open_descriptors
 
 MIB = 2**20
@@ -68,13 +68,13 @@ def on_a_disk(tmp_path: Path) -> None:
         pytest.skip(f"{tmp_path} is on a file system that refuses O_DIRECT")
 
 
-def storage(root: Path, mode: DirectMode = "always") -> PosixStorage:
-    return PosixStorage(root, DirectIo(mode))
+def storage(root: Path, mode: DirectMode = "always") -> PosixStore:
+    return PosixStore(root, DirectIo(mode))
 
 
-def write(store: PosixStorage, name: str, parts: dict[int, memoryview]) -> None:
+def write(store: PosixStore, name: str, parts: dict[int, memoryview]) -> None:
     """Make a file of `parts`, by offset."""
-    writer = store.create(name, sum(map(len, parts.values())))
+    writer = store.writer(name, sum(map(len, parts.values())))
     for offset, part in parts.items():
         writer.write_at(offset, part)
     writer.finish()
@@ -211,7 +211,7 @@ def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     before = open_descriptors()
-    writer = storage(tmp_path).create("f", len(memory))
+    writer = storage(tmp_path).writer("f", len(memory))
     calls.act = fail
     with pytest.raises(StorageError, match="check it before the next save"):
         writer.write_at(0, memoryview(memory))

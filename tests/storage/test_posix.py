@@ -18,7 +18,8 @@ import pytest
 
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.storage.direct_io import DirectIo
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.scatter_read import KeptFiles
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -32,15 +33,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def storage(root: Path) -> PosixStorage:
-    return PosixStorage(root)
-
-
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    path = tmp_path / "outside"
-    path.write_bytes(b"not ours")
-    return path
+def store(root: Path) -> PosixStore:
+    return PosixStore(root)
 
 
 @pytest.fixture
@@ -84,57 +78,40 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_only_the_first_write_makes_the_root(tmp_path):
-    storage = PosixStorage(tmp_path / "not" / "yet")
-    assert storage.list("") == []
-    assert not (tmp_path / "not").exists()
-    storage.put("a", b"1")
-    assert (tmp_path / "not/yet/a").read_bytes() == b"1"
-
-
 def test_a_relative_root_does_not_follow_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    storage = PosixStorage("ckpt")
+    store = PosixStore("ckpt")
     monkeypatch.chdir("/")
-    storage.put("a", b"1")
+    store.put("a", b"1")
     assert (tmp_path / "ckpt/a").read_bytes() == b"1"
-    assert storage.place == str(tmp_path / "ckpt")
+    assert store.place == str(tmp_path / "ckpt")
 
 
-def test_put_never_writes_into_the_existing_file(storage, root):
-    storage.put("tracker", b"old")
+def test_put_never_writes_into_the_existing_file(store, root):
+    store.put("tracker", b"old")
     os.link(root / "tracker", root / "other_link")
     with open(root / "tracker", "rb") as reader:
-        storage.put("tracker", b"new")
+        store.put("tracker", b"new")
         assert reader.read() == b"old"
     assert (root / "other_link").read_bytes() == b"old"
     assert (root / "tracker").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("data", [None, "text", 5])
-def test_a_failed_put_leaves_the_old_contents_and_no_temporary(storage, root, data):
-    storage.put("tracker", b"old")
-    with pytest.raises(TypeError):
-        storage.put("tracker", data)
-    assert os.listdir(root) == ["tracker"]
-    assert (root / "tracker").read_bytes() == b"old"
-
-
-def test_a_put_does_not_remove_a_file_with_its_temporary_name(storage, root, monkeypatch):
+def test_a_put_does_not_remove_a_file_with_its_temporary_name(store, root, monkeypatch):
     root.mkdir(exist_ok=True)
     (root / "taken").write_text("not ours")
     monkeypatch.setattr(
         "megatron_flashckpt.storage.posix_files.temporary_name", lambda name: "taken"
     )
     with pytest.raises(StorageError, match="cannot write"):
-        storage.put("name", b"data")
+        store.put("name", b"data")
     assert (root / "taken").read_text() == "not ours"
 
 
-def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
+def test_a_put_over_a_directory_fails_and_leaves_no_temporary(store, root):
     (root / "d").mkdir()
     with pytest.raises(StorageError, match="a directory stands where a file should be") as caught:
-        storage.put("d", b"")
+        store.put("d", b"")
     assert caught.value.errno == errno.EISDIR
     assert os.listdir(root) == ["d"]
 
@@ -142,130 +119,50 @@ def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda storage: storage.put("file/x", b""),
-        lambda storage: storage.create("file/x", 1),
-        lambda storage: storage.read("file/x"),
-        lambda storage: storage.list("file"),
-        lambda storage: storage.delete_directory("file"),
+        lambda store: store.put("file/x", b""),
+        lambda store: store.writer("file/x", 1),
+        lambda store: store.get("file/x"),
+        lambda store: store.list("file"),
     ],
-    ids=["put", "create", "read", "list", "delete_directory"],
+    ids=["put", "writer", "get", "list"],
 )
-def test_the_error_names_a_file_in_the_place_of_a_directory(storage, root, operation):
+def test_the_error_names_a_file_in_the_place_of_a_directory(store, root, operation):
     (root / "file").write_bytes(b"stays")
     with pytest.raises(StorageError) as caught:
-        operation(storage)
+        operation(store)
     assert str(root / "file") in str(caught.value)
     assert "move it away" in str(caught.value)
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
     assert (root / "file").read_bytes() == b"stays"
 
 
-def read_into(storage, name):
-    return storage.read_into(name, 0, [memoryview(bytearray(8))])
+def get_into(store, name):
+    return store.get_into(name, 0, [memoryview(bytearray(8))])
+
+
+def delete(store, name):
+    store.delete([name])
 
 
 @pytest.mark.parametrize(
-    "operation", [PosixStorage.read, read_into, PosixStorage.delete], ids=lambda it: it.__name__
+    "operation", [PosixStore.get, get_into, delete], ids=lambda it: it.__name__
 )
-def test_the_error_names_a_directory_in_the_place_of_a_file(storage, root, operation):
+def test_the_error_names_a_directory_in_the_place_of_a_file(store, root, operation):
     (root / "d").mkdir()
     with pytest.raises(StorageError, match=f"{root}/d: .*a directory stands") as caught:
-        operation(storage, "d")
+        operation(store, "d")
     assert caught.value.errno == errno.EISDIR
     assert (root / "d").is_dir()
-
-
-def test_no_failed_operation_leaves_a_descriptor_open(storage, root, outside):
-    (root / "d").mkdir()
-    (root / "link").symlink_to(outside)
-    storage.put("f", b"1")
-    before = open_descriptors()
-    for attempt in (
-        lambda: storage.read("d"),
-        lambda: storage.read("link"),
-        lambda: read_into(storage, "d"),
-        lambda: read_into(storage, "link"),
-        lambda: storage.put("d", b""),
-        lambda: storage.put("f", None),
-        lambda: storage.create("d", 1),
-        lambda: storage.create("link", 1),
-    ):
-        with pytest.raises((StorageError, TypeError)):
-            attempt()
-    storage.read("f")
-    read_into(storage, "f")
-    storage.create("g", 1).abandon()
-    storage.create("g", 1).finish()
-    assert open_descriptors() == before
-
-
-def test_create_does_not_follow_a_planted_link(storage, root, outside):
-    (root / "shard").symlink_to(outside)
-    with pytest.raises(StorageError, match=f"{root}/shard: .*symbolic link .* remove it") as caught:
-        storage.create("shard", 4)
-    assert caught.value.errno == errno.ELOOP
-    assert outside.read_bytes() == b"not ours"
-
-
-def test_create_does_not_make_the_target_of_a_dangling_link(storage, root, tmp_path):
-    (root / "shard").symlink_to(tmp_path / "absent")
-    with pytest.raises(StorageError, match="symbolic link"):
-        storage.create("shard", 4)
-    assert not (tmp_path / "absent").exists()
-
-
-@pytest.mark.parametrize("operation", [PosixStorage.read, read_into], ids=lambda it: it.__name__)
-def test_read_does_not_follow_a_link(storage, root, outside, operation):
-    (root / "manifest.json").symlink_to(outside)
-    with pytest.raises(StorageError, match="symbolic link") as caught:
-        operation(storage, "manifest.json")
-    assert caught.value.errno == errno.ELOOP
-
-
-def test_size_does_not_follow_a_link(storage, root, tmp_path):
-    (tmp_path / "big").write_bytes(b"x" * 5000)
-    (root / "link").symlink_to(tmp_path / "big")
-    assert storage.size("link") != 5000
-
-
-def test_put_replaces_a_link_and_not_its_target(storage, root, outside):
-    (root / "tracker").symlink_to(outside)
-    storage.put("tracker", b"7")
-    assert not (root / "tracker").is_symlink()
-    assert (root / "tracker").read_bytes() == b"7"
-    assert outside.read_bytes() == b"not ours"
-
-
-def test_delete_removes_a_link_and_not_its_target(storage, root, outside):
-    (root / "link").symlink_to(outside)
-    storage.delete("link")
-    assert os.listdir(root) == []
-    assert outside.read_bytes() == b"not ours"
-
-
-def test_a_link_is_neither_directory_nor_file_and_is_not_deleted(storage, root, tmp_path):
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "f").write_bytes(b"1")
-    (root / "iter_0000001").symlink_to(precious)
-    (root / "link").symlink_to(precious / "f")
-    assert [storage.kind("iter_0000001"), storage.kind("link")] == ["other", "other"]
-    with pytest.raises(StorageError, match="move it away"):
-        storage.delete_directory("iter_0000001")
-    assert sorted(os.listdir(root)) == ["iter_0000001", "link"]
-    assert (precious / "f").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda storage: storage.put("f", b"new"),
-        lambda storage: storage.create("new", 4),
-        lambda storage: storage.delete("f"),
-        lambda storage: storage.move("f", "g"),
-        lambda storage: storage.delete_directory("d"),
+        lambda store: store.put("f", b"new"),
+        lambda store: store.writer("new", 4),
+        lambda store: store.delete(["f"]),
     ],
-    ids=["put", "create", "delete", "move", "delete_directory"],
+    ids=["put", "writer", "delete"],
 )
 def test_a_directory_without_write_permission_is_named_with_the_remedy(operation):
     # Not below tmp_path: the unprivileged user may not enter its parents.
@@ -276,7 +173,7 @@ def test_a_directory_without_write_permission_is_named_with_the_remedy(operation
         root.chmod(0o555)
         try:
             with unprivileged(), pytest.raises(StorageError) as caught:
-                operation(PosixStorage(root))
+                operation(PosixStore(root))
         finally:
             root.chmod(0o755)
         assert caught.value.errno == errno.EACCES
@@ -293,19 +190,19 @@ def test_a_file_without_read_permission_is_named_with_the_remedy():
         (root / "f").write_bytes(b"secret")
         (root / "f").chmod(0)
         with unprivileged(), pytest.raises(StorageError, match=f"{root}/f: cannot read") as caught:
-            PosixStorage(root).read("f")
+            PosixStore(root).get("f")
         assert caught.value.errno == errno.EACCES
 
 
 @pytest.mark.parametrize(
     "operation",
-    [lambda storage: storage.put("f", b"new"), lambda storage: storage.create("new", 4)],
-    ids=["put", "create"],
+    [lambda store: store.put("f", b"new"), lambda store: store.writer("new", 4)],
+    ids=["put", "writer"],
 )
 def test_a_read_only_file_system_is_named_with_the_remedy(tmpfs, operation):
     root = tmpfs("ro,size=1m")
     with pytest.raises(StorageError, match=f"{root}/") as caught:
-        operation(PosixStorage(root))
+        operation(PosixStore(root))
     assert caught.value.errno == errno.EROFS
     assert "the file system is read-only: remount it" in str(caught.value)
     assert os.listdir(root) == []
@@ -316,7 +213,7 @@ def test_a_full_disk_is_reported_before_the_first_byte(tmpfs):
     with pytest.raises(
         StorageError, match=f"{root}/shard: cannot reserve its 2097152 bytes "
     ) as caught:
-        PosixStorage(root).create("shard", 2 * MIB)
+        PosixStore(root).writer("shard", 2 * MIB)
     assert caught.value.errno == errno.ENOSPC
     assert "free space there or save elsewhere" in str(caught.value)
     assert os.listdir(root) == []
@@ -330,18 +227,18 @@ def writes() -> int:
 
 def test_reserving_space_writes_nothing_where_it_is_unsupported(tmpfs):
     """On such a file system glibc's posix_fallocate writes one byte per page, 4,096 for 16 MiB."""
-    storage = PosixStorage(tmpfs("size=32m", "ramfs"))
+    store = PosixStore(tmpfs("size=32m", "ramfs"))
     before = writes()
-    writer = storage.create("shard", 16 * MIB)
+    writer = store.writer("shard", 16 * MIB)
     assert writes() - before < 10
     writer.write_at(0, b"1")
     writer.finish()
-    assert storage.read("shard") == b"1"
+    assert store.get("shard") == b"1"
 
 
 @pytest.mark.parametrize("method", ["finish", "abandon"])
 def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
-    writer = PosixStorage(root, DirectIo("always")).create("shard", MIB)
+    writer = PosixStore(root, DirectIo("always")).writer("shard", MIB)
     ours = {writer._fd, writer._direct_fd} - {-1}
     assert len(ours) == 2, "direct writes have a second descriptor"
     real_close = os.close
@@ -372,12 +269,12 @@ def test_a_file_system_without_fsync_of_directories_is_accepted(root, monkeypatc
         real_fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    storage = PosixStorage(root)
-    storage.put("f", b"1")
-    writer = storage.create("shard", 1)
+    store = PosixStore(root)
+    store.put("f", b"1")
+    writer = store.writer("shard", 1)
     writer.write_at(0, b"2")
     writer.finish()
-    assert (storage.read("f"), storage.read("shard")) == (b"1", b"2")
+    assert (store.get("f"), store.get("shard")) == (b"1", b"2")
 
 
 def test_an_io_error_of_a_directory_s_fsync_is_raised(root, monkeypatch):
@@ -390,23 +287,23 @@ def test_an_io_error_of_a_directory_s_fsync_is_raised(root, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(StorageError, match="check it before the next save"):
-        PosixStorage(root).put("f", b"1")
+        PosixStore(root).put("f", b"1")
 
 
 def test_reserved_space_is_writable_and_is_freed_by_abandon(tmpfs):
-    storage = PosixStorage(tmpfs("size=1m"))
+    store = PosixStore(tmpfs("size=1m"))
     for _ in range(3):
-        writer = storage.create("shard", MIB)
+        writer = store.writer("shard", MIB)
         with pytest.raises(StorageError, match="free space there"):
-            storage.create("other", MIB // 2)
+            store.writer("other", MIB // 2)
         writer.write_at(0, bytes(MIB))
         writer.abandon()
-        assert storage.list("") == []
+        assert store.list("") == []
 
 
 def test_a_write_beyond_the_reserved_space_reports_a_full_disk(tmpfs):
     root = tmpfs("size=1m")
-    writer = PosixStorage(root).create("shard", MIB)
+    writer = PosixStore(root).writer("shard", MIB)
     with pytest.raises(StorageError, match=f"{root}/shard: cannot write .*free space") as caught:
         writer.write_at(MIB, b"one too many")
     assert caught.value.errno == errno.ENOSPC
@@ -416,39 +313,49 @@ def test_a_write_beyond_the_reserved_space_reports_a_full_disk(tmpfs):
 
 def test_a_put_on_a_full_disk_keeps_the_old_contents(tmpfs):
     root = tmpfs("size=1m")
-    storage = PosixStorage(root)
-    storage.put("tracker", b"old")
+    store = PosixStore(root)
+    store.put("tracker", b"old")
     with pytest.raises(StorageError, match=f"{root}/tracker: .*free space there") as caught:
-        storage.put("tracker", bytes(2 * MIB))
+        store.put("tracker", bytes(2 * MIB))
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(root) == ["tracker"]
-    assert storage.read("tracker") == b"old"
+    assert store.get("tracker") == b"old"
 
 
-def test_a_storage_error_is_also_an_os_error(storage, root):
+def test_a_storage_error_is_also_an_os_error(store, root):
     (root / "d").mkdir()
     with pytest.raises(OSError, match="Is a directory") as caught:
-        storage.read("d")
+        store.get("d")
     assert isinstance(caught.value, FlashCkptError)
     assert isinstance(caught.value.__cause__, IsADirectoryError)
 
 
-@pytest.mark.parametrize("way", ["read", "rewrite"])
 def test_busy_storage_is_not_taken_for_the_end_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a read fails with EAGAIN, Python's file objects return None or the bytes so far."""
-    storage = PosixStorage(tmp_path)
-    storage.put("file", b"12345678")
+    store = PosixStore(tmp_path)
+    store.put("file", b"12345678")
 
     def busy(*args: object) -> bytes:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "pread", busy)
     with pytest.raises(StorageError, match="busy"):
-        storage.read("file") if way == "read" else storage.rewrite("file", b"12345678", b"abcdefgh")
+        store.get("file")
     monkeypatch.undo()
-    assert storage.read("file") == b"12345678"
+    assert store.get("file") == b"12345678"
+
+
+def test_files_kept_open_are_closed_with_their_holder(tmp_path):
+    store, kept = PosixStore(tmp_path), KeptFiles()
+    before = open_descriptors()
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(b"data")
+        store.get_into(f"{number}", 0, [memoryview(bytearray(1))], kept=kept)
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
+    del kept
+    assert open_descriptors() == before
 
 
 def test_a_read_of_a_few_bytes_fetches_only_these(tmp_path: Path) -> None:
@@ -456,7 +363,7 @@ def test_a_read_of_a_few_bytes_fetches_only_these(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100_000))
     before = _read_nbytes()
     for _ in range(100):
-        assert PosixStorage(tmp_path).read("file", 10, 27) == bytes(27)
+        assert PosixStore(tmp_path).get("file", 10, 27) == bytes(27)
     assert _read_nbytes() - before < 100 * 4096
 
 

@@ -26,14 +26,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.load import replica_sharing
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.targets import Targets
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.simulated_gpu import simulated_gpus
+from tests.support.checkpoints import SAVE_ID
 
 RANK = int(os.environ["RANK"])
 transfer = replica_sharing.transfer
@@ -55,17 +57,17 @@ class OffloadCopies:
                 self._host.copy_(self._source, non_blocking=True)
 
 
-class SlowStorage(PosixStorage):
+class SlowStore(PosixStore):
     """A disk that takes `delay_s` for every chunk; training offloads during that time."""
 
     delay_s = 0.0
     offload: OffloadCopies | None = None
 
-    def read_into(self, *args: Any) -> int:
+    def get_into(self, *args: Any) -> int:
         time.sleep(self.delay_s)
         if self.offload is not None:
             self.offload.ask()
-        return super().read_into(*args)
+        return super().get_into(*args)
 
 
 def run(case: dict[str, Any]) -> None:
@@ -84,8 +86,8 @@ def run(case: dict[str, Any]) -> None:
 
 def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return the filled tensors, and the traced facts of the load."""
-    storage = SlowStorage(os.environ["ROOT"])
-    storage.delay_s = case.get("slow_read_s", 0.0)
+    store = SlowStore(os.environ["ROOT"])
+    store.delay_s = case.get("slow_read_s", 0.0)
     sending = OffloadCopies(case.get("gpu_send_s", 0.0))
 
     first_send_s = [case.get("first_send_s", 0.0)]
@@ -97,7 +99,8 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
         sending.ask()
         transfer(*args, **kwargs)
 
-    stored = StoredCheckpoint(storage, 10, read_manifest(storage, 10))
+    save = Save(10, SAVE_ID)
+    stored = StoredCheckpoint(store, save, read_manifest(store, save))
     pieces = [
         piece
         for source in stored.sources()
@@ -105,7 +108,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     ]
     if "wanted" in case:
         pieces = [pieces[n] for n in case["wanted"][RANK]]
-    storage.offload = OffloadCopies(case.get("gpu_read_s", 0.0))
+    store.offload = OffloadCopies(case.get("gpu_read_s", 0.0))
     tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8, device=device) for piece in pieces]
     targets = Targets(pieces, tensors)
     chunks = chunk_reads(read_plan(pieces, stored.sources(), "it"), pieces)
