@@ -95,9 +95,10 @@ def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> Non
 
 
 def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
+    """Memory still holds the older save."""
     (crashed / "save" / TRACKER).write_text("2")
     result = succeeded(train(crashed, "again"))
-    assert "iteration 2 was restored" in result.log
+    assert "iteration 2 was restored from memory" in result.log
     assert min(result.losses()) == 3
 
 
