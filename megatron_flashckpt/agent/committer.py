@@ -304,7 +304,8 @@ class Committer:
         end, failure = result.end, result.failure
         previous: int | None = None
         if end is End.COMMITTED and save.core.holds_rank_0:
-            previous, failure = self._track(save)
+            with self._node.traces.recording(save.iteration, save.save_id, None):
+                previous, failure = self._track(save)
         if failure is not None:
             level = logging.INFO if save.is_given_up else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, failure.failed)
