@@ -36,7 +36,7 @@ OTHER_RELEASES = {
 #: Options of srun and torchrun, and the prefix that `agent.settings` adds to names.
 OTHERS = {"--overlap", "--no-", "--max-restarts"}
 #: Quoted words that are not settings: values, commands and Megatron's names.
-WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_reshardable"}
+WORDS = {"skip", "flashckpt", "release", "field", "dp_zero_gather_scatter", "fully_reshardable"}
 
 
 def strings() -> list[tuple[str, str]]:

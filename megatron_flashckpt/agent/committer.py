@@ -31,6 +31,7 @@ from megatron_flashckpt.file_format.file_names import run_number
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.retrying_store import RetryingStore
+from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -274,20 +275,20 @@ class Committer:
         """Return why the save is useless if a later run has started elsewhere. Asked once."""
         if save.has_looked_for_runs or not save.core.holds_rank_0:
             return None
-        later = self._later_run(save)
+        later = self._later_run(save.store)
         save.has_looked_for_runs = True
         if later is None:
             return None
         return Failure(failed=why_overtaken(save.store, later), is_final=True)
 
-    def _later_run(self, save: PendingSave) -> RunObject | None:
+    def _later_run(self, store: Store) -> RunObject | None:
         """Return a later run, of which this node has no trainers; None if there is none.
 
         A run has its object a moment before its trainers report it to their agents.
         """
         with self._node.changed:
             number = self._node.run_number
-        later = later_run(save.store, number) if number else None
+        later = later_run(store, number) if number else None
         if later is None:
             return None
         with self._node.changed:
@@ -303,7 +304,8 @@ class Committer:
         end, failure = result.end, result.failure
         previous: int | None = None
         if end is End.COMMITTED and save.core.holds_rank_0:
-            previous, failure = self._track(save)
+            with self._node.traces.recording(save.iteration, save.save_id, None):
+                previous, failure = self._track(save)
         if failure is not None:
             level = logging.INFO if save.is_given_up else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, failure.failed)
@@ -329,18 +331,20 @@ class Committer:
     def _track(self, save: PendingSave) -> tuple[int | None, Failure | None]:
         """Move the tracker to a committed save, if loads will count it.
 
+        Errors that may pass are waited out for as long as before the commit.
+
         Returns:
             The iteration that the tracker named before, and why the save does not count.
         """
+        store = RetryingStore(save.store, call_s=core.PATIENCE_S)
         try:
-            later = self._later_run(save)
+            later = self._later_run(store)
             if later is not None:
-                return None, Failure(failed=why_overtaken(save.store, later), is_final=True)
+                return None, Failure(failed=why_overtaken(store, later), is_final=True)
             with self._node.changed:
                 history = self._node.history
             if history is not None and not history.holds(save.save):
                 return None, None
-            store = RetryingStore(save.store, call_s=core.PATIENCE_S)
             return moved_tracker(store, save.save, history), None
         except (FlashCkptError, OSError) as error:
             # The end counts, not the tracker: loads of this package find the checkpoint.

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _MOST = 8
 #: Number of an agent's process in the trace: beyond those of ranks.
 _AGENT = 1_000_000
-_NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8,32}-rank_\d{5,}\.trace\.json")
+_NAME = re.compile(r"iter_\d{7,}-\d{6,18}-[0-9a-f]{4}\.\d{5,18}\.\d{1,9}-rank_\d{5,}\.trace\.json")
 #: Bytes at the end of a trace that contain its save directory: more than the longest path.
 _TAIL_NBYTES = 2**14
 #: Names of a trainer's threads, for people.

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes to read of a run's object, and of `tracker.json`, at most.
 _SMALL_NBYTES = 2**20
+_TRACKED = msgspec.json.Decoder(Tracked)
 
 
 class _Listing(NamedTuple):
@@ -109,7 +110,7 @@ def committed_saves(store: Store) -> list[Save]:
 def tracked(store: Store) -> Tracked | None:
     """Return the contents of `tracker.json`; None if it is missing or damaged."""
     try:
-        return msgspec.json.decode(store.get(TRACKED, 0, _SMALL_NBYTES), type=Tracked)
+        return _TRACKED.decode(store.get(TRACKED, 0, _SMALL_NBYTES))
     except FileNotFoundError:
         return None
     except UNDECODABLE as error:

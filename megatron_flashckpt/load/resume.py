@@ -21,6 +21,7 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load import argument_source, loader, training_state
+from megatron_flashckpt.load.argument_source import ArgumentSource
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_names import may_be_late
@@ -77,7 +78,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     load_dir = _load_directory(call, margs, memory.checkpoints)
     directory = _LoadDirectory(margs, load_dir, memory)
     candidates = _candidates(margs, directory, memory)
-    refusal = argument_source.disagreement(run_on_rank_0(argument_source.chosen_sources))
+    refusal = argument_source.disagreement(directory.argument_sources)
     request = _request(call, margs, refusal, is_release=candidates.iteration == RELEASE)
     loaded = _load_first_undamaged(candidates, request, margs, directory)
     candidates.report()
@@ -92,12 +93,13 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         return None
     assert load_dir is not None
     iteration = training_state.apply(call, margs, request.model_state, loaded)
-    if call.optimizer is not None and not is_resume:
-        _report_unused_memory(margs, load_dir)
     if is_resume:
-        _continue_from(loaded, margs, directory.facts)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        _continue_from(loaded, margs, directory.facts)  # ends after all ranks have begun it
+    else:
+        if call.optimizer is not None:
+            _report_unused_memory(margs, load_dir)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
     origin = loaded.origin
     announcements.announce_loaded(
         load_dir, iteration, (origin.iteration, origin.source), _summary(loaded)
@@ -167,12 +169,17 @@ class _LoadDirectory:
         self.store = None if load_dir is None else _store(margs, load_dir)
         self.facts: Facts | None = None
         """What the last choice depended on; on rank 0 only."""
+        self.argument_sources: dict[str, ArgumentSource] = {}
+        """Those of rank 0, which come with each choice."""
         self._margs = margs
         self._held = {held.save: held.ancestors for held in memory.checkpoints}
 
     def choose(self) -> Offered:
         """Return the checkpoints that directory and memory offer now. Collective."""
-        return run_on_rank_0(self._offered)
+        offered, self.argument_sources = run_on_rank_0(
+            lambda: (self._offered(), argument_source.chosen_sources())
+        )
+        return offered
 
     def _offered(self) -> Offered:
         if self.store is None or self.path is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
@@ -88,6 +89,20 @@ def ranks_out_of_step(node: Node, root: Path, **agent: float) -> int:
     for trainer in trainers:
         trainer.hang_up()
     return trainers[0].client.agent_pid
+
+
+@pytest.mark.parametrize(
+    ("connected", "gone", "fails"),
+    [((), (1,), True), ((0,), (1,), False), ((), (0,), False), ((), (2,), False)],
+    ids=["all ended", "one may come back", "its part is there", "not of this job"],
+)
+def test_a_save_fails_once_nobody_can_stage_the_missing_part(
+    connected: tuple[int, ...], gone: tuple[int, ...], *, fails: bool
+) -> None:
+    machine = core.CommitCore("here", 2, 0.0, 3600.0, core.Pace())
+    machine.note(0.0, core.Joined(0))
+    machine.note(0.0, core.Connected(frozenset(connected), frozenset(gone)))
+    assert isinstance(machine.next(0.0), core.Fail) is fails
 
 
 def test_a_save_that_cannot_be_complete_does_not_delay_an_agent_after_sigterm(

@@ -80,12 +80,13 @@ def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnec
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
-    root.mkdir(exist_ok=True)
-    (root / file_names.iteration_dir(7)).write_text("in the way")
-    data = trainer.stage(7, new_save_id())
+    save_id = new_save_id()
+    obstacle = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
+    obstacle.mkdir(parents=True)
+    data = trainer.stage(7, save_id)
     assert trainer.outcome().error is not None
     trainer.hang_up()
-    (root / file_names.iteration_dir(7)).unlink()
+    obstacle.rmdir()
     again = node.trainer(root)
     (offer,) = again.take()
     assert restored(again, offer) == data

@@ -124,7 +124,8 @@ def test_the_next_commit_removes_the_partial_save_of_a_killed_agent(node: Node, 
     assert not (root / file_names.TRACKER).exists()
     assert not (directory / file_names.end_name(cut_short)).exists()
     again = [node.trainer(root, rank, 2) for rank in range(2)]
-    save_id = new_save_id()
+    again[1].join(again[0].open_run())
+    save_id = again[0].new_save_id()
     for trainer in again:
         trainer.stage(7, save_id)
     assert [trainer.outcome().error for trainer in again] == [None, None]

@@ -38,9 +38,9 @@ def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
 def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Path) -> None:
     """The first failed rank reports for its node, so later failures must name that rank."""
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
-    root.mkdir(exist_ok=True)
-    (root / file_names.iteration_dir(5)).write_text("in the way")
     save_id = new_save_id()
+    for rank in range(3):
+        obstruct(root, 5, rank, save_id)
     failed_ranks = []
     for trainer in trainers:
         trainer.stage(5, save_id)
@@ -49,9 +49,16 @@ def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Pa
     # Otherwise they fail only because the first rank failed, and report nothing.
     assert all(ranks[:1] in ((0,), ()) for ranks in failed_ranks)
     later = new_save_id()
-    (root / file_names.iteration_dir(6)).write_text("in the way")
+    obstruct(root, 6, 2, later)
     trainers[2].stage(6, later)
     assert trainers[2].outcome().failed_ranks == (2,)
+
+
+def obstruct(root: Path, iteration: int, rank: int, save_id: str) -> Path:
+    """Keep a shard of a save from being written; its end can be written."""
+    obstacle = root / file_names.iteration_dir(iteration) / file_names.shard_name(rank, save_id)
+    obstacle.mkdir(parents=True)
+    return obstacle
 
 
 def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
@@ -195,9 +202,9 @@ def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, roo
 def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert save_all([trainer], 1) == [None]
-    (root / file_names.iteration_dir(2)).write_text("in the way")
-    (error,) = save_all([trainer], 2)
-    assert error is not None
+    save_id = new_save_id()
+    obstruct(root, 2, 0, save_id)
+    assert trainer.save(2, save_id).error is not None
     offers = trainer.take()
     assert [(offer.iteration, offer.durable) for offer in offers] == [(2, False), (1, True)]
     assert trainer.slab is not None
@@ -208,8 +215,7 @@ def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path)
 def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    obstacle.mkdir(parents=True)
+    obstacle = obstruct(root, 1, 0, save_id)
     trainers[0].stage(1, save_id)
     error = trainers[0].outcome().error
     assert error is not None
@@ -241,8 +247,7 @@ def test_a_failure_on_one_node_reaches_the_other_with_its_reason(
 ) -> None:
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     save_id = new_save_id()
-    obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    obstacle.mkdir(parents=True)
+    obstacle = obstruct(root, 1, 1, save_id)
     here.stage(1, save_id)
     assert here.client.poll(0.2).finished == (), "the save waits for the other node"
     there.stage(1, save_id)
@@ -337,7 +342,7 @@ def _free_nbytes(path: Path) -> int:
 def test_a_result_names_the_failed_ranks_of_this_node(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    (root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)).mkdir(parents=True)
+    obstruct(root, 1, 1, save_id)
     for trainer in trainers:
         trainer.stage(1, save_id)
     outcomes = [trainer.outcome() for trainer in trainers]

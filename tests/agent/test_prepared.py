@@ -202,7 +202,7 @@ def test_a_slab_with_a_checkpoint_is_kept_if_no_larger_one_fits(
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
     small = slab_of(job.checkpointer)
-    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "000001-aaaa.00001.1", 0, 100))
+    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, job.save_id(1), 0, 100))
     error = job.save(2)
     assert error is not None
     size = r"\d+\.\d MiB"

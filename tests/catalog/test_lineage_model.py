@@ -218,9 +218,9 @@ class World:
         if wish == "scratch":
             return None
         run = self.newest_run(have)
-        if isinstance(wish, TrueSave) and wish in have:
-            if not self.wish_is_set_back or self.is_on(wish, run):
-                return wish
+        is_there = isinstance(wish, TrueSave) and wish in have
+        if is_there and (not self.wish_is_set_back or self.is_on(wish, run)):
+            return wish
         return max(
             (save for save in have if self.is_on(save, run)),
             key=lambda save: save.save.iteration,
@@ -999,7 +999,7 @@ MUTANTS: dict[str, tuple[object, str, object]] = {
 def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
     owner, name, replacement = MUTANTS[left_out]
     monkeypatch.setattr(owner, name, replacement)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):  # noqa: PT012
         if left_out in RARE:
             RARE[left_out](Schedule())
         else:

@@ -93,11 +93,11 @@ def test_weights_are_derived_under_another_layout_and_without_the_optimizer(jobs
 
 
 def test_tools_derive_the_weights(jobs: Jobs) -> None:
-    assert verify(open_checkpoint(PosixStore(jobs.derived), 6)) == []
+    store = PosixStore(jobs.derived)
+    assert verify(open_checkpoint(store, 6)) == []
     expected = assemble(jobs.stored, 6)
     derived = {
-        (source.kind, source.key): source
-        for source in open_ours(PosixStore(jobs.derived), 6, Options()).tensors
+        (source.kind, source.key): source for source in open_ours(store, 6, Options()).tensors
     }
     assert derived.keys() == expected.keys()
     for name, tensor in derived.items():

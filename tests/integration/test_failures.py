@@ -48,7 +48,8 @@ def test_rank_0_reports_an_io_error_and_training_continues(
     assert len(errors) <= RANKS
     assert f"{tmp_path}/save/iter_0000002" in error
     assert "move it away" in error
-    assert f"; there is no durable checkpoint in {tmp_path}/save; " in error
+    # The agents try for 5 s to report the failure to other nodes; meanwhile iteration 4 is durable.
+    assert re.search(rf"; (there is no|the newest) durable checkpoint in {tmp_path}/save", error)
     staged = re.findall(r"^.*iteration (\d) staged.*", result.log, re.MULTILINE)
     assert staged == ["2", "4", "6"], "one line says that a save is staged"
     assert "INFO:megatron_flashckpt" not in result.log, "Megatron's root logger prints INFO"
@@ -81,10 +82,11 @@ def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
 
 @pytest.mark.second_tier
 def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
-    result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
+    env = {"FLASHCKPT_ON_FAILURE": "raise", "FLASHCKPT_WAIT": "durable"}
+    result = failing_save(tmp_path, env=env)
     assert result.returncode != 0
     assert "SaveFailedError" in result.log
-    assert max(result.losses()) < 6
+    assert max(result.losses()) == 2
 
 
 def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
@@ -134,13 +136,14 @@ def test_training_stops_after_the_configured_number_of_failures_in_a_row(tmp_pat
     Saves to memory in between never fail and do not count.
     """
     env = {"FLASHCKPT_FAILURES_IN_A_ROW": "2", "FLASHCKPT_MEMORY_INTERVAL": "1"}
+    env["FLASHCKPT_WAIT"] = "durable"
     result = failing_save(tmp_path, iterations=(2, 6, 8), train_iters=12, env=env)
     assert result.returncode != 0
     assert (
         "SaveFailedError: 2 saves in a row have failed, and 'failures_in_a_row' is 2; the last"
         in (result.log)
     )
-    assert 8 <= max(result.losses()) < 12
+    assert max(result.losses()) == 8
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "4"
 
 

@@ -44,7 +44,9 @@ def test_ranks_with_equal_plans_compute_one(
     assert all(came[rank] == (1, 0) for rank in came.keys() - equal)
     capsys.readouterr()
     assert main(["report", str(save), "--json"]) == 0
-    first, second = (row["cost"]["plans"] for row in json.loads(capsys.readouterr().out))
+    start, *saves = json.loads(capsys.readouterr().out)
+    assert start["state"] == "started"
+    first, second = (row["cost"]["plans"] for row in saves)
     assert first == {"computed": 4 - len(others), "found": len(others), "kept": 0}
     assert second == {"computed": 0, "found": 0, "kept": 4}
 

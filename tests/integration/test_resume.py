@@ -65,8 +65,8 @@ SETTINGS: dict[str, dict[str, str]] = {"dp4-fp32-two-writers": TWO}
 WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
 
 #: Upper bounds of the number of `torch.distributed` calls in a load, the checks and agreements
-#: before training included; README states them.
-NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 16, 25, 27
+#: before training included; docs/how-to/resharding.md states them.
+NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 14, 22, 24
 #: Calls that an exchange between replicas adds.
 WITH_REPLICAS = 3
 

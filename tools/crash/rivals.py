@@ -30,7 +30,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content
 from tools.crash import trouble
-from tools.crash.job import CellError, agent_at, wake
+from tools.crash.job import CellError, agent_at, eventually, wake
 from tools.crash.peers import agent_fault
 from tools.crash.truth import await_tidy, check_storage, committed
 

@@ -137,9 +137,8 @@ def main() -> None:
     )
     args.load = load
     original = copy.copy(vars(args))
-    retrying_store.POLICIES = dict.fromkeys(
-        retrying_store.POLICIES, retrying_store.Policy((0.01, 0.02, 0.03), until_deadline=False)
-    )
+    soon = retrying_store.Policy((0.01, 0.02, 0.03), until_deadline=False)
+    retrying_store.POLICIES = dict.fromkeys(retrying_store.POLICIES, soon)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         vars(args).clear()
         vars(args).update({**original, **case["args"]})
