@@ -146,15 +146,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `false`: saves do not change the exit status."""
 
     probe_wait_s: Seconds | None = 60.0
-    """Seconds that rank 0 waits for the storage probe. Before the first step every node writes,
-    renames and reads a small file in the save directory. Rank 0 waits until it sees the files of
-    all nodes. `None`: no probe. After a crash a load waits at most as long if storage shows an
-    older tracker than agents have written, and then loads what the tracker names."""
+    """Seconds that rank 0 waits for the storage probe. Before the first step every node tries the
+    calls of a save on small files in the save directory. Rank 0 waits until it sees the files of
+    all nodes. `None`: no probe. On a network file system a load waits at most as long for names
+    that it knows to be missing, and then loads the newest checkpoint that it sees."""
 
     other_writer: Literal["refuse", "take_over"] = "refuse"
     """Action if another running job saves to this directory: `refuse` to start, or `take_over`,
-    after which the other job writes nothing there and its saves fail. A crashed job, and this job's
-    former run, do not count."""
+    after which the saves of the other job fail, and nothing that it writes counts. A crashed job,
+    and this job's former run, do not count."""
 
     other_writer_wait_s: Seconds = 60.0
     """Seconds that a start waits for another running job to end. After a crash also the seconds

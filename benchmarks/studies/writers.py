@@ -38,7 +38,7 @@ from megatron_flashckpt.memory.slot import SlotMeta
 NODES, REPLICAS = 4, 8
 NODE_MIB_PER_S = 200
 SIDE_NBYTES = 64 * 1024
-SAVE_ID = "0badcafe0003"
+SAVE_ID = "000001-3fa9.00001.1"
 POLICIES: tuple[ShareOut, ...] = ("share", "first", 2, 4)
 
 
@@ -111,10 +111,10 @@ class Storage:
         self.servers = servers
         self.network = Line()
 
-    def create(self, name: str, nbytes: int) -> Writer:
+    def writer(self, name: str, nbytes: int) -> Writer:
         return Writer(self, self.servers.create(nbytes))
 
-    def put(self, name: str, data: bytes, durable: str) -> None:
+    def create(self, name: str, data: bytes) -> None:
         """Accept a commit record; their number does not depend on the writers."""
 
 

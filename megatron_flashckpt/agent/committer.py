@@ -304,7 +304,8 @@ class Committer:
         end, failure = result.end, result.failure
         previous: int | None = None
         if end is End.COMMITTED and save.core.holds_rank_0:
-            previous, failure = self._track(save)
+            with self._node.traces.recording(save.iteration, save.save_id, None):
+                previous, failure = self._track(save)
         if failure is not None:
             # What a crash of training interrupts is no error of the agent, which keeps its log.
             is_of_crash = save.is_given_up or save.core.is_cut_short

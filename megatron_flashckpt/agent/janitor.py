@@ -55,7 +55,6 @@ from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
-from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
@@ -235,11 +234,9 @@ class Janitor:
         # An earlier attempt, or an earlier save of this iteration, may have been looked at.
         self._looks.pop(save.iteration, None)
         with self._errors_logged("obsolete files"):
-            with phase("tidy up"):
-                self._end_and_clear(walk)
+            self._end_and_clear(walk)
             hit("commit.tidy")
-            with phase("retention"):
-                self._retire(walk, self._expired(save))
+            self._retire(walk, self._expired(save))
             hit("commit.done")
 
     def _remove_signs(self, walk: _Pass) -> None:

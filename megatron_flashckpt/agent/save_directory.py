@@ -89,17 +89,17 @@ class HeldDirectory:
     that holds their memory.
 
     A file system that is mounted again, by hand or by an automounter, may have another device
-    number. So a directory with the claim of one of the agent's runs is the same directory.
+    number. So a directory that has the object of the agent's newest run is the same directory.
     """
 
-    def __init__(self, root: str, has_own_claim: Callable[[], bool]) -> None:
+    def __init__(self, root: str, has_own_run: Callable[[], bool]) -> None:
         """Open `root`, in a thread.
 
         Args:
-            has_own_claim: returns whether the directory at `root` has a claim of this agent's runs.
+            has_own_run: returns whether the directory at `root` has the object of the newest run.
         """
         self._root = root
-        self._has_own_claim = has_own_claim
+        self._has_own_run = has_own_run
         self.identity = ""
         """Identity of the directory; empty until it is open."""
         self.key = ""
@@ -164,7 +164,7 @@ class HeldDirectory:
     def _returned(self) -> int | None:
         """Return a descriptor of the directory if it has come back with another identity."""
         try:
-            return self._opened() if self._has_own_claim() else None
+            return self._opened() if self._has_own_run() else None
         except (OSError, FlashCkptError):
             return None
 

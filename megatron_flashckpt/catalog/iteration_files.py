@@ -24,7 +24,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_of,
 )
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, CommitFacts, decode_facts
-from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.storage.store import Store, read_whole
 
 
 class KnownManifest(NamedTuple):
@@ -132,10 +132,10 @@ def _read_save(store: Store, save: Save, sizes: dict[str, int], known: KnownMani
     name = f"{iteration_dir(save.iteration)}/{end}"
     try:
         # Another agent may have removed the checkpoint, so that a known manifest is one no more.
-        encoded = store.get(name, 0, HEAD_NBYTES if save in known else MAX_MANIFEST_NBYTES)
-        if kind_of(encoded) is End.FAILED:
+        if kind_of(store.get(name, 0, HEAD_NBYTES)) is End.FAILED:
             return SaveFiles(save_id, sizes, End.FAILED)
         if save not in known:
+            encoded = read_whole(store, name, MAX_MANIFEST_NBYTES)
             known[save] = _known_manifest(encoded, f"{store.place}/{name}", save_id)
     except FileNotFoundError:
         return SaveFiles(save_id, sizes, None)

@@ -70,7 +70,8 @@ _BROKEN = 2
 
 def all_cells(seeds: int) -> list[Cell]:
     """Return the cells of the full matrix, and one random cell for each of `seeds`."""
-    return [*_of_the_agent(), *_of_trainers(), *_of_loads(), *map(_random, range(seeds))]
+    fixed = [*_of_the_agent(), *_of_leftovers(), *_of_trainers(), *_of_loads()]
+    return [*fixed, *map(_random, range(seeds))]
 
 
 def sample() -> list[Cell]:
@@ -103,6 +104,13 @@ def _of_the_agent() -> Iterator[Cell]:
             for count in counts:
                 for killed in KILLED:
                     yield _cell(Crash("agent", point, count, killed), **more)
+
+
+def _of_leftovers() -> Iterator[Cell]:
+    """Yield cells in which the second run ends a save that the first one left without an end."""
+    for killed in KILLED:
+        first = Crash("agent", "persist.durable", 4, NODE)
+        yield _cell(first, Crash("agent", "leftover.ended", 1, killed))
 
 
 def _of_trainers() -> Iterator[Cell]:
