@@ -102,12 +102,11 @@ def test_every_local_rank_stores_its_own_bytes(
     assert {call.device for call in ours if call.name != "set_device"} == {local_rank}
 
 
-@pytest.mark.parametrize("local_rank", [0, 5])
 def test_a_slot_marked_staged_holds_all_its_bytes(
-    make: Any, gpus: GpuNode, local_rank: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, gpus: GpuNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.d2h_bytes_per_s = 200e6
-    job = make(local_rank)
+    job = make(5)
     job.checkpointer.link.prepare(25_000_000)
     seen: list[bool] = []
     link = job.checkpointer.link
@@ -127,17 +126,14 @@ def test_a_slot_marked_staged_holds_all_its_bytes(
     assert seen == [True]
 
 
-@pytest.mark.parametrize("local_rank", [0, 5])
-def test_a_restarted_rank_reuses_its_memory(
-    make: Any, root: Path, gpus: GpuNode, local_rank: int
-) -> None:
-    first = make(local_rank)
+def test_a_restarted_rank_reuses_its_memory(make: Any, root: Path, gpus: GpuNode) -> None:
+    first = make(5)
     first.checkpointer.link.prepare(25_000_000)
     assert first.save(1) is None
     first.checkpointer.close(leave=False)
     gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
     gpus.runtime.registered_by.clear()
-    again = make(local_rank)
+    again = make(5)
     may_lock = threading.Event()
     gpus.refusals["cudaHostRegister"] = may_lock.wait
     slab, (offer, *_) = again.checkpointer.link.take_slab()
@@ -149,7 +145,7 @@ def test_a_restarted_rank_reuses_its_memory(
     again.checkpointer.link.prepare(None)
     eventually("all prepared", lambda: not again.checkpointer.link.is_preparing)
     again.checkpointer.link.wait_for_device_work()
-    assert gpus.runtime.registered_by == [(slab.geometry.nbytes, "flashckpt-pin", local_rank)]
+    assert gpus.runtime.registered_by == [(slab.geometry.nbytes, "flashckpt-pin", 5)]
     again.step()
     assert again.save(2) is None
     again.assert_stored(root, 2)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
@@ -59,18 +58,6 @@ def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     again.join(run_after(save_id, 1))
     assert again.save(2).error is None
     assert committed(root) == 2
-
-
-def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
-    save_id = new_save_id()
-    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
-        trainer.stage(1, save_id)
-        eventually("the error of the save that was given up", lambda: trainer.outcome(60.0).error)
-        with pytest.raises(SaveFailedError, match="the storage hangs"):
-            trainer.client.acquire(2, new_save_id(), 0.0)
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
