@@ -84,14 +84,6 @@ class OtherWriterError(FlashCkptError):
     """Another job writes to the save directory, so this job does not start."""
 
 
-class OvertakenError(StorageError):
-    """A later run has taken over the save directory, so this run no longer writes there."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.strerror = message
-
-
 class SaveFailedError(FlashCkptError):
     """A checkpoint that was staged could not be made durable."""
 

@@ -26,7 +26,7 @@ _MOVE_PAUSE_S = 0.1
 class MovingAgent:
     """Waits for an agent with last copies whose directory had another identity: before a remount.
 
-    Such an agent finds its claim in the directory and moves to where trainers look.
+    Such an agent finds the object of its run in the directory and moves to where trainers look.
     """
 
     def __init__(self, root: str) -> None:

@@ -8,7 +8,7 @@ directory, so that a restarted job finds the agent that holds its memory:
 Only one socket can have a name, so a bound name is also the agent's lock. The kernel frees the name
 with the agent, and no cleaner can remove it. A directory with two paths, through bind mounts, has
 an agent for each path: where one agent runs, the other path may lead elsewhere. The two agents work
-together like agents of two nodes, and the claim decides which one may write.
+together like agents of two nodes.
 
 All processes of one network namespace see the name, and any user may take it first. So both sides
 ask the kernel for the user of the other. The setting `runtime_dir` becomes part of the name, which
