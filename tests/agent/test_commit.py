@@ -18,7 +18,7 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.agents import agent_here
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
+    blocked_shard,
     content,
     eventually,
     is_alive,
@@ -67,9 +67,7 @@ def test_an_older_save_that_ends_last_does_not_replace_the_newer_one(
 ) -> None:
     trainer = node.trainer(root)
     older, newer = new_save_id(), new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(5) / file_names.shard_name(0, older)
-    ) as unblock:
+    with blocked_shard(root, 5, 0, older) as unblock:
         trainer.stage(5, older)
         trainer.stage(later, newer)
         assert trainer.outcome().save_id == newer

@@ -15,6 +15,7 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_open,
+    blocked_shard,
     config_of,
     content,
     eventually,
@@ -192,9 +193,7 @@ def test_the_end_of_a_failed_save_does_not_wait_for_a_shard(node: Node, root: Pa
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow, failed = new_save_id(), new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
-    ) as unblock:
+    with blocked_shard(root, 4, 0, slow) as unblock:
         for trainer in trainers:
             trainer.stage(4, slow)
         trainers[1].client.abandon(6, failed, "no memory for it")

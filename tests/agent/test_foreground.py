@@ -15,13 +15,12 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import joining
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched
-from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id
+from tests.support.trainer import blocked_shard, eventually, is_alive, new_save_id
 
 #: A long limit, because other tests may keep the machine busy.
 PATIENCE_S = 60.0
@@ -134,7 +133,7 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     agent = foreground.agent(agent__sigterm_timeout_s="0.3")
     config, save_id = node.config(sigterm_timeout_s=0.3), new_save_id()
     trainer = node.trainer(root, config=config)
-    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_shard(root, 1, 0, save_id):
         trainer.stage(1, save_id)
         agent.send_signal(signal.SIGINT)
         status, lines = ended(agent)

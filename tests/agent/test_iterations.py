@@ -16,7 +16,7 @@ from megatron_flashckpt.memory.signals import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.support.trainer import blocked_open, eventually, new_save_id
+from tests.support.trainer import blocked_open, blocked_shard, eventually, new_save_id
 
 ITERATIONS = 100
 
@@ -64,7 +64,7 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
     return shared[0], shared[1].signals
 
 
-def blocked_shard(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
+def blocked(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the agent cannot write the job's save of `iteration`."""
     name = file_names.shard_name(0, job.save_id(iteration))
     return blocked_open(root / file_names.iteration_dir(iteration) / name)
@@ -80,7 +80,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
     assert requests == []
     _, signals = counters(job)
-    with blocked_shard(job, root, 2):
+    with blocked(job, root, 2):
         former = signals.news
         stage(job, 2)
         eventually("the notice of a slow save", lambda: signals.news > former)
@@ -130,9 +130,7 @@ def test_a_save_that_its_trainer_did_not_stage_is_news_when_it_ends(node: Node, 
     """The trainer has reconnected: it gets no result, and finds the save in storage."""
     trainer = node.trainer(root)
     save_id = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 1, 0, save_id) as unblock:
         trainer.stage(1, save_id)
         trainer.find_agent()
         assert trainer.slab is not None

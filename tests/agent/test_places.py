@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -21,7 +20,7 @@ from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
-from tests.support.trainer import config_of, eventually, is_alive
+from tests.support.trainer import config_of, kill_agent
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -121,8 +120,7 @@ def test_without_a_setting_all_processes_of_a_user_find_one_place(
 
 def test_a_killed_agent_leaves_no_socket_behind(node: Node, root: Path) -> None:
     agent = node.trainer(root).client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    kill_agent(agent)
     assert node.place(root).listener() is None
     AgentSocket(node.place(root)).leave(keep_log=False)
 

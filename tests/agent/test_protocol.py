@@ -285,8 +285,6 @@ NOT_SLABS: list[Callable[[], int]] = [
     lambda: os.open(os.devnull, os.O_RDWR),
     lambda: os.open("/", os.O_RDONLY),
     lambda: socket.socket().detach(),
-    lambda: _slab_with(b""),
-    lambda: _slab_with(b"\x91" * 10_000),
 ]
 
 
@@ -311,6 +309,24 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     eventually(
         "the end of all connections", lambda: open_fds(busy.client.agent_pid, root) == before
     )
+    assert busy.save(2).error is None
+
+
+@pytest.mark.parametrize("meta", [b"", b"\x91" * 10_000])
+def test_a_slab_whose_staged_slot_has_no_description_harms_nobody(
+    node: Node, root: Path, busy: FakeTrainer, meta: bytes
+) -> None:
+    agent, fd = busy.client.agent_pid, _slab_with(meta)
+    before = len(open_fds(agent, root))
+    for _ in range(10):
+        with open_raw_connection(node, root) as sock:
+            sock.sendall(_HELLO)
+            assert b"Welcome" in frames.receive(sock)[0]
+            frames.send(sock, p.AttachSlab(), fd)
+            _hang_up_and_read(sock)
+    os.close(fd)
+    kept = before + 1  # rank 77 keeps its last slab
+    eventually("the end of all connections", lambda: len(open_fds(agent, root)) == kept)
     assert busy.save(2).error is None
 
 

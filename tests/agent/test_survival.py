@@ -57,23 +57,6 @@ def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, 
         assert read_rank(stored(root, 30), trainer) == expected
 
 
-def test_a_trainer_that_returns_within_the_grace_time_finds_its_agent(
-    node: Node, root: Path
-) -> None:
-    config = node.config(grace_s=1.0)
-    trainer = node.trainer(root, config=config)
-    agent = trainer.client.agent_pid
-    assert trainer.save(1).error is None
-    trainer.hang_up()
-    again = node.trainer(root, config=config)
-    assert again.client.agent_pid == agent
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:  # a connection keeps the agent past the grace time
-        assert again.client.poll(0.1).pending == 0
-        time.sleep(0.02)
-    assert [offer.iteration for offer in again.take()] == [1]
-
-
 def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     agent = trainers[0].client.agent_pid
