@@ -34,19 +34,17 @@ RANKS = 64
 
 
 class _SlowStore(PosixStore):
-    """Answers a read after `wait_s`; records which threads read, and how many at a time."""
+    """Answers a read after `wait_s`; records how many threads read at a time."""
 
     def __init__(self, root: Path, wait_s: float) -> None:
         super().__init__(root)
         self.wait_s = wait_s
-        self.readers: set[int] = set()
         self.most = 0
         self._now = 0
         self._lock = threading.Lock()
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         with self._lock:
-            self.readers.add(threading.get_ident())
             self._now += 1
             self.most = max(self.most, self._now)
         time.sleep(self.wait_s)
@@ -95,17 +93,13 @@ def names(root: Path) -> list[str]:
 def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
-    merged = read_records(_SlowStore(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+    storage = _SlowStore(records, wait_s)
+    merged = read_records(storage, 1, SAVE_ID, RANKS, names(records))
     assert [record.rank for record in merged] == list(range(RANKS))
     assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
     whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
     assert sorted(whole) == ["t0", "t1"]
-
-
-def test_records_on_slow_storage_are_read_by_several_threads(records: Path) -> None:
-    distant = _SlowStore(records, 0.02)
-    read_records(distant, 1, SAVE_ID, RANKS, names(records))
-    assert distant.most > 4
+    assert storage.most > 4 or not wait_s, "slow storage is read by several threads"
 
 
 OTHER = save_name(RUN, 2)

@@ -70,15 +70,3 @@ def test_ranks_are_answered_while_a_replaced_slab_is_freed(
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
         assert freeing.under_way == 1, "the replaced slab is still being freed"
         freeing.go_on.set()
-
-
-def test_a_rank_is_answered_while_the_slabs_of_an_agent_that_ends_are_freed(
-    node: Node, root: Path, freeing: SlowFreeing
-) -> None:
-    with agent_here(node, root) as agent:
-        trainer = node.trainer(root, config=node.config(answer_timeout_s=ANSWER_S))
-        assert trainer.save(1).error is None
-        agent.end_soon()
-        eventually("the slab is being freed", lambda: freeing.under_way == 1)
-        assert trainer.client.poll().finished == ()
-        freeing.go_on.set()

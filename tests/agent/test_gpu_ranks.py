@@ -161,35 +161,28 @@ def test_a_restarted_rank_locks_its_memory_without_pauses(
     eventually("the slab is locked", lambda: stager.is_pinned(slab.geometry.nbytes))
 
 
-def test_a_job_with_graphs_waits_until_its_slab_is_locked(make: Any, gpus: GpuNode) -> None:
-    job = make(5)
-    may_lock = threading.Event()
-    gpus.refusals["cudaHostRegister"] = may_lock.wait
-    job.checkpointer.link.prepare(25_000_000)
-    waiting = threading.Thread(target=job.checkpointer.link.wait_for_device_work)
-    waiting.start()
-    eventually("the slab is made", lambda: not job.checkpointer.link.is_preparing)
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    may_lock.set()
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-    assert len(gpus.runtime.registered_by) == 1
-
-
-def test_a_job_with_graphs_trains_even_if_the_driver_hangs(
+def test_a_job_with_graphs_waits_until_its_slab_is_locked_but_not_for_a_hanging_driver(
     make: Any,
     gpus: GpuNode,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_link, "_PINNING_S", 0.1)
     job = make(5)
     may_lock = threading.Event()
     gpus.refusals["cudaHostRegister"] = may_lock.wait
-    job.checkpointer.link.prepare(25_000_000)
-    job.checkpointer.link.wait_for_device_work()
+    link = job.checkpointer.link
+    link.prepare(25_000_000)
+    waiting = threading.Thread(target=link.wait_for_device_work)
+    waiting.start()
+    eventually("the slab is made", lambda: not link.is_preparing)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    monkeypatch.setattr(agent_link, "_PINNING_S", 0.1)
+    link.wait_for_device_work()
     may_lock.set()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert len(gpus.runtime.registered_by) == 1
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("rank 0: checkpoint slots are still being page-locked after 0 s")
 

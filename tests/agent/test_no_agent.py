@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import seal
@@ -101,38 +100,6 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     error = other.outcome(SOON_S).error or ""
     assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
-
-
-@pytest.mark.parametrize("ranks", [0], indirect=True)
-def test_rank_0_ends_no_save_while_its_agent_runs(
-    ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent of rank 0 may be committing the save."""
-    lonely, other = ranks
-    monkeypatch.setattr(outcomes, "_SEEK_S", 0.0)
-    save_id = new_save_id()
-    lonely.link.client()
-    lonely.link.replace_agent(lonely.link.current)  # type: ignore[arg-type]
-    refuse(monkeypatch)
-    eventually("the link has an agent again", lambda: lonely.link.wait_prepared(0.0))
-    lonely.link.agent.close()
-    other.stage(1, save_id)
-    end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
-    lonely.saves.fail(1, save_id, "no room")
-    assert lonely.failure() == "no room"
-    for _ in range(3):
-        lonely.link.wait_prepared(5.0)
-        lonely.saves.poll()
-    lonely.saves.close()
-    assert not end.exists()
-    monkeypatch.setattr(agent_connection, "connect", connect)
-
-    def has_ended() -> bool:
-        lonely.saves.poll()
-        return end.exists()
-
-    eventually("the end that the new agent creates", has_ended)
-    assert other.outcome(SOON_S).error == "rank 0: no room"
 
 
 @pytest.fixture

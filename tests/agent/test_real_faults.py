@@ -15,8 +15,8 @@ from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fallocate
-from tests.support.trainer import eventually, new_save_id
+from tests.faulty_storage.preload import FaultyStorage, fail
+from tests.support.trainer import eventually
 
 #: Error numbers of network file systems in trouble.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.ESHUTDOWN)
@@ -145,47 +145,6 @@ def test_a_lasting_error_fails_only_its_save_with_a_true_message(
     # A rank that stages after the failure of the other gets the same result for a separate save.
     failed = set(re.findall(r"iteration (\d+) was not saved: ", log))
     assert len(failed) == len(LASTING)
-
-
-def test_a_failure_on_a_full_disk_is_proposed_until_there_is_room(
-    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    """The failed shard is removed a moment later; without the end, other nodes wait 30 minutes."""
-    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
-    faulty.rule(
-        fail("fallocate", errno.ENOSPC, "rank_00000"),
-        fail("write", errno.ENOSPC, ".end", times=1),
-    )
-    save_id = new_save_id()
-    for trainer in (here, there):
-        trainer.stage(1, save_id)
-    errors = [trainer.outcome(60.0).error for trainer in (here, there)]
-    assert errors[0] is not None
-    assert "No space left on device" in errors[0]
-    assert errors == [errors[0]] * 2
-    assert [hit.call for hit in faulty.hits()].count("write") == 1
-
-
-def test_a_file_system_without_fallocate_holds_checkpoints(
-    node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    faulty.rule(no_fallocate())
-    assert save_all(trainers, 1) == [None, None]
-    assert_intact(root, 1, trainers)
-    assert {hit.call for hit in faulty.hits()} == {"fallocate"}
-
-
-def test_a_file_system_that_only_appends_fails_saves_with_the_reason(
-    node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    faulty.rule(append_only(), no_fallocate())
-    error = save_all(trainers, 1)[0]
-    assert error is not None
-    assert "writes at any position of a file" in error
-    assert not (root / file_names.TRACKER).exists()
-    eventually("all files are closed", lambda: not files_open(node, root))
 
 
 def test_the_table_marks_every_transient_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -38,26 +37,6 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
         assert trainer.client.acquire(2, new_save_id(), 20.0) == 0
         let_go_second()
         assert trainer.outcome().error is None
-
-
-def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
-    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
-    ids = [new_save_id(), new_save_id()]
-    directory = root / file_names.iteration_dir(1)
-    with (
-        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
-        blocked_open(directory / file_names.shard_name(0, ids[1])),
-    ):
-        for save_id in ids:
-            first.stage(1, save_id)
-        waiter = threading.Thread(target=lambda: first.client.acquire(2, new_save_id(), 60.0))
-        waiter.start()
-        second.client.publish_template("a", b"b")
-        assert second.client.fetch_template("a") == b"b"
-        assert second.begin(1, ids[1]) is not None
-        unblock()
-        waiter.join(20.0)
-        assert not waiter.is_alive()
 
 
 STEPS = st.lists(
