@@ -68,10 +68,7 @@ def test_queued_shards_of_an_abandoned_save_are_not_written(node: Node, root: Pa
             trainer.join(run)
         eventually("the end of the save", lambda: "iteration 1 was not saved" in log.read_text())
         unblock()
-        save_id = later[0].new_save_id()
-        for trainer in later:
-            trainer.stage(2, save_id)
-        assert [trainer.outcome().error for trainer in later] == [None, None]
+        assert save_all(later, 2) == [None, None]
     assert "rank 1: persisted iteration 2" in log.read_text()
     assert "rank 1: persisted iteration 1" not in log.read_text()
     assert_intact(root, 2, later)
@@ -81,10 +78,7 @@ def ranks_out_of_step(node: Node, root: Path, **agent: float) -> int:
     """Return the agent of two dead ranks, of which only one has staged the last save."""
     config = node.config(**agent)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    save_id = new_save_id()
-    for trainer in trainers:
-        trainer.stage(4, save_id)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert save_all(trainers, 4) == [None, None]
     trainers[0].stage(7, new_save_id())
     for trainer in trainers:
         trainer.hang_up()

@@ -17,6 +17,7 @@ from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
+from tests.agent.test_failures import save_all
 from tests.support.agents import agent_here
 from tests.support.trainer import (
     blocked_open,
@@ -162,7 +163,4 @@ def test_a_directory_removed_during_a_save_fails_it_and_names_the_ranks(
     errors = [trainer.outcome().error or "" for trainer in trainers]
     assert "the commit records of 1 of 2 ranks (0) are missing" in errors[0]
     assert errors == [errors[0]] * 2
-    save_id = new_save_id()
-    for trainer in trainers:
-        trainer.stage(2, save_id)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert save_all(trainers, 2) == [None, None]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
+from tests.agent.test_failures import save_all
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import blocked_open, content, eventually, is_alive, new_save_id
 
@@ -60,10 +61,7 @@ def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, 
 def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     agent = trainers[0].client.agent_pid
-    save_id = new_save_id()
-    for trainer in trainers:
-        trainer.stage(1, save_id)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert save_all(trainers, 1) == [None, None]
     trainers[0].hang_up(leave=True)
     assert trainers[1].client.poll(0.0).pending == 0, "one rank is still connected"
     trainers[1].hang_up(leave=True)
