@@ -118,6 +118,7 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
     run = first.open_run()
     assert first.save(1, save_name(run.name, 1)).error is None
     eventually("a renewal", lambda: renewed(root, run.name))
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
     before = {path for path in root.rglob("*") if path.is_file()}
     with pytest.raises(OtherWriterError, match=run.name):
         other_node.trainer(root).open_run()
