@@ -307,7 +307,9 @@ class Committer:
             with self._node.traces.recording(save.iteration, save.save_id, None):
                 previous, failure = self._track(save)
         if failure is not None:
-            level = logging.INFO if save.is_given_up else logging.ERROR
+            # What a crash of training interrupts is no error of the agent, which keeps its log.
+            is_of_crash = save.is_given_up or save.core.is_cut_short
+            level = logging.INFO if is_of_crash else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, failure.failed)
             hit("save.failed")
         if end is End.FAILED:

@@ -309,10 +309,12 @@ class Checkpointer:
         stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
         self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
         if self.run.object is None:
+            # First, because local rank 0, which starts the agent, may wait below for this rank.
+            held = self._newest_held()
             self._begin_run(
                 opened_once(
                     self.root,
-                    lambda: self._opened(None, (), "scratch", self._newest_held()),
+                    lambda: self._opened(None, (), "scratch", held),
                     self.config.other_writer_wait_s,
                 )
             )

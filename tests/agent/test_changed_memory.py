@@ -95,23 +95,6 @@ def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnec
         restored(again, offer)
 
 
-def test_a_slot_that_differs_from_its_shard_is_not_restored(node: Node, root: Path) -> None:
-    """The next agent reads the digests from storage, not the memory, which may have changed."""
-    trainer = node.trainer(root)
-    assert trainer.save(7).error is None
-    (offer,) = trainer.take()
-    written = offer.digests
-    kill_agent(trainer.client.agent_pid)
-    flip(trainer, offer)
-    trainer.reconnect()
-    eventually("the digests", lambda: trainer.take()[0].digests == written)
-    trainer.hang_up()
-    again = node.trainer(root)
-    (offer,) = again.take()
-    with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
-        restored(again, offer)
-
-
 def test_a_load_waits_for_digests_that_are_being_read_from_storage(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,36 +122,6 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
             assert (reply.is_digesting, reply.offers[0].digests) == (True, None)
         may_read.set()
         assert again.take()[0].digests == offer.digests
-
-
-def test_a_slot_that_differs_from_its_uncommitted_shard_is_not_restored(
-    node: Node, root: Path
-) -> None:
-    """The agent digested the slot again at the hang-up, after the memory had changed."""
-    config = node.config(persist_threads=1)
-    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    save_id = new_save_id()
-    directory = root / file_names.iteration_dir(7)
-    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
-        for trainer in trainers:
-            trainer.stage(7, save_id)
-            if trainer.rank == 0:
-                record = directory / file_names.record_name(range(1), save_id)
-                eventually("the commit record", record.exists)
-        first, second = trainers
-        (offer,) = first.take()
-        kill_agent(first.client.agent_pid)
-        flip(first, offer)
-        second.reconnect()  # the only thread that persists waits for the shard of rank 1
-        first.reconnect()
-        first.hang_up()
-        again = node.trainer(root, 0, 2, config=config)
-        assert again.take()[0].digests is not None, "the agent digested the slot at the hang-up"
-        unblock()
-        assert second.outcome().error is None
-    (offer,) = again.take()
-    with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
-        restored(again, offer)
 
 
 def test_a_slot_that_was_not_digested_in_time_is_restored_with_a_warning(

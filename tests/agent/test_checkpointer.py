@@ -24,7 +24,6 @@ from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
@@ -119,24 +118,6 @@ def test_every_save_is_stored_bit_for_bit(
             tensor.add_(1)
 
 
-def test_the_agent_writes_no_byte_before_all_tensors_are_copied(
-    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make(config)
-    before_staged: list[bool] = []
-    set_header = Slot.set_header
-
-    def look_and_set(slot: Slot, header: SlotHeader) -> None:
-        if header.state == SlotState.STAGED:
-            before_staged.append((root / file_names.iteration_dir(1)).exists())
-        set_header(slot, header)
-
-    monkeypatch.setattr(Slot, "set_header", look_and_set)
-    assert job.save(1) is None
-    job.assert_stored(root, 1)
-    assert before_staged == [False]
-
-
 class _Optimizer:
     """Megatron's optimizer of a job that saves its weights only."""
 
@@ -161,12 +142,6 @@ def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteratio
     assert job.checkpointer.write_last() is not None
     assert [outcome.error for outcome in job.checkpointer.wait(60.0)] == [None] * 3
     job.assert_stored(root, 2)
-    assert not (root / file_names.iteration_dir(1)).exists()
-
-
-def test_a_memory_only_save_writes_no_file(make: Any, config: Config, root: Path) -> None:
-    job = make(config)
-    assert job.save(1, memory_only=True) is None
     assert not (root / file_names.iteration_dir(1)).exists()
 
 

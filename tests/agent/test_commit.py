@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -36,24 +35,6 @@ def iterations_in(root: Path) -> list[int]:
 # ---------------------------------------------------------------------- all ranks
 
 
-def test_a_save_is_not_committed_before_the_record_of_the_last_rank(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
-    save_id = new_save_id()
-    directory = root / file_names.iteration_dir(1)
-    for trainer in trainers[:2]:
-        trainer.stage(1, save_id)
-        own = range(trainer.rank, trainer.rank + 1)
-        eventually("the record", (directory / file_names.record_name(own, save_id)).exists)
-    for trainer in trainers[:2]:
-        results = trainer.client.poll(0.2)
-        assert (results.finished, results.pending) == ((), 1)
-    assert committed_saves(PosixStore(root)) == []
-    assert not (root / file_names.TRACKER).exists()
-    trainers[2].stage(1, save_id)
-    assert [trainer.outcome().error for trainer in trainers] == [None] * 3
-    assert_intact(root, 1, trainers)
-
-
 @pytest.mark.parametrize(
     ("ranks", "missing"),
     [((0, 2), "the commit records of 2 of 4 ranks (1, 3)"), ((1,), "its end, from the node of")],
@@ -78,34 +59,6 @@ def test_a_save_that_times_out_names_what_is_missing_and_leaves_no_file(
 
 
 # ---------------------------------------------------------------------- the same iteration again
-
-
-def test_a_repeated_save_counts_from_its_commit_on(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    first, second = new_save_id(), new_save_id()
-    for trainer in trainers:
-        trainer.stage(5, first)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    directory = root / file_names.iteration_dir(5)
-    with blocked_open(directory / file_names.shard_name(1, second)) as unblock:
-        for trainer in trainers:
-            trainer.stage(5, second)
-        eventually("the shard of rank 0", (directory / file_names.shard_name(0, second)).exists)
-        assert stored(root, 5).manifest.save_id == first
-        unblock()
-        assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    assert stored(root, 5).manifest.save_id == second
-    assert_intact(root, 5, trainers)
-
-
-def test_a_failed_attempt_leaves_the_committed_one_of_its_iteration(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    first, second = new_save_id(), new_save_id()
-    assert trainer.save(5, first).error is None
-    (root / file_names.iteration_dir(5) / file_names.shard_name(0, second)).mkdir()
-    assert trainer.save(5, second).error is not None
-    assert stored(root, 5).manifest.save_id == first
-    assert_intact(root, 5, [trainer])
 
 
 @pytest.mark.parametrize("later", [5, 20])
@@ -187,28 +140,6 @@ def test_a_commit_writes_records_then_its_end_then_the_tracker(
     assert [step for step in noting.steps if step in STEPS] == STEPS
 
 
-@pytest.mark.parametrize("refused", STEPS)
-@pytest.mark.usefixtures("impatient")
-def test_a_commit_that_fails_midway_leaves_the_former_checkpoint_or_the_new_one(
-    node: Node, root: Path, noting: type[NotingStore], refused: str
-) -> None:
-    is_committed = STEPS.index(refused) > STEPS.index("end")
-    with agent_here(node, root):
-        trainer = node.trainer(root)
-        assert trainer.save(5).error is None
-        noting.refused = refused
-        error = trainer.save(6).error
-        assert (error is None) is is_committed
-        newest = max(save.iteration for save in committed_saves(PosixStore(root)))
-        assert newest == (6 if is_committed else 5)
-        assert read_rank(stored(root, newest), trainer) == content(0, newest, trainer.layout.nbytes)
-        has_moved = STEPS.index(refused) > STEPS.index(file_names.TRACKER)
-        assert (root / file_names.TRACKER).read_text() == ("6" if has_moved else "5")
-        noting.refused = ""
-        assert trainer.save(7).error is None
-        assert_intact(root, 7, [trainer])
-
-
 # ---------------------------------------------------------------------- after a restart
 
 
@@ -228,30 +159,3 @@ def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, ro
         trainer.stage(1, save_id)
     assert [trainer.outcome().save_id for trainer in again] == [save_id] * 2
     assert is_alive(again[0].client.agent_pid)
-
-
-def test_a_resume_gives_up_a_save_that_a_crash_cut_short(node: Node, root: Path) -> None:
-    """The slot is emptied and the shards are removed at once, not after the commit timeout."""
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    kept, cut_short = new_save_id(), new_save_id()
-    for trainer in trainers:
-        trainer.stage(1, kept)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    trainers[0].stage(2, cut_short)
-    for trainer in trainers:
-        trainer.hang_up()
-    again: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
-    run = run_after(kept, 1)
-    for trainer in again:
-        trainer.join(run)
-    shard = root / file_names.iteration_dir(2) / file_names.shard_name(0, cut_short)
-    eventually("the removal of its shard", lambda: not shard.exists())
-
-    def offered() -> list[str]:
-        slab, offers = again[0].client.take()
-        if slab is not None:
-            slab.close()
-        return [offer.save_id for offer in offers]
-
-    eventually("the slot of the abandoned save is emptied", lambda: offered() == [kept])
-    assert (root / file_names.TRACKER).read_text() == "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterable
@@ -119,18 +118,6 @@ def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
     assert [read_rank(checkpoint, trainer) for trainer in first] == data
 
 
-def test_the_log_names_memory_only_saves_that_are_freed(node: Node, root: Path) -> None:
-    first = started(node, root, range(2))
-    save_id = new_save_id()
-    for trainer in first:
-        trainer.keep(7, save_id)
-    crash(first)
-    second = started(node, root, range(1))
-    begin(second)
-    assert [held.rank for held in second[0].client.held(60.0)] == [0]
-    assert "rank 1 (iteration 7, in memory only" in log(node, root)
-
-
 def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects(
     node: Node, root: Path
 ) -> None:
@@ -144,43 +131,6 @@ def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects
     assert slabs(agent) == [0, 1]
     first[1].hang_up()
     eventually("the slabs are freed", lambda: slabs(agent) == [0])
-
-
-def test_ranks_assigned_to_another_node_leave_no_memory_here(node: Node, root: Path) -> None:
-    first = started(node, root, range(2))
-    agent = first[0].client.agent_pid
-    committed(first, 1)
-    crash(first)
-    second = [node.trainer(root, rank, 4) for rank in (2, 3)]
-    begin(second)
-    eventually("the slabs are freed", lambda: slabs(agent) == [])
-    back = node.trainer(root, 0, 4)
-    assert back.take() == (), "the slots of the rank are gone"
-    assert back.slab is None
-
-
-def test_an_agent_does_not_wait_for_departed_ranks(node: Node, root: Path) -> None:
-    first = started(node, root, range(2))
-    agent = first[0].client.agent_pid
-    committed(first, 1)
-    crash(first)
-    second = started(node, root, range(1))
-    begin(second)
-    second[0].client.held(60.0)
-    second[0].hang_up(leave=True)
-    eventually("the end of the agent", lambda: not node.agents())
-    assert not os.path.exists(f"/proc/{agent}/fd") or not slabs(agent)
-
-
-def test_a_run_with_more_ranks_frees_no_memory(node: Node, root: Path) -> None:
-    first = started(node, root, range(1))
-    agent = first[0].client.agent_pid
-    committed(first, 1)
-    crash(first)
-    second = started(node, root, range(2))
-    begin(second)
-    assert [held.rank for held in second[0].client.held(60.0)] == [0]
-    assert slabs(agent) == [0]
 
 
 def test_ranks_of_one_run_may_join_in_separate_groups(node: Node, root: Path) -> None:

@@ -24,8 +24,7 @@ from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.support.agents import agent_here
-from tests.support.trainer import PATIENCE_S, content, eventually, new_save_id
+from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 #: Chunks of a slot in these tests: several turns for each of up to four threads.
 CHUNKS = 80
@@ -303,38 +302,6 @@ def test_a_slot_that_cannot_be_digested_is_reported_once_and_stays(
     monkeypatch.setattr(digester_module, "chunk_digest", chunk_digest)
     job.digest(0)  # the trainer disconnects
     assert len(job.digests(0, index)) == CHUNKS
-
-
-def test_eight_ranks_save_after_every_step_without_waiting_for_digests(
-    node: Node, root: Path, gate: Gate
-) -> None:
-    gate.opened.clear()  # no digest ends
-    with agent_here(node, root):
-        trainers = [node.trainer(root, rank, 8) for rank in range(8)]
-        for iteration in range(1, 6):
-            for trainer in trainers:
-                data = trainer.stage(iteration, new_save_id(), wait_s=0.0, state=SlotState.KEPT)
-                assert data == content(trainer.rank, iteration, trainer.layout.nbytes)
-                (outcome,) = trainer.client.poll().finished
-                assert (outcome.iteration, outcome.error, outcome.kept) == (iteration, None, True)
-                assert trainer.client.poll().pending == 0
-        gate.opened.set()
-        for trainer in trainers:
-            offers = trainer.take()
-            assert [offer.iteration for offer in offers] == [5, 4]
-
-
-def test_a_memory_only_slot_is_digested_while_its_trainer_lives(node: Node, root: Path) -> None:
-    with agent_here(node, root) as agent:
-        trainer = node.trainer(root)
-        data = trainer.stage(3, new_save_id(), state=SlotState.KEPT)
-        slots = agent._node.ranks[0].slots
-        assert slots is not None
-        digests = eventually("the digests", lambda: slots.offers()[0].digests)
-        assert digests == tuple(
-            chunk_digest(memoryview(data)[start : start + CHUNK_NBYTES])
-            for start in range(0, len(data), CHUNK_NBYTES)
-        )
 
 
 def test_a_result_that_was_not_reported_comes_after_a_reconnect(node: Node, root: Path) -> None:

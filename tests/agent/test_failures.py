@@ -12,7 +12,6 @@ import pytest
 
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import End, kind_of
-from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
@@ -83,21 +82,6 @@ def files_of_ours(root: Path) -> list[str]:
 
 def is_failed_end(file: Path) -> bool:
     return file.suffix == ".end" and kind_of(file.read_bytes()) is End.FAILED
-
-
-def test_a_save_directory_that_is_a_file_fails_the_save_on_every_rank(
-    node: Node, root: Path
-) -> None:
-    root.write_text("not a directory")
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    for error in save_all(trainers, 1):
-        assert error is not None
-        assert str(root) in error
-        assert "a file stands where a directory should be: move it away" in error
-    assert root.read_text() == "not a directory"
-    root.unlink()
-    assert save_all(trainers, 2) == [None, None]
-    assert_intact(root, 2, trainers)
 
 
 def test_a_file_in_place_of_the_iteration_directory_fails_only_that_save(
@@ -197,19 +181,6 @@ def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, roo
     assert files_of_ours(root) == before
     assert save_all(trainers, 3) == [None, None]
     assert_intact(root, 3, trainers)
-
-
-def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    assert save_all([trainer], 1) == [None]
-    save_id = new_save_id()
-    obstruct(root, 2, 0, save_id)
-    assert trainer.save(2, save_id).error is not None
-    offers = trainer.take()
-    assert [(offer.iteration, offer.durable) for offer in offers] == [(2, False), (1, True)]
-    assert trainer.slab is not None
-    assert trainer.slab.slots[offers[0].slot].header.state == SlotState.FAILED
-    assert trainer.bytes_in(offers[0].slot) == content(0, 2, trainer.layout.nbytes)
 
 
 def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root: Path) -> None:
@@ -337,20 +308,6 @@ def test_an_invalid_tracker_is_replaced(node: Node, root: Path, text: bytes) -> 
 def _free_nbytes(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_bsize
-
-
-def test_a_result_names_the_failed_ranks_of_this_node(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    save_id = new_save_id()
-    obstruct(root, 1, 1, save_id)
-    for trainer in trainers:
-        trainer.stage(1, save_id)
-    outcomes = [trainer.outcome() for trainer in trainers]
-    assert [outcome.failed_ranks for outcome in outcomes] == [(1,), (1,)]
-    assert all(file_names.shard_name(1, save_id) in (outcome.error or "") for outcome in outcomes)
-    for trainer in trainers:
-        trainer.stage(2, save_id)
-    assert [trainer.outcome().failed_ranks for trainer in trainers] == [(), ()]
 
 
 def test_the_first_slow_rank_gets_the_warning_for_its_node(node: Node, root: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import digester, persister
+from megatron_flashckpt.agent import persister
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
@@ -148,49 +148,6 @@ def test_a_save_without_a_slot_fails_once_the_saves_in_all_slots_failed(
                 return trainer.begin(4, new_save_id())
 
         eventually("a free slot", free_slot)
-
-
-def test_a_hanging_write_of_one_rank_does_not_delay_the_others(
-    node: Node, root: Path, faults: Faults
-) -> None:
-    with agent_here(node, root):
-        trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-        faults.hang("pwrite")
-        save_id = new_save_id()
-        for trainer in trainers:
-            trainer.stage(1, save_id)
-        assert trainers[1].client.poll(0.0).pending == 1
-        slot = trainers[1].begin(2, new_save_id())
-        assert slot is not None, "the next save can be staged without storage"
-        faults.heal()
-        assert [trainer.outcome().error for trainer in trainers] == [None, None]
-
-
-def test_an_agent_that_must_end_digests_no_further_slots(
-    node: Node, root: Path, faults: Faults, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Digests of slots of dead trainers serve a restart, but this memory is freed right away."""
-    digested = threading.Event()
-    began: list[int] = []
-
-    def slow_digest(chunk: memoryview) -> str:
-        began.append(chunk.nbytes)
-        digested.wait(PATIENCE_S)
-        return ""
-
-    monkeypatch.setattr(digester, "_MOST_THREADS", 2)
-    monkeypatch.setattr(digester, "chunk_digest", slow_digest)
-    faults.fail("open")
-    try:
-        with agent_here(node, root, persist_on_leave=False):
-            ranks = [node.trainer(root, rank, 6) for rank in range(6)]
-            save_all(ranks, 1)
-            for rank in ranks:
-                rank.hang_up()
-            eventually("a digest", lambda: began)
-    finally:
-        digested.set()
-    assert len(began) < len(ranks)
 
 
 def test_an_agent_ends_even_if_the_end_of_a_failed_save_hangs(

@@ -128,54 +128,16 @@ def test_a_foreground_agent_outlives_trainers_that_left_or_were_killed(
     assert list(node.runtime_dir.iterdir()) == []
 
 
-def test_a_run_may_open_before_it_joins_the_agent(
-    node: Node, other_node: Node, root: Path, foreground: Foreground
-) -> None:
-    """On nodes without rank 0, the agents also start before their ranks join."""
-    agent = foreground.agent()
-    run = other_node.trainer(root, 0, 2).open_run()
-    trainer = node.trainer(root, 1, 2)
-    trainer.join(run)
-    trainer.hang_up()
-    agent.terminate()
-    status, lines = ended(agent)
-    assert status == 0
-    assert [line for line in lines if "taken over" in line] == []
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_foreground_agent_persists_staged_slots_when_it_must_end(
+def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     node: Node, root: Path, foreground: Foreground, name: str
 ) -> None:
-    agent = foreground.agent()
-    save_id = new_save_id()
-    trainer = node.trainer(root)
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
-        trainer.stage(1, save_id)
-        trainer.client.close()
-        agent.send_signal(signal.Signals[name])
-        assert watched(agent.pid, 0.7)
-        unblock()
-        assert ended(agent)[0] == 0
-    assert_intact(root, 1, [trainer])
-
-
-@pytest.mark.parametrize("how", ["a second SIGTERM", "out of time"])
-def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
-    node: Node, root: Path, foreground: Foreground, how: str
-) -> None:
-    timeout_s = 0.3 if how == "out of time" else 120.0
-    agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
-    config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
+    agent = foreground.agent(agent__sigterm_timeout_s="0.3")
+    config, save_id = node.config(sigterm_timeout_s=0.3), new_save_id()
     trainer = node.trainer(root, config=config)
     with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
-        agent.terminate()
-        if how == "a second SIGTERM":
-            assert watched(agent.pid, 0.5)
-            agent.terminate()
+        agent.send_signal(signal.Signals[name])
         status, lines = ended(agent)
     assert status == 1
     assert any("ended by a signal: iteration 1 is not durable: " in line for line in lines)

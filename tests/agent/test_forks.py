@@ -21,8 +21,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.config import Config
@@ -38,8 +36,8 @@ from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import NUMEL, Job
-from tests.support.trainer import PATIENCE_S, blocked_open, eventually
+from tests.agent.test_checkpointer import Job
+from tests.support.trainer import PATIENCE_S, blocked_open
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -109,41 +107,6 @@ def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None
     assert in_child(lambda: tie.kept_by("self")) == []
     assert len(tie.kept_by("self")) == 3
     assert job.save(2) is None
-    job.assert_stored(root, 2)
-
-
-class DescriptorCounts(Dataset[torch.Tensor]):
-    """Items count the descriptors and mappings of the tie that a worker keeps."""
-
-    def __init__(self, tie: Descriptors) -> None:
-        self._tie = tie
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([os.getpid(), len(self._tie.kept_by("self"))])
-
-
-def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_runs(
-    job: Job, root: Path
-) -> None:
-    assert job.save(1) is None
-    former, agent = (
-        Descriptors(job.checkpointer).inode,
-        job.checkpointer.link.client().agent_pid,
-    )
-    assert former in slabs_of("self")
-    assert former in slabs_of(agent)
-    items = iter(DataLoader(DescriptorCounts(Descriptors(job.checkpointer)), num_workers=1))
-    worker, kept = next(items)[0].tolist()
-    assert worker != os.getpid()
-    assert kept == 0
-    job.tensors.append(torch.rand(NUMEL))
-    assert job.save(2) is None
-    for pid in (os.getpid(), agent, worker):
-        eventually(f"process {pid} keeps it no more", lambda pid=pid: former not in slabs_of(pid))
-    assert next(items)[0].tolist() == [worker, 0]
     job.assert_stored(root, 2)
 
 

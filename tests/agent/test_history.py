@@ -58,20 +58,6 @@ def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path)
     ]
 
 
-def test_a_save_of_two_nodes_is_one_line_with_the_timings_of_all_ranks(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
-    save_id = new_save_id()
-    for trainer, blocked_s in zip(trainers, (0.25, 0.5), strict=True):
-        cost = RankCost(started_at=time.time(), blocked_s=blocked_s, staged_s=1.0)
-        trainer.stage(7, save_id, cost=cost)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    (line,) = saves_in(root)
-    assert line.cost is not None
-    assert line.cost.blocked_s == 0.5
-
-
 def test_a_history_may_be_turned_off_or_be_unwritable(node: Node, root: Path) -> None:
     quiet = msgspec.structs.replace(node.config(), history=0)
     assert node.trainer(root, config=quiet).save(1).error is None

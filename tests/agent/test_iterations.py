@@ -107,22 +107,6 @@ def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_notice_is_reported_in_the_next_iteration(
-    job: Job, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert job.save(1) is None
-    iterate(job)
-    _, signals = counters(job)
-    with blocked_shard(job, root, 2):
-        stage(job, 2)
-        iterate(job)
-        former = signals.news
-        eventually("news", lambda: "not durable" in caplog.text or signals.news > former)
-        iterate(job)
-    assert "not durable" in caplog.text
-
-
-@pytest.mark.usefixtures("patient")
 def test_a_killed_agent_is_replaced_in_the_next_iteration(job: Job, root: Path) -> None:
     assert job.save(1) is None
     iterate(job)

@@ -442,11 +442,6 @@ def test_nothing_needed_is_removed_and_the_rest_is_gone_at_last(rng: random.Rand
     assert violations(rng) == []
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_the_same_holds_on_a_disk(seed: int, tmp_path: Path) -> None:
-    assert violations(random.Random(seed), PosixWorld(tmp_path / "save")) == []
-
-
 def without(reason: str) -> Callable[..., dict[Save, list[str]]]:
     def why(*arguments: object, **more: object) -> dict[Save, list[str]]:
         kept = retention.why_each_is_kept(*arguments, **more)
@@ -521,19 +516,6 @@ def test_a_save_without_an_end_gets_a_failed_one_and_its_end_goes_last(
     assert directories(store) == [iteration_dir(20)]
 
 
-def test_another_janitor_waits_as_long_again(store: Store, clock: Clock) -> None:
-    """It does not know when the end was created, because clocks of hosts differ."""
-    failed, last = save(1, 10), save(2, 20)
-    fail(store, failed)
-    commit(store, last)
-    for _ in range(2):
-        janitor = Janitor(tuple, DEADLINE_S, clock)
-        janitor.tidy(committed(store, last))
-        clock.now += 0.9 * DEADLINE_S
-        janitor.tidy(committed(store, last))
-    assert names_of(store, failed) == {end_name(failed.save_id)}
-
-
 @pytest.mark.parametrize("is_started", [True, False])
 def test_saves_that_this_agent_or_a_later_save_may_end_are_left(
     store: Store, clock: Clock, is_started: bool
@@ -569,23 +551,6 @@ def test_what_a_run_resumed_from_in_memory_stays_until_the_next_one_is_durable(
     commit(store, later)
     janitor.tidy(committed(store, later, ancestors=ancestors))
     assert not names_of(store, resumed)
-
-
-def test_a_save_that_another_agent_commits_first_is_a_checkpoint(clock: Clock) -> None:
-    store = MemoryWorld()
-    late, last = save(1, 10), save(2, 20)
-    put_bulk(store, late)
-    commit(store, last)
-
-    def commit_it() -> None:
-        if end_of(store, late) is None:
-            store.create(end_path(late), manifest(late))
-
-    store.before_change = commit_it
-    janitor = Janitor(tuple, 0.0, clock)
-    for _ in range(2):
-        janitor.tidy(committed(store, last))
-    assert is_whole(store, late)
 
 
 class FullStore(MemoryStore):
@@ -779,38 +744,6 @@ def test_an_error_of_one_removal_stops_no_other(
     for _ in range(2):
         janitor.tidy(committed(store, last, Retention(latest=1)))
     assert directories(store) == [iteration_dir(30)]
-
-
-class UnreliableStore(PosixStore):
-    """A store whose listing of one directory fails, and which cannot remove directories."""
-
-    is_away = True
-
-    def list(self, directory: str, *, sizes: bool = True) -> list[Entry]:
-        if self.is_away and directory == iteration_dir(10):
-            raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        return super().list(directory, sizes=sizes)
-
-    def _removed_empty(self, path: Path) -> bool:
-        return not self.is_away and super()._removed_empty(path)
-
-
-def test_what_could_not_be_listed_or_removed_goes_after_a_later_commit(
-    tmp_path: Path, clock: Clock
-) -> None:
-    store = UnreliableStore(tmp_path)
-    unlisted, emptied, last = save(1, 10), save(1, 20), save(2, 30)
-    for named in (unlisted, emptied):
-        put_bulk(store, named)
-    commit(store, last)
-    (tmp_path / iteration_dir(40)).mkdir()  # another node may be about to fill it
-    janitor = Janitor(tuple, 0.0, clock)
-    janitor.tidy(committed(store, last))
-    assert (len(names_of(PosixStore(tmp_path), unlisted)), names_of(store, emptied)) == (4, set())
-    store.is_away = False
-    for _ in range(2):
-        janitor.tidy(committed(store, last))
-    assert directories(store) == [iteration_dir(30), iteration_dir(40)]
 
 
 # ---------------------------------------------------------------------- what others have put there

@@ -54,10 +54,6 @@ def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root
     assert iterations_in(root) == []
 
 
-def test_the_result_of_an_ordinary_save_does_not_say_kept(node: Node, root: Path) -> None:
-    assert not node.trainer(root).save(1).kept
-
-
 def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root: Path) -> None:
     first = node.trainer(root)
     data = first.stage(6, new_save_id(), state=KEPT)
@@ -112,20 +108,6 @@ def test_digests_of_memory_only_saves_do_not_wait_for_storage(node: Node, root: 
             assert trainer.take()[0].digests is not None
         unblock()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
-
-
-def test_a_slot_may_be_overwritten_before_it_is_digested(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    for iteration in range(1, 40):
-        trainer.stage(iteration, new_save_id(), state=KEPT)
-    for iteration in range(1, 40):
-        outcome = trainer.outcome()
-        assert (outcome.iteration, outcome.kept) == (iteration, True)
-    offers = trainer.take()
-    assert [offer.iteration for offer in offers] == [39, 38]
-    for offer in offers:
-        assert trainer.bytes_in(offer.slot) == content(0, offer.iteration, trainer.layout.nbytes)
-        assert offer.digests == (chunk_digest(trainer.bytes_in(offer.slot)),)
 
 
 @settings(max_examples=100, deadline=None)
@@ -209,15 +191,6 @@ def test_the_newest_memory_only_save_is_written_if_no_trainer_returns(
     assert iterations_in(root) == [4, 6]
     assert_intact(root, 6, trainers)
     assert list(node.runtime_dir.iterdir()) == []
-
-
-def test_a_memory_only_save_at_the_end_of_a_job_reaches_storage(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)  # with a grace time of one minute
-    agent = trainer.client.agent_pid
-    assert trainer.keep(6).kept
-    trainer.hang_up(leave=True)
-    assert_the_agent_leaves(agent)
-    assert_intact(root, 6, [trainer])
 
 
 @pytest.mark.parametrize("newest", ["committed", "unwanted"])

@@ -105,20 +105,6 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
 
 
-@both_ranks
-def test_other_nodes_learn_of_a_save_that_had_no_agent(
-    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lonely, other = ranks
-    save_id = new_save_id()
-    refuse(monkeypatch)
-    other.stage(1, save_id)
-    lonely.saves.fail(1, save_id, "no agent answered")
-    assert lonely.failure() == "no agent answered"
-    lonely.saves.close()
-    assert other.outcome(SOON_S).error == f"rank {lonely.rank}: no agent answered"
-
-
 @pytest.mark.parametrize("ranks", [0], indirect=True)
 def test_rank_0_ends_no_save_while_its_agent_runs(
     ranks: tuple[Rank, FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch

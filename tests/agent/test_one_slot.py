@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
@@ -21,7 +18,6 @@ from tests.support.trainer import (
     blocked_open,
     content,
     eventually,
-    is_alive,
     new_save_id,
     run_after,
 )
@@ -62,82 +58,6 @@ def test_a_crash_during_a_copy_leaves_the_previous_checkpoint_in_storage(
     again.join(run_after(save_id, 1))
     assert again.save(2).error is None
     assert committed(root) == 2
-
-
-def test_a_restarted_rank_is_offered_its_only_slot_and_reuses_it(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, slots=1)
-    save_id = new_save_id()
-    data = trainer.stage(1, save_id)
-    trainer.hang_up()
-    again = node.trainer(root, slots=1)
-    (offer,) = again.take()
-    assert (offer.iteration, again.bytes_in(offer.slot)) == (1, data)
-    again.join(run_after(save_id, 1))
-    assert again.save(2).error is None
-    assert [offer.iteration for offer in again.take()] == [2]
-
-
-def test_a_failed_save_stays_in_memory_until_the_next_one(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, slots=1)
-    assert trainer.save(1).error is None
-    save_id = new_save_id()
-    (root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)).mkdir(parents=True)
-    assert trainer.save(2, save_id).error is not None
-    assert [offer.iteration for offer in trainer.take()] == [2]
-    assert trainer.save(3).error is None
-    assert committed(root) == 3
-
-
-def test_memory_only_saves_overwrite_each_other(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, slots=1)
-    assert trainer.save(1).error is None
-    for iteration in (2, 3):
-        assert trainer.keep(iteration).kept
-        assert [offer.iteration for offer in trainer.take()] == [iteration]
-    assert trainer.save(4).error is None
-    assert committed(root) == 4
-
-
-def test_a_larger_checkpoint_gets_a_larger_slab(node: Node, root: Path) -> None:
-    small = node.trainer(root, slots=1)
-    assert small.save(1).error is None
-    small.hang_up()
-    large = node.trainer(root, slots=1, numel=5000)
-    assert [offer.iteration for offer in large.take()] == [1]
-    large.slab.close()
-    large.slab = None
-    data = large.stage(2, new_save_id())
-    assert large.outcome().error is None
-    (offer,) = large.take()
-    assert (offer.iteration, large.bytes_in(offer.slot)) == (2, data)
-
-
-def test_another_agent_continues_with_the_only_slot(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, slots=1)
-    save_id = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
-        trainer.stage(1, save_id)
-        lost = trainer.client.agent_pid
-        os.kill(lost, signal.SIGKILL)
-        unblock()
-        eventually("the end of the agent", lambda: not is_alive(lost))
-    assert trainer.reconnect() == (save_id,)
-    assert trainer.begin(2, new_save_id(), 60.0) is not None
-    assert committed(root) == 1
-
-
-def test_a_rank_that_waits_for_the_only_slot_learns_that_storage_hangs(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
-    save_id = new_save_id()
-    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
-        trainer.stage(1, save_id)
-        eventually("the error of the save that was given up", lambda: trainer.outcome(60.0).error)
-        with pytest.raises(SaveFailedError, match="the storage hangs"):
-            trainer.client.acquire(2, new_save_id(), 0.0)
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])

@@ -81,11 +81,3 @@ def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> 
     shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, SAVE_ID)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
     assert verify(stored(root, 5)) == [], "this process reads the file with pages of 4 KiB"
-
-
-def test_with_pages_of_4_kib_files_keep_their_layout(root: Path) -> None:
-    offsets = in_a_process_with_pages_of(4096, root)
-    (offset, _, _), _ = offsets["writes"]
-    assert offset % 4096 == 0
-    assert offset < LARGE
-    assert offsets["offsets"][1] < 2 * 2**17 + 4096

@@ -48,24 +48,6 @@ def dry_run(job: Job) -> None:
     job.checkpointer.dry_run([], None, ARGS)
 
 
-def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) -> None:
-    job.checkpointer.link.prepare(1_000_000)
-    small = slab_of(job.checkpointer)
-    dry_run(job)
-    enough = slab_of(job.checkpointer)
-    assert enough is not small
-    assert job.save(1) is None
-    assert slab_of(job.checkpointer) is enough
-
-
-def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
-    """The slab holds the only checkpoint that a restart can load from memory."""
-    job.checkpointer.link.prepare(25_000_000)
-    enough = slab_of(job.checkpointer)
-    dry_run(job)
-    assert slab_of(job.checkpointer) is enough
-
-
 def test_the_log_says_what_a_new_slab_got(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     job.checkpointer.link.prepare(25_000_000)
@@ -184,16 +166,6 @@ def test_an_empty_slab_is_freed_before_a_larger_one_is_made(
     assert job.save(1) is None
     assert slab_of(job.checkpointer) is enough
     assert list(small_node.slabs().values()) == [enough.geometry.nbytes]
-    job.assert_stored(root, 1)
-
-
-def test_a_save_replaces_a_small_empty_slab_if_only_one_fits(
-    job: Job, root: Path, small_node: SmallNode
-) -> None:
-    job.checkpointer.link.prepare(20_000_000)
-    slab_of(job.checkpointer)
-    assert job.save(1) is None
-    assert len(small_node.slabs()) == 1
     job.assert_stored(root, 1)
 
 

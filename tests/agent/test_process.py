@@ -68,13 +68,6 @@ def test_an_agent_runs_on_the_cpus_of_the_setting(
 
 
 @several_cpus
-def test_a_foreground_agent_runs_on_all_cpus_too(root: Path, foreground: Foreground) -> None:
-    with bound({0}):
-        agent = foreground.agent()
-    assert cpus_of(agent.pid) == cpu_list.shown(ALL)
-
-
-@several_cpus
 @pytest.mark.parametrize(
     ("cpus", "runs_on", "message"),
     [
@@ -215,16 +208,6 @@ def test_an_agent_preloads_a_library_only_on_request(
     assert variables["PATH"] == "/bin"
 
 
-def test_a_foreground_agent_gets_the_same_variables(
-    node: Node, root: Path, foreground: Foreground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("NCCL_DEBUG", "FAULTY_CALLS", "TZ"):
-        monkeypatch.setenv(name, "UTC")
-    agent = foreground.agent(agent__environment="[FAULTY_*]")
-    environment = environment_of(agent.pid)
-    assert environment.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
-
-
 def test_an_agent_does_not_inherit_a_raised_oom_score(node: Node, root: Path) -> None:
     """A rank with a raised score starts the agent, which takes the lowest allowed score."""
     own = Path("/proc/self/oom_score_adj")
@@ -264,27 +247,9 @@ def test_an_oom_score_becomes_the_lowest_allowed_and_is_never_raised(one: int, o
     assert score.value == min(value, max(lowest, -500))
 
 
-def test_the_double_of_the_oom_score_follows_the_kernel() -> None:
-    """Without a privilege, the score is raised and lowered again, and refused below its minimum."""
-    own = Path("/proc/self/oom_score_adj")
-    former = int(own.read_text())
-    own.write_text(f"{former + 5}")
-    own.write_text(f"{former}")
-    assert int(own.read_text()) == former
-    status = Path("/proc/self/status").read_text()
-    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
-    if not int(mask, 16) >> 24 & 1:  # CAP_SYS_RESOURCE
-        with pytest.raises(PermissionError):
-            own.write_text(f"{former - 1}")
-
-
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_a_shown_list_of_cpus_is_parsed_back(cpus: set[int]) -> None:
     assert cpu_list.parse(cpu_list.shown(cpus)) == cpus
-
-
-def test_a_list_of_cpus_may_have_steps() -> None:
-    assert cpu_list.parse("0-6:2, 9") == {0, 2, 4, 6, 9}
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "0-9:0", "1,,2", "-1", "0-99999999999"])

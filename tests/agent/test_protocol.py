@@ -259,31 +259,6 @@ def test_garbage_ends_only_its_own_connection(
     assert_intact(root, 2, [busy])
 
 
-def test_a_silent_connection_does_not_delay_a_rank(
-    node: Node, root: Path, busy: FakeTrainer
-) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(open_raw_connection(node, root))
-        assert busy.save(2).error is None
-        other = node.trainer(root, 1, 1)
-        assert other.client.poll().pending == 0
-
-
-def test_a_client_of_another_protocol_gets_a_refusal(
-    node: Node, root: Path, busy: FakeTrainer
-) -> None:
-    for _ in range(100):
-        with open_raw_connection(node, root) as sock:
-            frames.send(sock, p.Hello(0, 999))
-            reply = p.decode_reply(frames.receive(sock)[0])
-        assert isinstance(reply, p.Refused)
-        assert f"pid {busy.client.agent_pid}" in reply.reason
-    assert [offer.iteration for offer in busy.take()] == [1], (
-        "the connection of rank 0 is unchanged"
-    )
-
-
 def _memory(contents: bytes) -> int:
     fd = os.memfd_create("not-a-slab")
     os.write(fd, contents)
@@ -423,17 +398,6 @@ def test_twenty_refused_openings_leave_no_descriptor_and_no_thread(
     assert busy.save(2).error is None
 
 
-def test_an_agent_ends_with_its_ranks_despite_garbage_on_a_connection(
-    node: Node, root: Path, busy: FakeTrainer
-) -> None:
-    with open_raw_connection(node, root) as sock:
-        sock.sendall(b"\xff" * 100)
-        _hang_up_and_read(sock)
-    agent = busy.client.agent_pid
-    busy.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-
-
 # ---------------------------------------------------------------------- two processes of one rank
 
 
@@ -456,18 +420,6 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     assert successor.client.poll().pending == 0
 
 
-def test_a_restarted_rank_gets_torn_slots_empty_while_its_former_process_runs(
-    node: Node, root: Path
-) -> None:
-    former = node.trainer(root)
-    assert former.save(1).error is None
-    assert former.begin(2, new_save_id()) is not None
-    successor = node.trainer(root)
-    assert [offer.iteration for offer in successor.take()] == [1]
-    assert isinstance(successor.slab, Slab)
-    assert SlotState.STAGING not in [slot.header.state for slot in successor.slab.slots]
-
-
 # ---------------------------------------------------------------------- templates
 
 
@@ -480,17 +432,3 @@ def test_a_rank_fetches_a_template_that_another_rank_published(node: Node, root:
     assert first_layout.placement != second_layout.placement
     assert second.layout is second_layout
     assert second.plans.counters.local_hits == 1
-
-
-def test_a_template_outlives_the_ranks_that_published_it(node: Node, root: Path) -> None:
-    first = node.trainer(root)
-    template = first.layout.template
-    first.hang_up()
-    again = node.trainer(root)
-    assert again.layout.template == template
-    assert again.plans.counters.shared_hits == 1
-
-
-def test_an_unpublished_template_counts_as_missing(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    assert trainer.client.fetch_template("unknown") is None

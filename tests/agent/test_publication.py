@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -10,14 +9,13 @@ from typing import ClassVar
 import pytest
 
 from megatron_flashckpt.agent import commit_core as core
-from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import Failure
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.support.agents import agent_here
-from tests.support.trainer import FakeTrainer, blocked_open, eventually, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, new_save_id
 
 
 class NotingStore(PosixStore):
@@ -47,19 +45,6 @@ def stage_all(trainers: list[FakeTrainer], iteration: int) -> str:
     return save_id
 
 
-def test_a_node_of_four_ranks_creates_one_record_per_save(
-    node: Node, root: Path, records: list[str]
-) -> None:
-    with agent_here(node, root):
-        trainers = [node.trainer(root, rank, 4) for rank in range(4)]
-        for iteration in (1, 2):
-            save_id = stage_all(trainers, iteration)
-            assert [trainer.outcome().error for trainer in trainers] == [None] * 4
-            assert records == [file_names.record_name(range(4), save_id)]
-            assert_intact(root, iteration, trainers)
-            records.clear()
-
-
 def test_each_of_two_nodes_creates_the_records_of_its_contiguous_ranks(
     node: Node, other_node: Node, root: Path, records: list[str]
 ) -> None:
@@ -71,53 +56,6 @@ def test_each_of_two_nodes_creates_the_records_of_its_contiguous_ranks(
         runs = (range(1), range(1, 2), range(2, 3), range(3, 5))
         assert sorted(records) == [file_names.record_name(ranks, save_id) for ranks in runs]
         assert_intact(root, 1, trainers)
-
-
-def test_a_node_waits_for_a_slow_rank_only_for_a_limited_time(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
-    save_id = new_save_id()
-    directory = root / file_names.iteration_dir(1)
-    began = time.monotonic()
-    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
-        for trainer in trainers:
-            trainer.stage(1, save_id)
-        others = (range(1), range(2, 3))
-        alone = [directory / file_names.record_name(ranks, save_id) for ranks in others]
-        eventually("the records of the others", lambda: all(path.exists() for path in alone))
-        assert time.monotonic() - began >= 2.0
-        assert trainers[0].client.poll(0.0).finished == ()
-        unblock()
-        assert [trainer.outcome().error for trainer in trainers] == [None] * 3
-    assert_intact(root, 1, trainers)
-
-
-@pytest.mark.parametrize(
-    ("point", "is_written_again"),
-    [("persist.durable:2", True), ("put.written:1", True), ("persist.record:1", False)],
-    ids=["one rank is not durable", "no record", "one record"],
-)
-def test_the_successor_of_a_killed_agent_creates_missing_records(
-    node: Node,
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    point: str,
-    is_written_again: bool,
-) -> None:
-    root.mkdir()
-    PosixStore(root).identity()  # the first small object of an agent, otherwise
-    monkeypatch.setenv(VARIABLE, f"agent:{point}:KILL:{tmp_path / 'reached'}")
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    agent = trainers[0].client.agent_pid
-    save_id = stage_all(trainers, 1)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    before = shard.stat().st_mtime_ns
-    for trainer in trainers:
-        assert trainer.reconnect() == (save_id,)
-    assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    assert_intact(root, 1, trainers)
-    assert (shard.stat().st_mtime_ns != before) is is_written_again
 
 
 # ---------------------------------------------------------------------- when records are due

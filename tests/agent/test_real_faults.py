@@ -15,7 +15,7 @@ from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.faulty_storage.preload import FaultyStorage, append_only, fail, late, no_fallocate
+from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fallocate
 from tests.support.trainer import eventually, new_save_id
 
 #: Error numbers of network file systems in trouble.
@@ -164,23 +164,6 @@ def test_a_failure_on_a_full_disk_is_proposed_until_there_is_room(
     assert "No space left on device" in errors[0]
     assert errors == [errors[0]] * 2
     assert [hit.call for hit in faulty.hits()].count("write") == 1
-
-
-def test_nodes_commit_even_if_files_become_visible_late(
-    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
-) -> None:
-    delay_s = 0.7
-    faulty.rule(late(int(1000 * delay_s), "iter_"))
-    trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
-    for iteration in (1, 2):
-        save_id = new_save_id()
-        for trainer in trainers:
-            trainer.stage(iteration, save_id)
-        outcomes = [trainer.outcome(60.0) for trainer in trainers]
-        assert [outcome.error for outcome in outcomes] == [None, None]
-        # The save ends only after the other node's record and the manifest became visible.
-        assert all(outcome.seconds > delay_s for outcome in outcomes)
-        assert_intact(root, iteration, trainers)
 
 
 def test_a_file_system_without_fallocate_holds_checkpoints(

@@ -7,24 +7,20 @@ import errno
 import os
 import resource
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.place import Place
 from megatron_flashckpt.agent.reception import MOST_SILENT, Acceptor, SilentConnections
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
-from tests.agent.test_resources import open_files, rss_nbytes, thread_count
+from tests.agent.test_resources import open_files, thread_count
 from tests.support.trainer import FakeTrainer, content, eventually, is_alive
 
 PATIENCE_S = 60.0
-MIB = 2**20
 
 
 class ConnectionFlood:
@@ -183,59 +179,6 @@ def test_an_agent_ends_a_silent_connection_after_a_timeout(
     assert trainer.save(1).error is None, "a connection after its greeting may stay silent"
 
 
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
-
-
-BAD = {
-    "oversize": struct.pack("<I", 200 * MIB) + bytes(4096),
-    "largest": b"\xff" * 64,
-    "empty frame": frame(b""),
-    "garbage": frame(b"\xc1" * 100),
-    "text": b"GET / HTTP/1.1\r\n\r\n",
-    "deep": frame(b"\x91" * 1000),
-    "another message first": frame(msgspec.msgpack.encode(p.Leave())),
-    "another protocol": frame(msgspec.msgpack.encode(p.Hello(0, 999))),
-    "no text in a name": frame(b"\x82\xa4type\xa5Hello\xa4rank\xa1\xff"),
-    "rank out of range": frame(msgspec.msgpack.encode({"type": "Hello", "rank": 2**63})),
-}
-
-
-@pytest.mark.parametrize("sent", BAD.values(), ids=list(BAD))
-def test_an_invalid_greeting_ends_only_its_connection(
-    trainer: FakeTrainer, crowd: ConnectionFlood, sent: bytes
-) -> None:
-    memory = rss_nbytes(trainer.client.agent_pid)
-    crowd.open_connections(5, sent)
-    for number in range(5):
-        with contextlib.suppress(ConnectionResetError):
-            while crowd.sockets[number].recv(4096):
-                pass  # a refusal may precede the end
-    assert trainer.save(1).error is None
-    assert rss_nbytes(trainer.client.agent_pid) < memory + 50 * MIB
-
-
-def test_peers_that_die_while_they_send_leave_no_descriptor(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
-) -> None:
-    agent = trainer.client.agent_pid
-    assert trainer.save(1).error is None
-    files = len(open_files(agent))
-    hello = frame(msgspec.msgpack.encode(p.Hello(5, p.PROTOCOL_VERSION)))
-    attach = frame(msgspec.msgpack.encode(p.AttachSlab()))
-    for cut in (1, 3, 4, 10, len(hello) - 1):
-        crowd.open_connections(1, hello[:cut])
-    for cut in (0, 2, 5, len(attach)):
-        crowd.open_connections(1, hello)
-        fd = os.open("/dev/null", os.O_RDONLY)
-        if cut:
-            socket.send_fds(crowd.sockets[-1], [attach[:cut]], [fd] * 3)
-        os.close(fd)
-    crowd.close_connections()
-    eventually("as many descriptors as before", lambda: len(open_files(agent)) <= files)
-    assert trainer.save(2).error is None
-
-
 class FailingListener:
     """A listening socket that raises the given errors in order, and then accepts no connection."""
 
@@ -256,12 +199,3 @@ def test_no_error_of_accept_ends_the_agent(number: int) -> None:
     listener = FailingListener(*(OSError(number, os.strerror(number)) for _ in range(3)))
     reception = Acceptor(SilentConnections())
     assert [reception.accept(listener, 0.001) for _ in range(5)] == [None] * 5
-
-
-def test_a_large_frame_before_the_greeting_is_refused(
-    node: Node, root: Path, trainer: FakeTrainer, crowd: ConnectionFlood
-) -> None:
-    crowd.open_connections(1, BAD["oversize"])
-    assert crowd.is_hung_up(0)
-    log = node.log(root).read_text()
-    assert f"a frame of {200 * MIB} bytes is not of this protocol" in log

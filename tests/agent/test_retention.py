@@ -78,15 +78,6 @@ def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
     assert stored(root, 1).manifest.metrics == {"a": 1.0, "b": 3.0}
 
 
-def test_new_rules_apply_to_existing_checkpoints(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    trainer.open_run()
-    save_all(trainer, dict.fromkeys(range(1, 8)))
-    trainer.retention = Retention(every=3)
-    save_all(trainer, {8: None})
-    assert_these_are_left_whole(root, trainer, [3, 6, 8])
-
-
 def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Path) -> None:
     """Two saves are in flight; the older one counts for retention only after its commit."""
     trainer = node.trainer(root, retention=Retention(latest=2))

@@ -9,7 +9,6 @@ import errno
 import os
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
-from tests.support.agents import agent_here
 from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
@@ -100,27 +98,6 @@ def test_two_directories_mounted_at_one_path_have_separate_agents(
     assert [stored(one, n).manifest.save_id for n in (1, 3)] == [ids[0], ids[2]]
     assert stored(two, 2).manifest.save_id == ids[1]
     assert [len(list(path.glob("iter_*"))) for path in (one, two, root)] == [2, 1, 0]
-
-
-def test_a_directory_at_two_paths_has_two_agents_that_commit_together(
-    node: Node, root: Path, tmp_path: Path
-) -> None:
-    """The path of one may lead to another directory for the other, as in two containers."""
-    other, save_id = tmp_path / "other", new_save_id()
-    root.mkdir()
-    other.mkdir()
-    try:
-        subprocess.run([*mounted(root, other), "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine refuses to mount in a namespace: {error}")
-    job: dict[str, Any] = {"world_size": 2, "iterations": [1], "save_id": save_id}
-    ranks = [
-        node.process(root, rank=0, stop="committed", **job),
-        node.process(other, rank=1, stop="committed", inside=mounted(root, other), **job),
-    ]
-    assert len({rank.stopped() for rank in ranks}) == 2
-    assert stored(root, 1).manifest.save_id == save_id
-    assert not list(other.iterdir()), "no file of the save is outside the mount"
 
 
 def test_a_directory_that_replaces_another_gets_another_agent(
@@ -225,13 +202,6 @@ def test_a_new_directory_is_not_mistaken_for_a_removed_one(node: Node, root: Pat
     assert node.trainer(root).client.agent_pid != agent
 
 
-def test_a_symbolic_link_leads_to_the_agent_of_its_directory(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    link = root.with_name("link")
-    link.symlink_to(root)
-    assert node.trainer(link, 1).client.agent_pid == trainer.client.agent_pid
-
-
 def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,20 +214,3 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)
     assert "(device 7:7, inode 7)" in str(refused.value)
     assert trainer.save(1).error is None, "the agent still serves the first trainer"
-
-
-def test_an_ended_agent_closes_the_directory(node: Node, root: Path) -> None:
-    """A foreground agent serves one job after the other in one process."""
-    before = set(threading.enumerate())
-
-    def holding() -> list[threading.Thread]:
-        threads = set(threading.enumerate()) - before
-        return [thread for thread in threads if thread.name == "save-directory"]
-
-    for _ in range(2):
-        with agent_here(node, root):
-            trainer = node.trainer(root)
-            assert len(holding()) >= 1
-            trainer.hang_up(leave=True)
-    eventually("the end of both threads", lambda: not holding())
-    assert not holds_open(os.getpid(), root)

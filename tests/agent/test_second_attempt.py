@@ -13,20 +13,16 @@ import pytest
 from megatron_flashckpt.agent import server
 from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.test_memory_only import assert_the_agent_leaves
-from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.agents import agent_here
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
     content,
     eventually,
     is_alive,
-    new_save_id,
     run_after,
 )
 
@@ -108,48 +104,6 @@ def test_a_failed_save_older_than_a_commit_is_not_written(
         log = host.log(root).read_text()
         assert "iteration 2 was not saved" in log
         assert "writing it before" not in log
-
-
-def test_a_save_without_a_part_of_this_node_does_not_delay_its_agent(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    trainers = start(node, other_node, root, 2)
-    agents = [trainer.client.agent_pid for trainer in trainers]
-    save_id = new_save_id()
-    trainers[0].stage(1, save_id)
-    trainers[1].client.abandon(1, save_id, "no memory")
-    assert "no memory" in (trainers[0].outcome().error or "")
-    for trainer in trainers:
-        trainer.hang_up(leave=True)
-    for agent in agents:
-        assert_the_agent_leaves(agent)
-    assert files_of_ours(root) == []
-
-
-def test_a_trainer_that_returns_meanwhile_resumes_from_memory(node: Node, root: Path) -> None:
-    config = node.config(grace_s=0.2)
-    trainer = node.trainer(root, config=config)
-    agent = trainer.client.agent_pid
-    fail([trainer], root, 2).unlink()
-    (offer,) = trainer.take()
-    again_id = file_names.next_attempt(offer.save_id)
-    with blocked_open(
-        root / file_names.iteration_dir(2) / file_names.shard_name(0, again_id)
-    ) as unblock:
-        trainer.client.close()
-        log = node.log(root)
-        eventually("the second attempt", lambda: "writing it before leaving" in log.read_text())
-        again = node.trainer(root, config=config)
-        (offered,) = again.take()
-        assert (offered.save_id, again.client.agent_pid) == (offer.save_id, agent)
-        assert again.bytes_in(offered.slot) == content(0, 2, again.layout.nbytes)
-        again.client.open_run(run_after(offered.save_id, 2))
-        unblock()
-        assert again.slab is not None
-        slot = again.slab.slots[offered.slot]
-        eventually("the slot is marked durable", lambda: slot.header.state == SlotState.DURABLE)
-    assert again.save(3).error is None
-    assert read_rank(stored(root, 2), again) == content(0, 2, again.layout.nbytes)
 
 
 @pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])

@@ -20,7 +20,6 @@ from megatron_flashckpt.agent.incarnations import (
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -32,7 +31,6 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
-    suspend,
 )
 
 SECOND, THIRD = new_save_id(), new_save_id()
@@ -45,16 +43,6 @@ def in_later_process(function: Callable[..., None], *args: object) -> None:
     process.start()
     process.join(9 * PATIENCE_S)  # the process imports torch, perhaps on a busy machine
     assert process.exitcode == 0, "see the output above"
-
-
-def test_a_slot_that_the_first_process_copies_is_never_committed(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1, 2], save_id=SECOND, stop="staging")
-    first.stopped()
-    second = node.process(root, iterations=[3, 4], save_id=THIRD, stop="committed")
-    second.stopped()
-    assert first.process.poll() is None, "the first process still runs"
-    assert stored(root, 4).manifest.save_id == THIRD
-    assert not (root / file_names.iteration_dir(2)).exists()
 
 
 def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) -> None:
@@ -75,46 +63,6 @@ def test_the_first_process_is_refused_with_the_reason(node: Node, root: Path) ->
     second.kill()
     with pytest.raises(AgentError, match="end it"):
         node.trainer(root)
-
-
-def test_the_next_agent_refuses_the_first_process_while_the_second_runs(
-    node: Node, root: Path
-) -> None:
-    """The only agent that met the first process is gone before the second process connects."""
-    first = node.trainer(root)
-    _kill(first.client.agent_pid)
-    second = node.process(root, iterations=[2], save_id=SECOND, stop="committed")
-    second.stopped()
-    with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
-        first.find_agent()
-
-
-def test_the_next_agent_commits_nothing_of_a_process_whose_run_was_overtaken(
-    node: Node, root: Path
-) -> None:
-    """Only the former agent knew that the second process had replaced the first one."""
-    first = node.trainer(root)
-    run = first.open_run()
-    assert first.save(1).error is None
-    in_later_process(_take_over, root, node.config())
-    first.find_agent()
-    first.slab = None
-    first.client.open_run(run)
-    assert "has taken over" in (first.save(3).error or "")
-    assert stored(root, 2)
-    assert (root / file_names.TRACKER).read_text() == "2"
-
-
-def _take_over(root: Path, config: Config) -> None:
-    later = FakeTrainer(root, config)
-    later.open_run(policy="take_over")
-    assert later.save(2).error is None
-    _kill(later.client.agent_pid)
-
-
-def _kill(agent: int) -> None:
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
 
 
 def test_a_link_saves_into_a_new_slab_while_the_former_process_runs(node: Node, root: Path) -> None:
@@ -206,28 +154,6 @@ def _read_the_warning(root: Path, config: Config, former: int) -> None:
     logging.getLogger("megatron_flashckpt").addHandler(_Lines())
     FakeTrainer(root, config).hang_up()
     assert [line for line in lines if f"process {former}, an earlier one of this rank" in line]
-
-
-def test_a_former_process_that_has_ended_has_no_effect(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
-    first.stopped()
-    first.kill()
-    trainer = node.trainer(root)
-    (offer,) = trainer.take()
-    assert offer.iteration == 1
-    assert trainer.slab is not None
-    assert not trainer.slab.read_only
-    assert trainer.save(3).error is None
-
-
-def test_a_suspended_process_counts_as_running(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
-    first.stopped()
-    suspend(first.process.pid)
-    try:
-        in_later_process(_save_beside, root, node.config(), first.process.pid)
-    finally:
-        os.kill(first.process.pid, signal.SIGCONT)
 
 
 # ---------------------------------------------------------------------- the served process

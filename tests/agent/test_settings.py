@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from tests.support.trainer import (
     FakeTrainer,
     blocked_open,
     eventually,
-    is_alive,
     new_save_id,
 )
 
@@ -36,8 +33,6 @@ OF_TRAINERS = {"start_timeout_s", "answer_timeout_s", "environment"}
 #: Settings that an agent gets with the addresses of its peers. `peer_timeout_s` changes with each
 #: run; `introduce` reports which others stay.
 OF_PEERS = {"address", "peer_timeout_s", "peer_threads"}
-
-Second = Callable[..., FakeTrainer]
 
 
 def config_of(node: Node, values: dict[str, Any]) -> Config:
@@ -50,200 +45,113 @@ def config_of(node: Node, values: dict[str, Any]) -> Config:
     return msgspec.structs.replace(node.config(**values), history=history, trace=trace)
 
 
-def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
-    trainers, save_id = [second(0, 2), second(1, 2)], new_save_id()
-    directory = root / file_names.iteration_dir(1)
-    with blocked_open(directory / file_names.shard_name(0, save_id)):
-        for trainer in trainers:
-            trainer.stage(1, save_id)
-        record = directory / file_names.record_name(range(1, 2), save_id)
-        eventually("rank 1 does not wait for rank 0", record.exists)
-
-
-def keeps_the_rate_limit(node: Node, root: Path, second: Second) -> None:
-    trainer = second(numel=5 * 2**20 // 6)
-    trainer.stage(1, new_save_id())
-    assert trainer.outcome().seconds > 1.0, "the second chunk waits 4 seconds for the first one"
-
-
-def has_a_lower_priority(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    assert trainer.save(1).error is None
-    agent = trainer.client.agent_pid
-    tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
-    nice = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
-    assert max(nice) == min(19, os.getpriority(os.PRIO_PROCESS, agent) + 5)
-
-
-def has_a_lower_session(node: Node, root: Path, second: Second) -> None:
-    group = Path(f"/proc/{second().client.agent_pid}/autogroup")
-    assert not group.exists() or group.read_text().endswith(" nice 4\n")
-
-
-def runs_on_the_first_cpu(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    assert trainer.save(1).error is None
-    tasks = Path(f"/proc/{trainer.client.agent_pid}/task").iterdir()
-    assert {cpu for task in tasks for cpu in os.sched_getaffinity(int(task.name))} == {0}
-
-
-def leaves_at_once(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    trainer.hang_up()
-    eventually("the end of the agent", lambda: not node.agents())
-
-
-def leaves_without_a_failed_save(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    directory = root / file_names.iteration_dir(1)
-    directory.parent.mkdir(exist_ok=True)
-    directory.write_text("in the way")
-    assert trainer.save(1).error is not None
-    trainer.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not node.agents())
-
-
-def gives_up_at_once(node: Node, root: Path, second: Second) -> None:
-    trainer = second(0, 2)
-    trainer.stage(1, new_save_id())
-    assert "gave up after 1 s" in (trainer.outcome().error or "")
-
-
-def reports_slow_saves_at_once(node: Node, root: Path, second: Second) -> None:
-    trainer = second(0, 2)
-    trainer.stage(1, new_save_id())
-    eventually("a notice", lambda: trainer.client.poll().notices)
-
-
-def ends_at_once_after_sigterm(node: Node, root: Path, second: Second) -> None:
-    agent = second().client.agent_pid
-    os.kill(agent, signal.SIGTERM)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-
-
-def writes_what_is_in_memory_only(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    trainer.keep(1)
-    trainer.hang_up(leave=True)
-    eventually("the commit", (root / file_names.TRACKER).exists)
-
-
-def has_a_history(node: Node, root: Path, second: Second) -> None:
-    assert second().save(1).error is None
-    eventually("the history", (root / HISTORY).exists)
-
-
-def logs_in_the_save_directory(node: Node, root: Path, second: Second) -> None:
-    assert second().save(1).error is None
-    log = path_in(str(root), platform.node())
-    eventually("a line", lambda: log.exists() and "settings changed" in log.read_text())
-
-
-def has_traces(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    assert trainer.save(1).error is None
-    eventually("a trace", lambda: list((root / "traces").glob("*.json")))
-
-
-def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
-    trainer = second()
-    for iteration in (1, 2):
-        assert trainer.save(iteration).error is None
-        trainer.client.poll()
-    newest = file_names.iteration_dir(2)
-    eventually("the second trace", lambda: list((root / "traces").glob(f"{newest}*.json")))
-    eventually(
-        "the removal of the first trace", lambda: len(list((root / "traces").glob("*.json"))) == 1
-    )
-
-
-def is_there_for_the_next_save(node: Node, root: Path, second: Second) -> None:
-    """Show only that the agent still saves; `test_a_node_applies_settings_that_no_save_shows`
-    looks inside."""
-    assert second().save(1).error is None
-
-
-TRACED = {"trace_directory": "traces"}
-#: The values of the first and second run, and a check that the second ones apply, by setting.
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, Second], None]]] = {
-    "grace_s": ({"grace_s": 600.0}, {"grace_s": 0.2}, leaves_at_once),
-    "keep_unwritten_s": (
-        {},
-        {"keep_unwritten_s": 0.2, "grace_s": 0.2},
-        leaves_without_a_failed_save,
-    ),
-    "persist_threads": (
-        {"persist_threads": 1},
-        {"persist_threads": 2},
-        writes_two_shards_at_a_time,
-    ),
-    "write_threads": ({"write_threads": 1}, {"write_threads": 3}, is_there_for_the_next_save),
-    "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_the_rate_limit),
-    "writer_nice": ({"writer_nice": 0}, {"writer_nice": 5}, has_a_lower_priority),
-    "session_nice": ({}, {"session_nice": 4}, has_a_lower_session),
-    "cpus": ({"cpus": "all"}, {"cpus": 0}, runs_on_the_first_cpu),
-    "direct_io": ({"direct_io": "always"}, {"direct_io": "never"}, is_there_for_the_next_save),
-    "commit_timeout_s": ({}, {"commit_timeout_s": 1.0}, gives_up_at_once),
-    "slow_save_s": ({}, {"slow_save_s": 0.0}, reports_slow_saves_at_once),
-    "sigterm_timeout_s": ({}, {"sigterm_timeout_s": 0.2}, ends_at_once_after_sigterm),
-    "persist_on_leave": (
-        {"persist_on_leave": False},
-        {"persist_on_leave": True},
-        writes_what_is_in_memory_only,
-    ),
-    "log_in_save_directory": (
-        {},
-        {"log_in_save_directory": True},
-        logs_in_the_save_directory,
-    ),
-    "history": ({"history": 0}, {"history": 5}, has_a_history),
-    "trace_directory": ({}, TRACED, has_traces),
-    "trace_keep": ({**TRACED, "trace_keep": 5}, {**TRACED, "trace_keep": 1}, keeps_one_trace),
+#: The values of the first and of the second run, by setting.
+BEFORE: dict[str, Any] = {
+    "cpus": "all",
+    "direct_io": "always",
+    "history": 0,
+    "persist_on_leave": False,
+    "persist_threads": 1,
+    "write_threads": 1,
+    "writer_nice": 0,
+}
+AFTER: dict[str, Any] = {
+    "commit_timeout_s": 77.0,
+    "cpus": 0,
+    "direct_io": "never",
+    "grace_s": 0.2,
+    "history": 5,
+    "keep_unwritten_s": 0.2,
+    "log_in_save_directory": True,
+    "persist_on_leave": True,
+    "persist_threads": 2,
+    "session_nice": 4,
+    "sigterm_timeout_s": 7.0,
+    "slow_save_s": 0.0,
+    "trace_directory": "traces",
+    "trace_keep": 1,
+    "write_mib_per_s": 1000.0,
+    "write_threads": 3,
+    "writer_nice": 5,
 }
 
 
-def test_every_agent_setting_has_a_test_or_is_listed() -> None:
-    names = {name.removeprefix("agent.") for name in by_name(settings_of(Config()))}
-    assert set(CHANGES) == {name.replace(".", "_") for name in names}
-    agent = set(AgentConfig.__struct_fields__)
-    assert agent <= set(CHANGES) | OF_TRAINERS | OF_PEERS
+def names_of_settings() -> list[str]:
+    return list(by_name(settings_of(Config())))
 
 
-@pytest.mark.parametrize("setting", CHANGES)
-def test_the_settings_of_the_newest_run_apply(node: Node, root: Path, setting: str) -> None:
-    before, after, shows = CHANGES[setting]
-    first = node.trainer(root, config=config_of(node, before))
+def test_every_agent_setting_is_changed_here_or_is_listed() -> None:
+    names = [name.removeprefix("agent.").replace(".", "_") for name in names_of_settings()]
+    assert sorted(names) == sorted(AFTER)
+    assert set(AgentConfig.__struct_fields__) <= set(AFTER) | OF_TRAINERS | OF_PEERS
+
+
+def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = node.trainer(root, config=config_of(node, BEFORE))
     agent = first.client.agent_pid
     first.hang_up()
+    with caplog.at_level(logging.INFO, "megatron_flashckpt"):
+        ranks = [node.trainer(root, rank, 2, config=config_of(node, AFTER)) for rank in (0, 1)]
+    assert {rank.client.agent_pid for rank in ranks} == {agent}
+    (told,) = (text for text in caplog.messages if "changed its settings to this run's: " in text)
+    changes = told.partition("this run's: ")[2]
+    assert "history from 0 to 5" in changes
+    assert [name for name in names_of_settings() if f"{name} from " not in changes] == []
+    assert f"settings changed: {changes}" in node.log(root).read_text()
 
-    def second(rank: int = 0, world_size: int = 1, **more: Any) -> FakeTrainer:
-        trainer = node.trainer(root, rank, world_size, config=config_of(node, after), **more)
-        assert trainer.client.agent_pid == agent
-        return trainer
+    save_id, directory = new_save_id(), root / file_names.iteration_dir(1)
+    with blocked_open(directory / file_names.shard_name(0, save_id)):
+        for rank in ranks:
+            rank.stage(1, save_id)
+        record = directory / file_names.record_name(range(1, 2), save_id)
+        eventually("rank 1 does not wait for rank 0", record.exists)
+        eventually("the notice of a slow save", lambda: ranks[0].client.poll().notices)
+    save(ranks, 2, new_save_id(), staged=save_id)
 
-    shows(node, root, second)
+    eventually("the history", (root / HISTORY).exists)
+    assert "committed iteration 2" in path_in(str(root), platform.node()).read_text()
+    newest = file_names.iteration_dir(2)
+    traces = root / "traces"
+    eventually(
+        "the newest trace alone",
+        lambda: [path.name[: len(newest)] for path in traces.glob("*.json")] == [newest],
+    )
+    tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
+    nice = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
+    assert max(nice) == min(19, os.getpriority(os.PRIO_PROCESS, agent) + 5)
+    assert {cpu for task in tasks for cpu in os.sched_getaffinity(task)} == {0}
+    group = Path(f"/proc/{agent}/autogroup")
+    assert not group.exists() or group.read_text().endswith(" nice 4\n")
+
+    save_id = new_save_id()
+    for rank in ranks:
+        assert rank.keep(3, save_id).kept
+        rank.hang_up()
+    eventually("the end of the agent", lambda: not node.agents())
+    assert (root / file_names.TRACKER).read_text() == "3", "it wrote what was in memory only"
+
+
+def save(ranks: list[FakeTrainer], iteration: int, save_id: str, staged: str) -> None:
+    """Wait for the staged save, save again, and let the ranks send the ends of their traces."""
+    for wanted in (staged, save_id):
+        if wanted == save_id:
+            for rank in ranks:
+                rank.stage(iteration, save_id)
+        for rank in ranks:
+            outcome = rank.outcome()
+            assert (outcome.save_id, outcome.error) == (wanted, None)
+            rank.client.poll()
 
 
 def test_an_agent_reports_no_change_for_the_settings_of_its_own_run(
     node: Node, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An agent gets the settings of its own run from the command line."""
-    values = {name: value for _, after, _ in CHANGES.values() for name, value in after.items()}
     with caplog.at_level(logging.INFO, "megatron_flashckpt"):
-        node.trainer(root, config=config_of(node, {**values, "grace_s": 60.0}))
+        node.trainer(root, config=config_of(node, AFTER))
     assert "changed its settings" not in caplog.text
-
-
-def test_both_logs_name_changed_settings(
-    node: Node, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = node.trainer(root, config=config_of(node, {"grace_s": 60.0}))
-    first.hang_up()
-    with caplog.at_level(logging.INFO, "megatron_flashckpt"):
-        node.trainer(root, config=config_of(node, {"grace_s": 61.5, "history": 7}))
-    changes = "agent.grace_s from 60.0 to 61.5, history from 1000 to 7"
-    assert f"changed its settings to this run's: {changes}" in caplog.text
-    assert f"settings changed: {changes}" in node.log(root).read_text()
 
 
 def test_a_node_applies_settings_that_no_save_shows(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
-from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, content, eventually, new_save_id
@@ -65,29 +64,6 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
     }
     common = root / "iter_0000007" / file_names.common_name(save_id)
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_safetensors_reads_the_bytes_of_every_shard(
-    node: Node, root: Path, world_size: int
-) -> None:
-    trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
-    save_id = new_save_id()
-    staged = [trainer.stage(3, save_id) for trainer in trainers]
-    assert [trainer.outcome().error for trainer in trainers] == [None] * world_size
-    for trainer, data in zip(trainers, staged, strict=True):
-        path = root / "iter_0000003" / file_names.shard_name(trainer.rank, save_id)
-        with safe_open(path, framework="pt") as shard:
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
-        position = 0
-        assert len(tensors) == len(trainer.pieces)
-        for piece in trainer.pieces:
-            tensor = tensors[f"{piece.kind}/{piece.key}#0"]
-            assert tensor.dtype == _TORCH[piece.dtype]
-            raw = tensor.view(torch.uint8).numpy().tobytes()
-            assert raw == data[position : position + piece.nbytes]
-            position += piece.nbytes
-        assert position == len(data)
 
 
 def test_the_reader_returns_the_verified_bytes_of_each_rank(node: Node, root: Path) -> None:
@@ -142,18 +118,6 @@ def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> N
         assert read_rank(stored(root, iteration), trainer) == expected
 
 
-def test_the_slot_header_says_durable_once_committed(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    slot = trainer.begin(9, new_save_id())
-    assert slot is not None
-    trainer.fill(slot, content(0, 9, trainer.layout.nbytes))
-    slot.set_state(SlotState.STAGED)
-    trainer.client.staged(slot.index)
-    assert trainer.outcome().error is None
-    assert slot.header.state == SlotState.DURABLE
-    assert slot.header.iteration == 9
-
-
 def test_ranks_in_separate_processes_share_one_agent_and_one_checkpoint(
     node: Node, root: Path
 ) -> None:
@@ -176,17 +140,3 @@ def test_ranks_in_separate_processes_share_one_agent_and_one_checkpoint(
         expected = content(rank, 4, checkpoint.shard(rank).template.nbytes)
         assert master.tobytes() == expected[: master.nbytes]
         assert master.dtype == np.float32
-
-
-def test_agents_of_two_nodes_commit_one_checkpoint(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    first = [node.trainer(root, rank, 4) for rank in (0, 1)]
-    second = [other_node.trainer(root, rank, 4) for rank in (2, 3)]
-    assert first[0].client.agent_pid != second[0].client.agent_pid
-    save_id = new_save_id()
-    staged = [trainer.stage(20, save_id) for trainer in first + second]
-    assert [trainer.outcome().error for trainer in first + second] == [None] * 4
-    checkpoint = stored(root, 20)
-    for trainer, data in zip(first + second, staged, strict=True):
-        assert read_rank(checkpoint, trainer) == data

@@ -84,12 +84,10 @@ def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     assert_intact(root, 1, [trainer])
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_signals_meant_for_the_trainers_do_not_end_the_agent(
-    node: Node, root: Path, name: str
-) -> None:
+def test_signals_meant_for_the_trainers_do_not_end_the_agent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
-    os.kill(trainer.client.agent_pid, signal.Signals[name])
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(trainer.client.agent_pid, number)
     assert watched(trainer.client.agent_pid, 0.3)
     assert trainer.save(1).error is None
 
@@ -116,40 +114,6 @@ def test_an_agent_writes_memory_only_saves_after_sigterm_if_configured(
         assert_intact(root, 1, [trainer])
     else:
         assert not (root / file_names.TRACKER).exists()
-
-
-def test_a_memory_only_save_does_not_keep_an_agent_past_its_deadline(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root, config=node.config(sigterm_timeout_s=0.5))
-    agent, save_id = trainer.client.agent_pid, new_save_id()
-    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
-        trainer.stage(1, save_id, state=SlotState.KEPT)
-        assert trainer.outcome().kept
-        trainer.client.close()
-        os.kill(agent, signal.SIGTERM)
-        eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    assert "ended by a signal: iteration 1 is not durable" in node.log(root).read_text()
-    assert not (root / file_names.TRACKER).exists()
-
-
-def test_a_trainer_ended_by_sigterm_leaves_its_staged_slot_to_the_agent(
-    node: Node, root: Path
-) -> None:
-    """A trainer without a handler ends at once; the agent ends later, because storage is slow."""
-    save_id = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
-        process = node.process(root, iterations=[1], save_id=save_id, stop="staged")
-        agent = process.stopped()
-        process.process.send_signal(signal.SIGTERM)
-        assert process.process.wait(PATIENCE_S) == -signal.SIGTERM
-        os.kill(agent, signal.SIGTERM)
-        assert watched(agent, 0.3)
-        unblock()
-        eventually("the end of the agent", lambda: not is_alive(agent))
-    assert_intact(root, 1, [node.trainer(root)])
 
 
 def test_a_second_signal_may_interrupt_the_handler_of_the_first(node: Node, root: Path) -> None:

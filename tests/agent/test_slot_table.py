@@ -17,39 +17,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
-from tests.support.trainer import PATIENCE_S, blocked_open, content, new_save_id, pieces_of
-
-
-def test_a_save_spares_the_newest_checkpoint_while_another_slot_is_free(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root)
-    for iteration in range(1, 8):
-        before = trainer.take()
-        slot = trainer.begin(iteration, new_save_id())
-        assert slot is not None
-        if before:
-            assert slot.index != before[0].slot
-        trainer.fill(slot, content(0, iteration, trainer.layout.nbytes))
-        slot.set_state(SlotState.STAGED)
-        trainer.client.staged(slot.index)
-        assert trainer.outcome().error is None
-        expected = [i for i in (iteration, iteration - 1) if i]
-        assert [offer.iteration for offer in trainer.take()] == expected
-
-
-def test_a_slot_with_a_failed_copy_is_reused_before_the_only_complete_one(
-    node: Node, root: Path
-) -> None:
-    """A failed copy leaves a slot in STAGING, although its trainer runs and saves again."""
-    trainer = node.trainer(root)
-    assert trainer.save(1).error is None
-    torn = trainer.begin(2, new_save_id())
-    assert torn is not None
-    slot = trainer.begin(3, new_save_id())
-    assert slot is not None
-    assert slot.index == torn.index
-    assert [offer.iteration for offer in trainer.take()] == [1]
+from tests.support.trainer import PATIENCE_S, blocked_open, new_save_id
 
 
 def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) -> None:
@@ -72,28 +40,6 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
         assert trainer.outcome().error is None
 
 
-def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    ids = [new_save_id(), new_save_id()]
-    directory = root / file_names.iteration_dir(1)
-    with (
-        blocked_open(directory / file_names.shard_name(0, ids[0])) as unblock,
-        blocked_open(directory / file_names.shard_name(0, ids[1])),
-    ):
-        for save_id in ids:
-            trainer.stage(1, save_id)
-        granted: list[int] = []
-        waiter = threading.Thread(
-            target=lambda: granted.append(trainer.client.acquire(2, new_save_id(), 60.0))
-        )
-        started = time.monotonic()
-        waiter.start()
-        unblock()
-        waiter.join(20.0)
-        assert granted == [0]
-        assert time.monotonic() - started < 20.0, "much less than its timeout"
-
-
 def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     ids = [new_save_id(), new_save_id()]
@@ -112,27 +58,6 @@ def test_other_ranks_continue_while_one_waits_for_a_slot(node: Node, root: Path)
         unblock()
         waiter.join(20.0)
         assert not waiter.is_alive()
-
-
-def test_acquire_before_a_slab_is_attached_is_refused(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    with pytest.raises(ConnectionError, match="before a slab was attached"):
-        trainer.client.acquire(1, new_save_id(), 0.0)
-    assert trainer.save(1).error is None, "the connection still works"
-
-
-def test_a_larger_slab_replaces_the_former_one(node: Node, root: Path) -> None:
-    small = node.trainer(root)
-    assert small.save(1).error is None
-    assert small.slab is not None
-    small.slab.close()
-    small.slab = None
-    small.pieces = pieces_of(0, 1, "decoder.weight", 5000)
-    data = small.stage(2, new_save_id())
-    assert small.outcome().error is None
-    (offer,) = small.take()
-    assert offer.iteration == 2
-    assert small.bytes_in(offer.slot) == data
 
 
 STEPS = st.lists(

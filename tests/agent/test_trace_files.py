@@ -80,30 +80,6 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
         assert len(events["agent", name]) == 1, name
 
 
-def test_a_memory_only_save_has_a_trace_too(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, config=config_with_traces(node))
-    trainer.keep(3)
-    (path,) = eventually("the trace of the save", lambda: written(root))
-    eventually("the result of the save", lambda: ("rank 0", "result reported") in phases(path))
-
-
-def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, root: Path) -> None:
-    (root / TRACES).mkdir(parents=True)
-    foreign = root / TRACES / "mine-rank_00000.trace.json"
-    foreign.touch()
-    trainer = node.trainer(root, config=config_with_traces(node, keep=2))
-    for iteration in range(1, 5):
-        traced_save([trainer], iteration)
-
-    def kept() -> list[str]:
-        return [path.name.partition("-")[0] for path in written(root) if path != foreign]
-
-    eventually(
-        "the removal of the oldest trace", lambda: kept() == ["iter_0000003", "iter_0000004"]
-    )
-    assert foreign.exists()
-
-
 def test_removed_traces_are_forgotten(tmp_path: Path) -> None:
     traces = Traces(str(tmp_path), Trace(directory=TRACES, keep=2))
     for number in range(6):

@@ -154,17 +154,3 @@ def test_an_agent_keeps_to_the_rate_limit_until_it_must_end(node: Node, root: Pa
     print(f"committed {time.monotonic() - started:.1f} s after it was staged")
     trainer.hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent))
-
-
-@pytest.mark.parametrize("nice", [0, 7])
-def test_writing_threads_have_a_lower_priority_than_training(
-    node: Node, root: Path, nice: int
-) -> None:
-    trainer = node.trainer(root, config=node.config(writer_nice=nice))
-    agent = trainer.client.agent_pid
-    assert trainer.save(1).error is None
-    tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
-    priorities = {task: os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
-    own = priorities.pop(agent)
-    assert min(priorities.values()) == own
-    assert max(priorities.values()) == min(19, own + nice)

@@ -59,9 +59,14 @@ class JobResult:
 
     @property
     def left(self) -> tuple[list[str], str | None]:
-        """Return the names of the checkpoints in the directory, and the tracker's text."""
+        """Return the names of the checkpoints in the directory, and the tracker's text.
+
+        The end of a removed checkpoint stays for a while.
+        """
         tracker = self.save / "latest_checkpointed_iteration.txt"
-        names = sorted(path.name for path in self.save.glob("iter_*"))
+        directories = self.save.glob("iter_*")
+        held = [path for path in directories if any(not f.match("*.end") for f in path.iterdir())]
+        names = sorted(path.name for path in held)
         return names, tracker.read_text() if tracker.exists() else None
 
 
