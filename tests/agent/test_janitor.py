@@ -819,6 +819,9 @@ class CountingStore(MemoryStore):
             self.listed.append(directory)
         return super().list(directory, sizes=sizes)
 
+    def stat(self, name: str) -> Entry | None:
+        return Entry(name, len(self.objects[name]), "file") if name in self.objects else None
+
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         if name.endswith(".end"):
             self.read.append(nbytes)

@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
-from tests.support.trainer import config_of, kill_agent
+from tests.support.trainer import config_of, kill_agent, new_save_id
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -162,7 +162,7 @@ def test_another_network_namespace_has_its_own_agent(node: Node, root: Path) -> 
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine makes no network namespaces")
     trainer = node.trainer(root, 0, 2)
-    save_id = "1" * 12
+    save_id = new_save_id()
     other = node.process(
         root, rank=1, world_size=2, iterations=[1], save_id=save_id, stop="staged", inside=apart
     )
