@@ -24,7 +24,6 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
-from tests.agent.test_succession import kill_agent
 from tests.support.agents import agent_here
 from tests.support.trainer import (
     PATIENCE_S,
@@ -32,6 +31,7 @@ from tests.support.trainer import (
     blocked_open,
     content,
     eventually,
+    kill_agent,
     new_save_id,
 )
 

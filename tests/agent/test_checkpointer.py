@@ -16,7 +16,7 @@ import torch
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.end import decode_failure
@@ -215,29 +215,6 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
     assert "a new agent adopts" not in caplog.text
     assert job.save(3) is None
     job.assert_stored(root, 3)
-
-
-def test_saves_of_a_refused_rank_fail_with_the_reason_of_the_agent(
-    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make(config)
-    assert job.save(1) is None
-    client = job.checkpointer.link.client()
-    reason = "the agent refused Poll: a later process of the same rank"
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AgentRefusedError(reason)
-
-    with blocked_open(
-        root / file_names.iteration_dir(2) / file_names.shard_name(0, job.save_id(2))
-    ):
-        job.checkpointer.save(job.request(2))
-        job.checkpointer.link.stager.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(client, "poll", refuse)
-            (outcome,) = job.checkpointer.wait(60.0)
-    assert (outcome.iteration, outcome.error) == (2, reason)
-    assert job.checkpointer.link.current is client
 
 
 def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,16 +20,11 @@ from tests.support.trainer import (
     PATIENCE_S,
     eventually,
     is_alive,
+    kill_agent,
     new_save_id,
     run_after,
     suspend,
 )
-
-
-def kill_agent(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(pid))
-
 
 REQUESTS: list[Callable[[AgentClient], object]] = [
     lambda client: client.poll(),

@@ -1,24 +1,18 @@
-"""The commit: the moment from which a checkpoint exists, and the order of the steps around it."""
+"""The commit: what ranks hear of it, and what the tracker names after it."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.agents import agent_here
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
+    blocked_shard,
     content,
     eventually,
     is_alive,
@@ -30,9 +24,6 @@ from tests.support.trainer import (
 def iterations_in(root: Path) -> list[int]:
     iterations = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
     return sorted(iteration for iteration in iterations if iteration is not None)
-
-
-# ---------------------------------------------------------------------- all ranks
 
 
 @pytest.mark.parametrize(
@@ -58,18 +49,13 @@ def test_a_save_that_times_out_names_what_is_missing_and_leaves_no_file(
     assert files_of_ours(root) == []
 
 
-# ---------------------------------------------------------------------- the same iteration again
-
-
 @pytest.mark.parametrize("later", [5, 20])
 def test_an_older_save_that_ends_last_does_not_replace_the_newer_one(
     node: Node, root: Path, later: int
 ) -> None:
     trainer = node.trainer(root)
     older, newer = new_save_id(), new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(5) / file_names.shard_name(0, older)
-    ) as unblock:
+    with blocked_shard(root, 5, 0, older) as unblock:
         trainer.stage(5, older)
         trainer.stage(later, newer)
         assert trainer.outcome().save_id == newer
@@ -94,53 +80,6 @@ def test_training_that_resumes_from_an_older_checkpoint_moves_the_tracker_back(
     again.join(run_after(saves[10], 10))
     assert again.save(15).error is None
     assert_intact(root, 15, [again])
-
-
-# ---------------------------------------------------------------------- the order of steps
-
-
-class NotingStore(PosixStore):
-    """A real store that notes the small objects it writes, and refuses one kind of them."""
-
-    refused = ""
-    steps: ClassVar[list[str]] = []
-
-    def _note(self, name: str) -> None:
-        kind = name.rpartition(".")[2] if name.startswith("iter_") else name
-        self.steps.append(kind)
-        if kind == self.refused:
-            raise StorageError(errno.ENOSPC, f"{name}: cannot write (No space left on device)")
-
-    def put(self, name: str, data: bytes) -> None:
-        self._note(name)
-        super().put(name, data)
-
-    def create(self, name: str, data: bytes) -> None:
-        self._note(name)
-        super().create(name, data)
-
-
-@pytest.fixture
-def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[NotingStore]]:
-    monkeypatch.setattr("megatron_flashckpt.agent.state.open_store", NotingStore)
-    monkeypatch.setattr(NotingStore, "steps", [])
-    yield NotingStore
-    NotingStore.refused = ""
-
-
-#: What a commit writes after the shards, in order.
-STEPS = ["record", "msgpack", "end", file_names.TRACKER, file_names.TRACKED]
-
-
-def test_a_commit_writes_records_then_its_end_then_the_tracker(
-    node: Node, root: Path, noting: type[NotingStore]
-) -> None:
-    with agent_here(node, root):
-        assert node.trainer(root).save(5).error is None
-    assert [step for step in noting.steps if step in STEPS] == STEPS
-
-
-# ---------------------------------------------------------------------- after a restart
 
 
 def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, root: Path) -> None:

@@ -26,7 +26,6 @@ from megatron_flashckpt.file_format.commit_record import (
     encode_records,
 )
 from megatron_flashckpt.file_format.file_names import save_name
-from megatron_flashckpt.file_format.manifest import merge
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import RUN, SAVE_ID
@@ -109,25 +108,6 @@ def test_records_on_slow_storage_are_read_by_several_threads(records: Path) -> N
     assert distant.most > 4
 
 
-def test_records_on_fast_storage_are_read_by_one_thread(
-    records: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A busy machine must not make this storage count as slow.
-    monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
-    near = _SlowStore(records, 0.0)
-    read_records(near, 1, SAVE_ID, RANKS, names(records))
-    assert near.readers == {threading.get_ident()}
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.02])
-@pytest.mark.parametrize("rank", [0, RANKS - 1])
-def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> None:
-    path = records / file_names.iteration_dir(1) / record_of_rank(rank)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptCheckpointError, match=path.name):
-        read_records(_SlowStore(records, wait_s), 1, SAVE_ID, RANKS, names(records))
-
-
 OTHER = save_name(RUN, 2)
 
 
@@ -156,24 +136,6 @@ def test_a_record_with_wrong_contents_is_refused(
     (records / file_names.iteration_dir(1) / name).write_bytes(planted)
     with pytest.raises(CorruptCheckpointError, match=re.escape(message)):
         decoded(records)
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([record_of(0), record_of(2)], r"missing: \[1\]"),
-        ([record_of(0), record_of(1), record_of(1), record_of(2)], r"ranks \[0, 1, 1, 2\]"),
-        ([record_of(rank) for rank in range(4)], "for a world of 3"),
-        ([record_of(0), record_of(1), record_of(2, save_id=OTHER)], "different saves"),
-        ([record_of(0), record_of(1), record_of(2, iteration=2)], "different saves"),
-        ([], r"missing: \[0, 1, 2\]"),
-    ],
-)
-def test_merge_refuses_missing_duplicate_and_mixed_records(
-    records: list[CommitRecord], message: str
-) -> None:
-    with pytest.raises(CorruptCheckpointError, match=message):
-        merge(records, world_size=3, description={}, common_digest="")
 
 
 # ---------------------------------------------------------------------- records of several ranks

@@ -14,7 +14,6 @@ import pytest
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.memory import slab
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import node_memory, reservation
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -162,24 +161,6 @@ def test_holders_of_memory_are_named_by_rank_size_and_save() -> None:
         "1.0 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
     )
     assert describe_slabs([held[0]] * 20).endswith("(no checkpoint), 12 more")
-
-
-def test_a_refused_slab_names_the_holders_of_memory(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = started(node, root, range(2))
-    committed(first, 4)
-    crash(first)
-    link = NodeLink(str(root), 0, node.config())
-    monkeypatch.setattr(slab, "available_nbytes", lambda: MIB)
-    with pytest.raises(StorageError) as raised:
-        link.ensure_slab(2 * MIB, 0)
-    assert "cannot reserve" in str(raised.value)
-    assert "1.0 MiB available" in str(raised.value)
-    assert re.search(
-        r"; agent \d+ holds \d\.\d MiB: .* of rank 1 \(iteration 4, in storage\)", str(raised.value)
-    )
-    link.close(leave=False)
 
 
 def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:

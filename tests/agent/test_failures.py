@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_open,
+    blocked_shard,
     config_of,
     content,
     eventually,
@@ -84,23 +83,6 @@ def is_failed_end(file: Path) -> bool:
     return file.suffix == ".end" and kind_of(file.read_bytes()) is End.FAILED
 
 
-def test_a_file_in_place_of_the_iteration_directory_fails_only_that_save(
-    node: Node, root: Path
-) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    assert save_all(trainers, 1) == [None, None]
-    obstacle = root / file_names.iteration_dir(2)
-    obstacle.write_text("in the way")
-    for error in save_all(trainers, 2):
-        assert error is not None
-        assert str(obstacle) in error
-        assert "move it away" in error
-    assert obstacle.read_text() == "in the way"
-    assert_intact(root, 1, trainers)
-    assert save_all(trainers, 3) == [None, None]
-    assert_intact(root, 3, trainers)
-
-
 def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node: Node) -> None:
     root = small_disk / "save"
     # The shard of rank 1 fits. It must be removed when the shard of rank 0 does not fit.
@@ -128,59 +110,6 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     ballast.unlink()
     assert save_all(trainers, 2) == [None, None]
     assert_intact(root, 2, trainers)
-
-
-def test_a_save_on_a_read_only_file_system_fails_and_spares_the_previous(
-    small_disk: Path, node: Node
-) -> None:
-    root = small_disk / "save"
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    assert save_all(trainers, 1) == [None, None]
-    before = files_of_ours(root)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    try:
-        for error in save_all(trainers, 2):
-            assert error is not None
-            assert str(root / file_names.iteration_dir(2)) in error
-            assert "the file system is read-only: remount it or save elsewhere" in error
-        assert_intact(root, 1, trainers)
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    assert files_of_ours(root) == before
-    assert save_all(trainers, 2) == [None, None]
-    assert_intact(root, 2, trainers)
-
-
-@contextlib.contextmanager
-def without_permission(path: Path) -> Iterator[None]:
-    """Deny writes below `path` to all users, including root, who ignores mode bits."""
-    if os.getuid():
-        path.chmod(0o555)
-        yield
-        path.chmod(0o755)
-        return
-    made = subprocess.run(["chattr", "+i", str(path)], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("this file system knows no immutable directories, and root asks no mode")
-    try:
-        yield
-    finally:
-        subprocess.run(["chattr", "-i", str(path)], check=True)
-
-
-def test_a_save_without_permission_fails_and_spares_the_previous(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
-    assert save_all(trainers, 1) == [None, None]
-    before = files_of_ours(root)
-    with without_permission(root):
-        for error in save_all(trainers, 2):
-            assert error is not None
-            assert str(root / file_names.iteration_dir(2)) in error
-            assert "give this user write permission there" in error
-        assert_intact(root, 1, trainers)
-    assert files_of_ours(root) == before
-    assert save_all(trainers, 3) == [None, None]
-    assert_intact(root, 3, trainers)
 
 
 def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root: Path) -> None:
@@ -264,9 +193,7 @@ def test_the_end_of_a_failed_save_does_not_wait_for_a_shard(node: Node, root: Pa
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow, failed = new_save_id(), new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
-    ) as unblock:
+    with blocked_shard(root, 4, 0, slow) as unblock:
         for trainer in trainers:
             trainer.stage(4, slow)
         trainers[1].client.abandon(6, failed, "no memory for it")

@@ -24,7 +24,6 @@ import pytest
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.launch import _run
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
@@ -37,7 +36,7 @@ from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.support.trainer import PATIENCE_S, blocked_open
+from tests.support.trainer import PATIENCE_S, blocked_shard
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -203,9 +202,7 @@ def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
             assert session.end()
         return True
 
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, job.save_id(1))
-    ) as unblock:
+    with blocked_shard(root, 1, 0, job.save_id(1)) as unblock:
         job.checkpointer.save(job.request(1))
         job.checkpointer.link.stager.wait()
         assert in_child(end)

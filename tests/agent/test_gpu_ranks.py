@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,6 @@ def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode)
     gpus.refusals.clear()
     for created in made:
         created.checkpointer.close(leave=False)
-
-
-def descriptors_of_slabs() -> int:
-    targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sum(target.startswith("/memfd:flashckpt-") for target in targets)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -241,21 +235,6 @@ def test_a_slot_whose_staged_message_failed_is_marked_failed(
     assert {header.iteration: header.state for header in headers}[2] == SlotState.FAILED
 
 
-def test_a_larger_slab_unlocks_and_unmaps_the_former_one(
-    make: Any, root: Path, gpus: GpuNode
-) -> None:
-    job = make(5)
-    tensors, job.tensors = job.tensors, job.tensors[:1]
-    assert job.save(1) is None
-    before = times_mapped("0"), descriptors_of_slabs()
-    job.tensors = tensors
-    assert job.save(2) is None
-    job.assert_stored(root, 2)
-    assert (times_mapped("0"), descriptors_of_slabs()) == before
-    job.checkpointer.link.wait_for_device_work()
-    assert list(gpus.runtime.locked.values()) == [job.checkpointer.link._slab.geometry.nbytes]
-
-
 def test_the_next_agent_adopts_a_save_that_is_still_copied(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
@@ -277,29 +256,6 @@ def test_the_next_agent_adopts_a_save_that_is_still_copied(
     job.assert_stored(root, 2)
 
 
-def test_a_save_uses_the_device_that_is_current_when_it_begins(
-    make: Any, root: Path, gpus: GpuNode
-) -> None:
-    job = make(5)
-    torch.cuda.set_device(0)
-    job.checkpointer.link.prepare(25_000_000)
-    eventually("all prepared", lambda: not job.checkpointer.link.is_preparing)
-    torch.cuda.set_device(5)
-    assert job.save(1) is None
-    job.assert_stored(root, 1)
-
-
-def test_a_rank_with_tensors_on_another_device_fails_and_names_them(
-    make: Any, gpus: GpuNode
-) -> None:
-    job = make(5)
-    torch.cuda.set_device(3)
-    error = job.save(1)
-    assert error is not None
-    assert "on cuda:5" in error
-    assert "torch.cuda.set_device(5)" in error
-
-
 def test_a_blocking_save_returns_after_all_copies(make: Any, root: Path, gpus: GpuNode) -> None:
     """Such saves serve jobs whose tensors change outside of the optimizer step."""
     gpus.d2h_bytes_per_s = 200e6
@@ -317,50 +273,10 @@ def test_a_blocking_save_returns_after_all_copies(make: Any, root: Path, gpus: G
     assert all(value.numpy().tobytes() in data for value in values)
 
 
-@pytest.mark.parametrize("name", ["Stream", "set_device", "cudaHostRegister"])
-def test_training_continues_without_saves_if_cuda_refuses_resources(
-    make: Any, root: Path, gpus: GpuNode, name: str
-) -> None:
-    job = make(5)
-
-    def refuse() -> None:
-        raise torch.AcceleratorError("CUDA error: initialization error")
-
-    gpus.refusals[name] = refuse
-    job.checkpointer.link.prepare(25_000_000)
-    eventually("all prepared", lambda: not job.checkpointer.link.is_preparing)
-    error = job.save(1)
-    if name == "cudaHostRegister":
-        assert error is None
-    else:
-        assert "initialization error" in (error or "")
-    gpus.refusals.clear()
-    job.step()
-    assert job.save(2) is None
-    job.assert_stored(root, 2)
-
-
 def mapped_by_earlier_tests() -> int:
     """Return how many slabs stay mapped in this process, after closed ones have been freed."""
     unlock_closed()
     return times_mapped("0")
-
-
-def test_memory_without_a_stream_is_freed_before_the_next_save_takes_memory(
-    make: Any, root: Path, gpus: GpuNode
-) -> None:
-    before = mapped_by_earlier_tests()
-    job = make(5)
-
-    def refuse() -> None:
-        raise torch.AcceleratorError("CUDA error: out of memory")
-
-    gpus.refusals["Stream"] = refuse
-    assert "cuda:5 cannot create a stream" in (job.save(1) or "")
-    eventually("the refused memory is freed", lambda: times_mapped("0") == before)
-    gpus.refusals.clear()
-    assert job.save(2) is None
-    job.assert_stored(root, 2)
 
 
 def test_memory_of_a_closed_run_is_freed_for_the_next_one(
@@ -427,31 +343,6 @@ def test_releases_of_torch_without_a_class_for_errors_of_cuda_report_them(
         fail_with(error)
         with pytest.raises(type(error), match=str(error)):
             job.checkpointer.save(job.request(2))
-
-
-def test_a_crashed_rank_with_a_hung_gpu_ends_and_keeps_the_older_save(
-    make: Any, root: Path, gpus: GpuNode
-) -> None:
-    job = make(5)
-    job.checkpointer.link.prepare(25_000_000)
-    assert job.save(1) is None
-    gpus.devices[5].running.clear()
-    job.checkpointer.save(job.request(2))
-    started = time.monotonic()
-    job.checkpointer.abandon()
-    assert time.monotonic() - started < 5.0
-    slots = job.checkpointer.link._slab.slots
-    eventually(
-        "the agent has discarded the torn slot",
-        lambda: all(slot.header.state != SlotState.STAGING for slot in slots),
-    )
-    gpus.devices[5].running.set()
-    again = make(5)
-    slab, offers = again.checkpointer.link.take_slab()
-    assert [offer.iteration for offer in offers] == [1]
-    states = sorted(slot.header.state for slot in slab.slots)
-    assert states[-1] == SlotState.DURABLE
-    assert SlotState.STAGED not in states
 
 
 def test_a_rank_with_a_hung_gpu_ends_after_its_drain_timeout(make: Any, gpus: GpuNode) -> None:

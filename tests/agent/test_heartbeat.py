@@ -145,21 +145,3 @@ def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path)
         return found is not None and found.pid == successor
 
     eventually("a renewal", is_renewed)
-
-
-def test_an_agent_that_has_joined_the_new_run_does_not_block_its_start(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    """A requeue reassigns ranks, so the former agent of rank 0 has rank 1 of the next run."""
-    first = node.trainer(root)
-    first.open_run()
-    first.hang_up()
-    moved = node.trainer(root, 1, 2)
-    later = other_node.trainer(root, 0, 2)
-    run = later.open_run(wait_s=10.0)
-    moved.client.open_run(run)
-    save_id = save_name(run.name, 1)
-    moved.stage(2, save_id)
-    later.stage(2, save_id)
-    assert later.outcome().error is None
-    assert moved.outcome().error is None

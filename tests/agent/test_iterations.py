@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from megatron_flashckpt.memory.signals import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, suspend
+from tests.support.trainer import blocked_open, blocked_shard, eventually, new_save_id
 
 ITERATIONS = 100
 
@@ -66,7 +64,7 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
     return shared[0], shared[1].signals
 
 
-def blocked_shard(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
+def blocked(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the agent cannot write the job's save of `iteration`."""
     name = file_names.shard_name(0, job.save_id(iteration))
     return blocked_open(root / file_names.iteration_dir(iteration) / name)
@@ -82,7 +80,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
     assert requests == []
     _, signals = counters(job)
-    with blocked_shard(job, root, 2):
+    with blocked(job, root, 2):
         former = signals.news
         stage(job, 2)
         eventually("the notice of a slow save", lambda: signals.news > former)
@@ -104,60 +102,6 @@ def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str
         assert [outcome.iteration for outcome in outcomes] == [iteration]
         assert requests.count("Poll") <= 3, "one after the hand-over, one or two for the result"
         requests.clear()
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_killed_agent_is_replaced_in_the_next_iteration(job: Job, root: Path) -> None:
-    assert job.save(1) is None
-    iterate(job)
-    former, _ = counters(job)
-    os.kill(former.agent_pid, signal.SIGKILL)
-    # A process that ends has no command line any more before its socket is closed.
-    eventually("the end of the connection", former.has_hung_up)
-    iterate(job)
-    assert job.checkpointer.link.current is not former
-    assert job.save(2) is None
-    assert counters(job)[0].agent_pid != former.agent_pid
-    job.assert_stored(root, 2)
-
-
-def test_a_stopped_agent_is_replaced_while_its_rank_waits_for_a_result(
-    job: Job, root: Path
-) -> None:
-    assert job.save(1) is None
-    former, _ = counters(job)
-    with blocked_shard(job, root, 2) as unblock:
-        stage(job, 2)
-        iterate(job)
-        suspend(former.agent_pid)
-        eventually(
-            "another agent",
-            lambda: iterate(job) or job.checkpointer.link.current not in (former, None),
-        )
-        unblock()
-    assert not is_alive(former.agent_pid)
-    (outcome,) = job.checkpointer.wait(60.0)
-    assert outcome.error is None
-    job.assert_stored(root, 2)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_rank_without_a_result_looks_into_storage_when_its_save_is_no_longer_pending(
-    job: Job, root: Path
-) -> None:
-    """Another connection of the rank has taken the result; as if this one had been interrupted."""
-    assert job.save(1) is None
-    iterate(job)
-    client, signals = counters(job)
-    former = signals.news
-    with blocked_shard(job, root, 2) as unblock:
-        stage(job, 2)
-        assert iterate(job) == []
-        unblock()
-        eventually("the result", lambda: signals.news > former)
-        assert [outcome.iteration for outcome in client.poll().finished] == [2]
-    (outcome,) = iterate(job)
-    assert (outcome.iteration, outcome.error) == (2, None)
 
 
 @pytest.mark.usefixtures("patient")
@@ -186,9 +130,7 @@ def test_a_save_that_its_trainer_did_not_stage_is_news_when_it_ends(node: Node, 
     """The trainer has reconnected: it gets no result, and finds the save in storage."""
     trainer = node.trainer(root)
     save_id = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 1, 0, save_id) as unblock:
         trainer.stage(1, save_id)
         trainer.find_agent()
         assert trainer.slab is not None

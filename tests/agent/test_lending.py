@@ -44,25 +44,27 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_rank_reads_the_slot_of_another_rank(ranks: list[FakeTrainer]) -> None:
+def test_a_rank_reads_the_slot_of_another_rank_also_of_one_that_is_gone(
+    ranks: list[FakeTrainer],
+) -> None:
+    before = descriptors()
     slot = LentSlot(*lent(ranks[0], 1), 1)
     assert read(slot, 1) == content(1, 1, ranks[1].layout.nbytes)
     slot.verify(1, 0)
-
-
-def test_an_agent_lends_the_slot_of_a_rank_that_has_not_started_again(
-    ranks: list[FakeTrainer],
-) -> None:
+    assert descriptors() == before + 1
+    del slot
+    assert descriptors() == before
+    with pytest.raises(CorruptCheckpointError, match="belongs to rank 1"):
+        LentSlot(*lent(ranks[0], 1), 0)
     ranks[1].hang_up()
     assert read(LentSlot(*lent(ranks[0], 1), 1), 1) == content(1, 1, ranks[0].layout.nbytes)
 
 
-def test_an_agent_lends_nothing_that_it_does_not_have(ranks: list[FakeTrainer]) -> None:
+def test_an_agent_lends_nothing_that_it_does_not_have_or_has_not_digested(
+    ranks: list[FakeTrainer],
+) -> None:
     assert ranks[0].client.lend(1, new_save_id()) is None
     assert ranks[0].client.lend(2, SAVE_ID) is None
-
-
-def test_an_agent_lends_no_slot_without_digests(ranks: list[FakeTrainer]) -> None:
     save_id = new_save_id()
     slot = ranks[1].begin(2, save_id)
     assert slot is not None
@@ -79,16 +81,3 @@ def test_a_slot_that_was_overwritten_is_refused(ranks: list[FakeTrainer]) -> Non
         read(slot, 1)
     with pytest.raises(CorruptCheckpointError, match="but the agent offered"):
         LentSlot(slab, offer, 1)
-
-
-def test_a_slot_of_another_rank_than_expected_is_refused(ranks: list[FakeTrainer]) -> None:
-    with pytest.raises(CorruptCheckpointError, match="belongs to rank 1"):
-        LentSlot(*lent(ranks[0], 1), 0)
-
-
-def test_a_lent_slab_is_closed_with_its_slot(ranks: list[FakeTrainer]) -> None:
-    before = descriptors()
-    slot = LentSlot(*lent(ranks[0], 1), 1)
-    assert descriptors() == before + 1
-    del slot
-    assert descriptors() == before

@@ -18,14 +18,12 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.peers.test_recovery import recover_lost
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.cluster import cluster
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
+    blocked_shard,
     content,
     eventually,
     is_alive,
@@ -54,32 +52,13 @@ def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root
     assert iterations_in(root) == []
 
 
-def test_a_restarted_rank_is_offered_its_memory_only_checkpoint(node: Node, root: Path) -> None:
-    first = node.trainer(root)
-    data = first.stage(6, new_save_id(), state=KEPT)
-    assert first.outcome().kept
-    first.hang_up()
-    again = node.trainer(root)
-    (offer,) = again.take()
-    assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
-    assert offer.digests is not None
-    # Training continues with saves to memory and to storage from one slab.
-    again.join(run_after(offer.save_id, 6))
-    assert again.keep(7).kept
-    assert again.save(8).error is None
-    assert offered(again) == [(8, True), (7, False)]
-    assert iterations_in(root) == [8]
-
-
 def test_durable_and_memory_only_saves_continue_while_one_is_written(
     node: Node, root: Path
 ) -> None:
     """Storage hangs during two memory-only saves; memory holds the newest checkpoint throughout."""
     trainer = node.trainer(root)
     slow = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
-    ) as unblock:
+    with blocked_shard(root, 4, 0, slow) as unblock:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
@@ -92,22 +71,6 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
     assert offered(trainer) == [(8, True), (6, False)]
     assert iterations_in(root) == [4, 8]
     assert_intact(root, 8, [trainer])
-
-
-def test_digests_of_memory_only_saves_do_not_wait_for_storage(node: Node, root: Path) -> None:
-    config = node.config(persist_threads=1)
-    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    slow = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)
-    ) as unblock:
-        for trainer in trainers:
-            trainer.stage(4, slow)
-        for trainer in trainers:
-            assert trainer.keep(6).kept
-            assert trainer.take()[0].digests is not None
-        unblock()
-        assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
 @settings(max_examples=100, deadline=None)
@@ -146,22 +109,6 @@ def reading(book: RankSlots) -> list[int]:
 
 def complete(book: RankSlots) -> list:
     return [slot for slot in book.slab.slots if slot.header.state in COMPLETE]
-
-
-def test_other_nodes_also_hold_memory_only_saves(tmp_path: Path) -> None:
-    with cluster(tmp_path, (1, 1)) as made:
-        made.start("copy")
-        save_id = new_save_id()
-        for trainer in made.trainers.values():
-            trainer.stage(10, save_id, state=KEPT)
-        made.await_held(10, 1)
-        recover_lost(made, "copy", 2, 0, [save_id])
-        trainer = made.trainers[0]
-        (offer,) = trainer.take()
-        assert trainer.bytes_in(offer.slot) == content(0, 10, trainer.layout.nbytes)
-        assert trainer.slab is not None
-        assert trainer.slab.slots[offer.slot].header.state == KEPT
-        assert iterations_in(made.root) == []
 
 
 # ---------------------------------------------------------------------- when the agent leaves
@@ -213,9 +160,7 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(6) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 6, 0, save_id) as unblock:
         data = trainer.stage(6, save_id, state=KEPT)
         assert trainer.outcome().kept
         assert trainer.slab is not None

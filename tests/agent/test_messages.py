@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import resource
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,13 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id, remove_tree
+from tests.support.trainer import (
+    blocked_open,
+    eventually,
+    kill_agent,
+    new_save_id,
+    remove_tree,
+)
 
 MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
@@ -52,8 +57,7 @@ def test_an_error_explains_a_limit_on_file_sizes(node: Node, root: Path) -> None
 def test_an_error_explains_a_killed_agent(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    kill_agent(agent)
     with pytest.raises(AgentError) as raised:
         trainer.client.poll()
     assert str(node.log(root)) in str(raised.value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id
 
 END = f"{file_names.iteration_dir(5)}/{{}}.end"
 #: The commit timeout of these agents is 60 s.
@@ -56,8 +55,7 @@ class Rank:
 
     def kill_agent(self) -> None:
         for pid in self.node.agents():
-            os.kill(pid, signal.SIGKILL)
-            eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
+            kill_agent(pid)
 
     def close(self) -> None:
         self.saves.close()

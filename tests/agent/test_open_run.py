@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_flashckpt.catalog.lineage import Save, descent
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.file_format.run_object import RunObject
@@ -40,26 +42,22 @@ def begun(node: Node, root: Path) -> FakeTrainer:
     return node.trainer(root)
 
 
-def test_slots_of_another_history_are_emptied(node: Node, root: Path) -> None:
-    """Training was set back to iteration 10, so iteration 20 has never happened."""
-    trainer = begun(node, root)
-    assert held(trainer) == [10, 20]
-    trainer.client.open_run(resumed(2, SAVES[0]))
-    assert held(trainer) == [10]
-
-
-def test_slots_of_the_history_are_kept(node: Node, root: Path) -> None:
-    trainer = begun(node, root)
-    trainer.client.open_run(resumed(2, SAVES[1]))
-    assert held(trainer) == [10, 20]
-
-
-def test_nothing_is_kept_of_what_a_run_from_scratch_does_not_continue(
-    node: Node, root: Path
+@pytest.mark.parametrize(
+    ("run", "kept"),
+    [
+        (resumed(2, SAVES[0]), [10]),  # iteration 20 has never happened
+        (resumed(2, SAVES[1]), [10, 20]),
+        (RunObject(name="000002-0002"), []),
+    ],
+    ids=["set back", "continued", "from scratch"],
+)
+def test_slots_of_another_history_are_emptied(
+    node: Node, root: Path, run: RunObject, kept: list[int]
 ) -> None:
     trainer = begun(node, root)
-    trainer.client.open_run(RunObject(name="000002-0002"))
-    assert held(trainer) == []
+    assert held(trainer) == [10, 20]
+    trainer.client.open_run(run)
+    assert held(trainer) == kept
 
 
 def test_a_repeated_message_and_one_of_a_former_run_empty_nothing(node: Node, root: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import megatron_flashckpt
 from megatron_flashckpt.agent.place import Place
 from megatron_flashckpt.file_format.file_names import iteration_dir
-from megatron_flashckpt.layout.template import Layout
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, eventually
 
@@ -137,13 +136,3 @@ def test_only_converters_and_collectives_use_pickle() -> None:
     among_ranks = {"collectives.py"}
     assert all(name.startswith("convert/") for name in users - among_ranks), users
     assert users > among_ranks, "the test searches the wrong directory"
-
-
-def test_an_invalid_template_from_the_agent_counts_as_missing(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    fingerprint = trainer.layout.template_fingerprint
-    trainer.client.publish_template(fingerprint, b"\x80\x04cos\nsystem\n.")
-    other = node.trainer(root, 1, 1)
-    layout: Layout = other.plans.layout(trainer.pieces)
-    assert layout == trainer.layout
-    assert other.plans.counters.misses == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -21,7 +20,7 @@ from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
-from tests.support.trainer import config_of, eventually, is_alive
+from tests.support.trainer import config_of, kill_agent, new_save_id
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -121,8 +120,7 @@ def test_without_a_setting_all_processes_of_a_user_find_one_place(
 
 def test_a_killed_agent_leaves_no_socket_behind(node: Node, root: Path) -> None:
     agent = node.trainer(root).client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    kill_agent(agent)
     assert node.place(root).listener() is None
     AgentSocket(node.place(root)).leave(keep_log=False)
 
@@ -164,7 +162,7 @@ def test_another_network_namespace_has_its_own_agent(node: Node, root: Path) -> 
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine makes no network namespaces")
     trainer = node.trainer(root, 0, 2)
-    save_id = "1" * 12
+    save_id = new_save_id()
     other = node.process(
         root, rank=1, world_size=2, iterations=[1], save_id=save_id, stop="staged", inside=apart
     )

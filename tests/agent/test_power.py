@@ -97,6 +97,9 @@ def test_a_checkpoint_is_durable_before_the_tracker_names_it(
         file_names.record_name(range(1), SAVE): lambda: lost(shard),
         end: lambda: lost(shard, common),
         file_names.TRACKER: lambda: lost(shard, common, end),
+        os.path.basename(file_names.TRACKED): lambda: (
+            [] if disk.keeps(root / file_names.TRACKER) else ["the tracker"]
+        ),
     }
     with agent_here(node, root):
         assert node.trainer(root).save(5, SAVE).error is None

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, new_save_id
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -112,7 +112,7 @@ def test_a_descriptor_arrives_with_its_frame_and_belongs_to_the_receiver(
         file.write("still open")
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 10])
+@pytest.mark.parametrize("cut", [0, 3, 5])
 def test_a_connection_that_ends_inside_a_frame_is_an_eof(pair: Pair, cut: int) -> None:
     body = msgspec.msgpack.encode(p.Hello(0, 1))
     pair[0].sendall((struct.pack("<I", len(body)) + body)[:cut])
@@ -121,8 +121,8 @@ def test_a_connection_that_ends_inside_a_frame_is_an_eof(pair: Pair, cut: int) -
         frames.receive(pair[1])
 
 
-@pytest.mark.parametrize("nbytes", [frames.MAX_FRAME_NBYTES + 1, 2**32 - 1])
-def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair, nbytes: int) -> None:
+def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair) -> None:
+    nbytes = frames.MAX_FRAME_NBYTES + 1
     pair[0].sendall(struct.pack("<I", nbytes) + b"x")
     with pytest.raises(AgentError, match=f"a frame of {nbytes} bytes"):
         frames.receive(pair[1])
@@ -192,28 +192,28 @@ def _frame(message: object) -> bytes:
 
 
 _HELLO = _frame(p.Hello(77, p.PROTOCOL_VERSION))
-NONSENSE = {
-    "nothing": b"",
-    "half a length": b"\x01\x00",
-    "half a frame": _frame(p.Hello(0, 1))[:-3],
-    "oversized": struct.pack("<I", 2**32 - 1) + b"x" * 1000,
-    "promises more than it sends": struct.pack("<I", frames.MAX_FRAME_NBYTES) + b"x" * 1000,
-    "an empty frame": _frame(b""),
-    "not msgpack": _frame(b"\xc1\xc1\xc1"),
-    "an unknown message": _frame({"type": "Explode", "rank": 0}),
-    "no type": _frame({"rank": 0}),
-    "a rank that is text": _frame({"type": "Hello", "rank": "0", "protocol": 1}),
-    "web traffic": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "a request without a hello": _frame(p.Staged(0)),
-    "another protocol": _frame(p.Hello(77, 999)),
-    "nonsense after the hello": _HELLO + _frame(b"\xc1"),
-    "a second hello": _HELLO + _HELLO,
-    "a slab without a descriptor": _HELLO + _frame(p.AttachSlab()),
-    "a staged message without a slab": _HELLO + _frame(p.Staged(0)),
-    "a slot without a slab": _HELLO + _frame(p.Acquire(1, "x")),
-    "an endless wait": _HELLO + _frame({"type": "Poll", "wait_s": 1e300}),
-    "no number": _HELLO + _frame({"type": "Poll", "wait_s": float("nan")}),
-}
+NONSENSE = [
+    _frame(p.Hello(0, 1))[:-3],
+    struct.pack("<I", 2**32 - 1) + b"x" * 1000,
+    struct.pack("<I", frames.MAX_FRAME_NBYTES) + b"x" * 1000,
+    _frame(b""),
+    _frame(b"\xc1\xc1\xc1"),
+    _frame({"type": "Explode", "rank": 0}),
+    _frame({"type": "Hello", "rank": "0", "protocol": 1}),
+    _frame({"type": "Hello", "rank": 2**63}),
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    _frame(p.Staged(0)),
+    _frame(p.Hello(77, 999)),
+    _HELLO + _frame(b"\xc1"),
+    _HELLO + _HELLO,
+    _HELLO + _frame(p.AttachSlab()),
+    _HELLO + _frame(p.Staged(0)),
+    _HELLO + _frame(p.Acquire(1, "x")),
+    _HELLO + _frame({"type": "Poll", "wait_s": 1e300}),
+    _HELLO + _frame({"type": "Poll", "wait_s": float("nan")}),
+    _HELLO + _frame(b"\x91" * 10_000),
+    _HELLO + _frame(b"\x81\xa4type\xa4\xff\xff\xff\xff"),
+]
 
 
 @contextlib.contextmanager
@@ -243,17 +243,21 @@ def busy(node: Node, root: Path) -> FakeTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("kind", NONSENSE)
-def test_garbage_ends_only_its_own_connection(
-    node: Node, root: Path, busy: FakeTrainer, kind: str
+def test_garbage_and_descriptors_end_only_their_own_connection(
+    node: Node, root: Path, busy: FakeTrainer
 ) -> None:
+    """The agent closes what it receives, whichever error a message makes."""
     before = open_fds(busy.client.agent_pid, root)
-    with open_raw_connection(node, root) as sock:
-        sock.sendall(NONSENSE[kind])
-        received = _hang_up_and_read(sock)
-    assert b"Granted" not in received
-    assert b"SlabOffer" not in received
-    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
+    for nonsense in NONSENSE:
+        for fds in (0, 1):
+            with open_raw_connection(node, root) as sock, open(os.devnull) as file:
+                _send_with(sock, nonsense, [file.fileno()] * fds)
+                received = _hang_up_and_read(sock)
+            assert b"Granted" not in received
+            assert b"SlabOffer" not in received
+    eventually(
+        "the end of all connections", lambda: open_fds(busy.client.agent_pid, root) == before
+    )
     assert [offer.iteration for offer in busy.take()] == [1]
     assert busy.save(2).error is None
     assert_intact(root, 2, [busy])
@@ -263,69 +267,6 @@ def _memory(contents: bytes) -> int:
     fd = os.memfd_create("not-a-slab")
     os.write(fd, contents)
     return fd
-
-
-def _end_of_pipe() -> int:
-    reader, writer = os.pipe()
-    os.close(writer)
-    return reader
-
-
-NOT_SLABS = {
-    "empty memory": lambda: _memory(b""),
-    "memory shorter than a page": lambda: _memory(b"x" * 100),
-    "memory without the mark": lambda: _memory(b"x" * 100_000),
-    "memory of zeros": lambda: _memory(bytes(100_000)),
-    "a device": lambda: os.open(os.devnull, os.O_RDWR),
-    "a directory": lambda: os.open("/", os.O_RDONLY),
-    "a pipe": _end_of_pipe,
-    "a socket": lambda: socket.socket().detach(),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_SLABS)
-def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
-    node: Node, root: Path, busy: FakeTrainer, kind: str
-) -> None:
-    before = open_fds(busy.client.agent_pid, root)
-    fd = NOT_SLABS[kind]()
-    with open_raw_connection(node, root) as sock:
-        sock.sendall(_HELLO)
-        assert b"Welcome" in frames.receive(sock)[0]
-        frames.send(sock, p.AttachSlab(), fd)
-        reply = p.decode_reply(frames.receive(sock)[0])
-        assert isinstance(reply, p.Refused)
-        assert "slab" in reply.reason
-        frames.send(sock, p.TakeSlab())
-        offer = p.decode_reply(frames.receive(sock)[0])
-        assert isinstance(offer, p.SlabOffer)
-        assert (offer.present, offer.offers) == (False, ())
-        assert [iteration for iteration, _ in offer.saves] == [1], (
-            "the save of the other rank is reported"
-        )
-    os.close(fd)
-    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
-    assert busy.save(2).error is None
-
-
-@pytest.mark.parametrize(
-    "request_with_fd",
-    [_frame(p.Poll()), _frame(p.Staged(9)), _frame(b"\xc1"), _frame(p.Hello(77, 1)), b"\x01"],
-    ids=["poll", "staged", "garbage", "hello", "cut"],
-)
-@pytest.mark.parametrize("greeted", [False, True])
-def test_an_unrequested_descriptor_is_closed(
-    node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
-) -> None:
-    before = open_fds(busy.client.agent_pid, root)
-    with open_raw_connection(node, root) as sock, open(os.devnull) as file:
-        if greeted:
-            sock.sendall(_HELLO)
-            assert b"Welcome" in frames.receive(sock)[0]
-        _send_with(sock, request_with_fd, [file.fileno()])
-        _hang_up_and_read(sock)
-    eventually("the end of the connection", lambda: open_fds(busy.client.agent_pid, root) == before)
-    assert is_alive(busy.client.agent_pid)
 
 
 def _slab_with(meta: bytes) -> int:
@@ -338,61 +279,82 @@ def _slab_with(meta: bytes) -> int:
     return fd
 
 
-ODD = {
-    "deeper than any message": (b"\x91" * 10_000, None),
-    "text that is not UTF-8": (b"\x81\xa4type\xa4\xff\xff\xff\xff", None),
-    "a key that is not UTF-8": (b"\x81\xa4\xff\xff\xff\xff\xa4Poll", None),
-    "a slab that is staged without a description": (p.AttachSlab(), lambda: _slab_with(b"")),
-    "a slab with a deep description": (p.AttachSlab(), lambda: _slab_with(b"\x91" * 10_000)),
-}
+NOT_SLABS: list[Callable[[], int]] = [
+    lambda: _memory(b"x" * 100),
+    lambda: _memory(bytes(100_000)),
+    lambda: os.open(os.devnull, os.O_RDWR),
+    lambda: os.open("/", os.O_RDONLY),
+    lambda: socket.socket().detach(),
+]
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_fifty_odd_messages_leave_no_descriptor(
-    node: Node, root: Path, busy: FakeTrainer, kind: str
+def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
+    node: Node, root: Path, busy: FakeTrainer
 ) -> None:
-    """The agent closes what it receives, whichever error a message makes."""
-    message, make = ODD[kind]
-    agent = busy.client.agent_pid
-    before = open_fds(agent, root)
-    fd = os.open(os.devnull, os.O_RDONLY) if make is None else make()
-    for _ in range(50):
+    before = open_fds(busy.client.agent_pid, root)
+    for make in NOT_SLABS:
+        fd = make()
         with open_raw_connection(node, root) as sock:
             sock.sendall(_HELLO)
             assert b"Welcome" in frames.receive(sock)[0]
-            _send_with(sock, _frame(message), [fd])
+            frames.send(sock, p.AttachSlab(), fd)
+            reply = p.decode_reply(frames.receive(sock)[0])
+            assert isinstance(reply, p.Refused)
+            frames.send(sock, p.TakeSlab())
+            offer = p.decode_reply(frames.receive(sock)[0])
+            assert isinstance(offer, p.SlabOffer)
+            assert (offer.present, offer.offers) == (False, ())
+            assert [iteration for iteration, _ in offer.saves] == [1], "that of the other rank"
+        os.close(fd)
+    eventually(
+        "the end of all connections", lambda: open_fds(busy.client.agent_pid, root) == before
+    )
+    assert busy.save(2).error is None
+
+
+@pytest.mark.parametrize("meta", [b"", b"\x91" * 10_000])
+def test_a_slab_whose_staged_slot_has_no_description_harms_nobody(
+    node: Node, root: Path, busy: FakeTrainer, meta: bytes
+) -> None:
+    agent, fd = busy.client.agent_pid, _slab_with(meta)
+    before = len(open_fds(agent, root))
+    for _ in range(10):
+        with open_raw_connection(node, root) as sock:
+            sock.sendall(_HELLO)
+            assert b"Welcome" in frames.receive(sock)[0]
+            frames.send(sock, p.AttachSlab(), fd)
             _hang_up_and_read(sock)
     os.close(fd)
-    kept = len(before) + (make is not None)  # rank 77 keeps its last slab
+    kept = before + 1  # rank 77 keeps its last slab
     eventually("the end of all connections", lambda: len(open_fds(agent, root)) == kept)
     assert busy.save(2).error is None
 
 
-BAD_PEERS = {
-    "a key of another length": p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 30, "y" * 30)),
-    "a key that is no Z85": p.OpenPeers("127.0.0.1", 1, p.Identity("\x7f" * 40, "y" * 40)),
-    "a key that is no ASCII": p.OpenPeers("127.0.0.1", 1, p.Identity("\u00e4" * 20, "y" * 40)),
-    "a secret of no key": p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 40, "")),
-    "no address of this node": p.OpenPeers("192.0.2.1", 1),
-    "no text of an address": p.OpenPeers("a\0b", 1),
-    "no thread": p.OpenPeers("127.0.0.1", 0),
-    "more threads than there are": p.OpenPeers("127.0.0.1", 10**9),
-}
+BAD_PEERS = [
+    p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 30, "y" * 30)),
+    p.OpenPeers("127.0.0.1", 1, p.Identity("\x7f" * 40, "y" * 40)),
+    p.OpenPeers("127.0.0.1", 1, p.Identity("\u00e4" * 20, "y" * 40)),
+    p.OpenPeers("127.0.0.1", 1, p.Identity("x" * 40, "")),
+    p.OpenPeers("192.0.2.1", 1),
+    p.OpenPeers("a\0b", 1),
+    p.OpenPeers("127.0.0.1", 0),
+    p.OpenPeers("127.0.0.1", 10**9),
+]
 
 
-@pytest.mark.parametrize("kind", BAD_PEERS)
-def test_twenty_refused_openings_leave_no_descriptor_and_no_thread(
-    node: Node, root: Path, busy: FakeTrainer, kind: str
+def test_refused_openings_leave_no_descriptor_and_no_thread(
+    node: Node, root: Path, busy: FakeTrainer
 ) -> None:
     pytest.importorskip("zmq")
     agent = busy.client.agent_pid
     tasks = Path(f"/proc/{agent}/task")
     before, threads = len(open_fds(agent, root)), len(list(tasks.iterdir()))
-    for _ in range(20):
-        with pytest.raises(AgentError):
-            busy.client.open_peers(BAD_PEERS[kind])
-        if busy.client.has_hung_up():  # no agent opens so many threads
-            busy.find_agent()
+    for _ in range(5):
+        for opening in BAD_PEERS:
+            with pytest.raises(AgentError):
+                busy.client.open_peers(opening)
+            if busy.client.has_hung_up():  # no agent opens so many threads
+                busy.find_agent()
     eventually("the end of all sockets", lambda: len(open_fds(agent, root)) <= before)
     eventually("the end of all threads", lambda: len(list(tasks.iterdir())) <= threads)
     assert busy.save(2).error is None

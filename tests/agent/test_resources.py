@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.support.trainer import blocked_open, eventually, new_save_id
+from tests.support.trainer import blocked_shard, eventually, new_save_id
 
 MIB = 2**20
 
@@ -83,9 +83,7 @@ def test_a_slab_replaced_during_its_persist_is_freed_afterwards(node: Node, root
     assert trainer.save(1).error is None
     before = slabs()
     save_id = new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 2, 0, save_id) as unblock:
         trainer.stage(2, save_id)
         assert trainer.slab is not None
         trainer.slab.close()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Best, Retention
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
@@ -17,10 +14,10 @@ from tests.agent.test_failures import assert_intact
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
+    blocked_shard,
     content,
     eventually,
-    is_alive,
+    kill_agent,
     new_save_id,
 )
 
@@ -56,8 +53,7 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
         resumed, ancestors = Save(iteration, save_name(run.name, 1)), run.ancestors
         trainer.hang_up()
         for pid in node.agents():
-            os.kill(pid, signal.SIGKILL)
-            eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
+            kill_agent(pid)
     trainer = node.trainer(root, retention=rules)
     trainer.open_run(resumed, ancestors)
     save_all(trainer, {70: 9.0})
@@ -84,9 +80,7 @@ def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Pat
     trainer.open_run()
     save_all(trainer, {1: None, 2: None})
     earlier = trainer.new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
-    ) as unblock:
+    with blocked_shard(root, 10, 0, earlier) as unblock:
         trainer.stage(10, earlier)
         trainer.stage(20, trainer.new_save_id())
         assert trainer.outcome().iteration == 20

@@ -27,7 +27,6 @@ from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     PATIENCE_S,
-    FakeTrainer,
     eventually,
     is_alive,
     new_save_id,
@@ -80,6 +79,11 @@ def _save_beside(root: Path, config: Config, former: int) -> None:
     assert [offer.iteration for offer in offers] == [1]
     with pytest.raises(AgentError, match=f"process {former}, an earlier one .* may still"):
         link.client().acquire(3, new_save_id(), 0.0)
+    lost = link.client()
+    os.kill(lost.agent_pid, signal.SIGKILL)
+    assert link.replace_agent(lost)
+    with pytest.raises(AgentError, match=r"an earlier one .* may still"):
+        link.client().acquire(3, new_save_id(), 0.0)  # this agent never met the former process
     made = link.ensure_slab(10, 10)
     assert not made.read_only
     assert not any(slot.header.state in COMPLETE for slot in made.slots)
@@ -110,50 +114,6 @@ def _save_after(root: Path, config: Config, former: int) -> None:
     assert held == [offer.slot for offer in offers], "the slots that the load used are still there"
     assert link.client().acquire(3, new_save_id(), 0.0) not in (-1, *held)
     link.close(leave=False)
-
-
-def test_an_agent_that_never_met_the_former_process_protects_its_slab(
-    node: Node, root: Path
-) -> None:
-    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
-    first.stopped()
-    in_later_process(_save_after_the_agent, root, node.config())
-    assert first.process.poll() is None, "the first process still runs"
-
-
-def _save_after_the_agent(root: Path, config: Config) -> None:
-    link = NodeLink(str(root), 0, config)
-    taken, _ = link.take_slab()
-    assert taken is not None
-    lost = link.client()
-    os.kill(lost.agent_pid, signal.SIGKILL)
-    assert link.replace_agent(lost)
-    with pytest.raises(AgentError, match=r"an earlier one .* may still"):
-        link.client().acquire(3, new_save_id(), 0.0)
-    made = link.ensure_slab(10, 10)
-    assert not made.read_only
-    assert not any(slot.header.state in COMPLETE for slot in made.slots), "the link made a new slab"
-    link.close(leave=False)
-
-
-def test_a_start_warns_of_the_former_process(node: Node, root: Path) -> None:
-    first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
-    first.stopped()
-    in_later_process(_read_the_warning, root, node.config(), first.process.pid)
-
-
-def _read_the_warning(root: Path, config: Config, former: int) -> None:
-    import logging
-
-    lines: list[str] = []
-
-    class _Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("megatron_flashckpt").addHandler(_Lines())
-    FakeTrainer(root, config).hang_up()
-    assert [line for line in lines if f"process {former}, an earlier one of this rank" in line]
 
 
 # ---------------------------------------------------------------------- the served process

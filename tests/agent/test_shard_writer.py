@@ -66,20 +66,6 @@ def test_a_commit_writes_shards_manifest_common_state_and_tracker(
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()
 
 
-def test_the_reader_returns_the_verified_bytes_of_each_rank(node: Node, root: Path) -> None:
-    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
-    save_id = new_save_id()
-    staged = [trainer.stage(12, save_id) for trainer in trainers]
-    assert [trainer.outcome().error for trainer in trainers] == [None] * 3
-    checkpoint = stored(root, 12)
-    assert checkpoint.common() == b"common of 12 by %s" % save_id.encode()
-    assert [s.coordinates.dp for s in checkpoint.manifest.shards] == [0, 1, 2]
-    assert len(checkpoint.manifest.templates) == 1, "equal ranks share one template"
-    for trainer, data in zip(trainers, staged, strict=True):
-        assert checkpoint.shard(trainer.rank).metadata.save_id == save_id
-        assert read_rank(checkpoint, trainer) == data
-
-
 def test_a_slot_of_several_chunks_gets_one_digest_per_chunk(node: Node, root: Path) -> None:
     trainer = node.trainer(root, numel=2 * CHUNK_NBYTES // 6 + 5)
     assert 2 * CHUNK_NBYTES < trainer.layout.nbytes < 3 * CHUNK_NBYTES

@@ -1,4 +1,4 @@
-"""Commits of two nodes on storage that reports errors, shows names late, or has lost a shard.
+"""Commits of two nodes on storage that shows names late, or has lost a shard.
 
 The agents run in threads of the test. `test_commit_model` covers what they decide in any order of
 events; here, real errors and real files lead to these decisions.
@@ -7,21 +7,16 @@ events; here, real errors and real files lead to these decisions.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent.commit_core import CommitCore, Pace
-from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage import retrying_store
 from megatron_flashckpt.storage.posix_store import PosixStore
-from megatron_flashckpt.storage.retrying_store import Policy
 from megatron_flashckpt.storage.store import Entry
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
@@ -38,33 +33,6 @@ def ranks(node: Node, other_node: Node, root: Path) -> Iterator[list[FakeTrainer
         for place in (node, other_node):
             stack.enter_context(agent_here(place, root))
         yield [place.trainer(root, rank, 2) for rank, place in enumerate((node, other_node))]
-
-
-def failing(call: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Return `call`, which raises an error the first `times` times."""
-    left = [errno.ESTALE] * times
-
-    def wrapper(self: PosixStore, *args: Any, **named: Any) -> Any:
-        with contextlib.suppress(IndexError):
-            raise StorageError(left.pop(), os.strerror(errno.ESTALE))
-        return call(self, *args, **named)
-
-    return wrapper
-
-
-@pytest.mark.parametrize("call", ["create", "present", "list", "stat", "put"])
-def test_an_error_that_passes_breaks_no_commit(
-    ranks: list[FakeTrainer], root: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setattr(core, "_RETRY_S", (0.02, 0.02))
-    policies = dict.fromkeys(retrying_store.POLICIES, Policy((0.02,), until_deadline=True))
-    monkeypatch.setattr(retrying_store, "POLICIES", policies)
-    monkeypatch.setattr(PosixStore, call, failing(getattr(PosixStore, call), times=3))
-    save_id = new_save_id()
-    for trainer in ranks:
-        trainer.stage(5, save_id)
-    assert [trainer.outcome().error for trainer in ranks] == [None, None]
-    assert_intact(root, 5, ranks)
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["late", "never"])

@@ -15,7 +15,13 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.support.agents import agent_here
-from tests.support.trainer import PATIENCE_S, blocked_open, eventually, is_alive, new_save_id
+from tests.support.trainer import (
+    PATIENCE_S,
+    blocked_shard,
+    eventually,
+    is_alive,
+    new_save_id,
+)
 
 
 def watched(pid: int, for_s: float) -> bool:
@@ -31,9 +37,7 @@ def test_an_agent_commits_staged_slots_after_sigterm_and_leaves(node: Node, root
     save_id = new_save_id()
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 1, 0, save_id) as unblock:
         trainer.stage(1, save_id)
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
@@ -68,7 +72,7 @@ def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=timeout_s))
     agent, save_id = trainer.client.agent_pid, new_save_id()
     log_file = node.log(root)
-    with blocked_open(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
+    with blocked_shard(root, 1, 0, save_id):
         trainer.stage(1, save_id)
         os.kill(agent, signal.SIGTERM)
         if how == "a second SIGTERM comes":
@@ -99,9 +103,7 @@ def test_an_agent_writes_memory_only_saves_after_sigterm_if_configured(
     """Storage is slow; the agent waits for the write once, and not a second time."""
     trainer = node.trainer(root, config=node.config(persist_on_leave=wanted))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 1, 0, save_id) as unblock:
         trainer.stage(1, save_id, state=SlotState.KEPT)
         assert trainer.outcome().kept
         trainer.client.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,13 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.support.trainer import blocked_open, eventually, is_alive, new_save_id
+from tests.support.trainer import (
+    blocked_shard,
+    eventually,
+    is_alive,
+    kill_agent,
+    new_save_id,
+)
 
 #: Failpoints from the "staged" message to the report of the result; `tools/crash` has all.
 STEPS = [
@@ -24,11 +28,6 @@ STEPS = [
 #: Failpoints that are hit after the slots are marked.
 TOLD = STEPS[-2:]
 LATEST = Retention(latest=1)
-
-
-def kill_agent(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(pid))
 
 
 def is_only_the_checkpoint(directory: Path) -> bool:
@@ -119,9 +118,7 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
 ) -> None:
     trainer = node.trainer(root)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with blocked_open(
-        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-    ) as unblock:
+    with blocked_shard(root, 1, 0, save_id) as unblock:
         trainer.stage(1, save_id)
         assert trainer.reconnect() == (save_id,)
         assert trainer.client.agent_pid == agent

@@ -57,23 +57,6 @@ def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, 
         assert read_rank(stored(root, 30), trainer) == expected
 
 
-def test_a_trainer_that_returns_within_the_grace_time_finds_its_agent(
-    node: Node, root: Path
-) -> None:
-    config = node.config(grace_s=1.0)
-    trainer = node.trainer(root, config=config)
-    agent = trainer.client.agent_pid
-    assert trainer.save(1).error is None
-    trainer.hang_up()
-    again = node.trainer(root, config=config)
-    assert again.client.agent_pid == agent
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:  # a connection keeps the agent past the grace time
-        assert again.client.poll(0.1).pending == 0
-        time.sleep(0.02)
-    assert [offer.iteration for offer in again.take()] == [1]
-
-
 def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     agent = trainers[0].client.agent_pid
@@ -99,15 +82,3 @@ def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -
     trainers[1].hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert time.monotonic() - started >= 0.8
-
-
-def test_an_agent_with_an_error_leaves_its_log_behind(node: Node, root: Path) -> None:
-    root.write_text("a file")
-    trainer = node.trainer(root, config=node.config(keep_unwritten_s=0.0, grace_s=0.1))
-    place, agent = node.place(root), trainer.client.agent_pid
-    error = trainer.save(1).error
-    assert error is not None
-    trainer.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    assert place.listener() is None
-    assert error in place.log.read_text()

@@ -178,31 +178,6 @@ def test_the_measured_wait_of_the_training_loop_is_the_blocked_time() -> None:
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
-def test_a_recorder_stops_waiting_for_a_training_loop_that_never_continues() -> None:
-    recorder = Recorder(in_loop=True)
-    recorder.await_loop(0.01)
-    assert recorder.staged_cost(3.0, "computed", blocking=True).blocked_s == 3.0
-
-
-def test_phases_go_only_to_the_recorder_of_their_thread() -> None:
-    one, other = Recorder(), Recorder()
-
-    def work() -> None:
-        with other.recording(), phase("theirs"):
-            pass
-
-    with one.recording():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        with phase("mine"):
-            pass
-    with phase("nobody's"):
-        pass
-    assert [span.name for span in one.spans] == ["mine"]
-    assert [span.name for span in other.spans] == ["theirs"]
-
-
 def test_chunks_of_a_large_shard_are_counted_but_not_listed() -> None:
     recorder = Recorder()
     with recorder.recording():

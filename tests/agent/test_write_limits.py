@@ -21,7 +21,6 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
@@ -100,19 +99,6 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
     assert len(offsets) < 6
     assert list((root / "iter_0000001").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]
-
-
-def test_an_agent_probes_the_file_system_and_its_checkpoints_are_complete(
-    node: Node, root: Path
-) -> None:
-    config = node.config(write_threads=1)  # with one thread, every write is timed
-    trainer = node.trainer(root, config=config, numel=16 * CHUNK_NBYTES // 6)
-    for iteration in (1, 2):
-        assert trainer.save(iteration).error is None
-        data = content(0, iteration, trainer.layout.nbytes)
-        assert read_rank(stored(root, iteration), trainer) == data
-    log = node.log(root).read_text()
-    assert log.count("refuses O_DIRECT") + log.count("MiB/s with O_DIRECT") == 1
 
 
 def test_all_threads_together_keep_to_the_rate_limit() -> None:

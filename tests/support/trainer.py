@@ -34,7 +34,13 @@ from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import AgentConfig, Config, Retention
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.file_names import run_name, run_of, save_name
+from megatron_flashckpt.file_format.file_names import (
+    iteration_dir,
+    run_name,
+    run_of,
+    save_name,
+    shard_name,
+)
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.save_cost import RankCost
@@ -382,6 +388,19 @@ def blocked_open(path: Path) -> Iterator[Callable[[], None]]:
     finally:
         os.close(fd)
         signal.signal(signal.SIGIO, former)
+
+
+def blocked_shard(
+    root: Path, iteration: int, rank: int, save_id: str
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Block the write of a shard as `blocked_open` does."""
+    return blocked_open(root / iteration_dir(iteration) / shard_name(rank, save_id))
+
+
+def kill_agent(pid: int) -> None:
+    """Kill an agent, and wait for its end."""
+    os.kill(pid, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:
