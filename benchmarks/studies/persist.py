@@ -17,7 +17,6 @@ import os
 import shutil
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
@@ -38,6 +38,7 @@ RANKS = 2
 #: Elements of each tensor of a rank, stored as a master (4 bytes) and a weight (2 bytes).
 NUMEL = 2**20
 RAW_NBYTES = 16 * 2**20
+_RUN = "000001-3fa9"
 _MODES = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
 #: Seconds of each measurement of the busy processes' rate without a save.
 _ALONE_S = 0.3
@@ -267,7 +268,8 @@ class Ours:
     def save(self, iteration: int) -> None:
         """Save once, measure, and remove the files."""
         self._others.alone()
-        save_id, used, done = uuid.uuid4().hex[:12], cpu_s(self.agent), self._others.work()
+        save_id = save_name(_RUN, iteration)
+        used, done = cpu_s(self.agent), self._others.work()
         since = time.perf_counter()
         for rank in self.ranks:
             rank.save(iteration, save_id)

@@ -56,7 +56,7 @@ class Connected:
     ranks: frozenset[int]
     """These ranks will stage their part soon."""
     gone: frozenset[int] = frozenset()
-    """Ranks of the newest run whose processes were connected, and have ended."""
+    """Ranks whose processes of the save's run were connected, and have ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +248,11 @@ class CommitCore:
     def is_over(self) -> bool:
         """Return whether further shards of this node are useless."""
         return self._end is not None or self._failure is not None
+
+    @property
+    def end(self) -> Ended | None:
+        """The end; None while it is not known."""
+        return self._end
 
     @property
     def has_failed(self) -> bool:

@@ -170,7 +170,10 @@ class Committer:
                     for number in {*slow, 0} & save.metas.keys():
                         self._node.ranks[number].report(p.Notice(save.iteration, notice))
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
-                    self._conclude(save, None, Failure(failed=save.core.gave_up()))
+                    # A known end is final: only what follows it hangs, such as the tracker.
+                    end = save.core.end
+                    unknown = Failure(failed=save.core.gave_up())
+                    self._conclude(save, unknown if end is None else end.failure)
 
     # ------------------------------------------------------------------ the driver
 
@@ -198,7 +201,7 @@ class Committer:
                 if self.pending.get(save.save_id) is not save:  # concluded without this thread
                     return 0.0
                 now = time.monotonic()
-                save.core.note(now, self._connected())
+                save.core.note(now, self._connected(save))
                 action = save.core.next(now)
             if isinstance(action, core.Wait):
                 return action.until
@@ -210,9 +213,12 @@ class Committer:
             with self._node.changed:
                 save.core.note(time.monotonic(), seen)
 
-    def _connected(self) -> core.Connected:
-        """Return which ranks of this node have connected trainers. The lock is held."""
-        run = "" if self._node.run is None else self._node.run.name
+    def _connected(self, save: PendingSave) -> core.Connected:
+        """Return which ranks of this node have connected trainers. The lock is held.
+
+        Only processes of the run that makes the save had a part of it: ranks move between nodes.
+        """
+        run = file_names.run_of(save.save_id)
         ranks = self._node.ranks.items()
         return core.Connected(
             frozenset(number for number, rank in ranks if rank.connection is not None),
@@ -321,7 +327,7 @@ class Committer:
             self._enter_into_history(save, failure)
         with self._node.changed:
             written = set(save.core.durable)
-            self._conclude(save, end, failure)
+            self._conclude(save, failure)
             is_late = save.core.durable != written
         if end is End.FAILED and is_late:
             # These shards were written while the others were being removed.
@@ -388,7 +394,7 @@ class Committer:
         )
         append(save.store, past, self._node.options.history)
 
-    def _conclude(self, save: PendingSave, end: End | None, failure: Failure | None) -> None:
+    def _conclude(self, save: PendingSave, failure: Failure | None) -> None:
         """Mark the slots and queue the result for trainers, once. The caller holds the lock."""
         if self.pending.get(save.save_id) is not save:
             return  # concluded earlier, while storage did not answer

@@ -104,8 +104,9 @@ class Node:
         """The newest run that trainers of this node have opened; None: they have opened none."""
         self.history: History | None = None
         """History of that run."""
-        self.store = self.store_at(options.root)
         self.held = HeldDirectory(options.root, self._has_own_run)
+        #: By path, and by the key with which the directory came back.
+        self._stores: dict[tuple[str, str], Store] = {}
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         log_in_save_directory(options.root, options.log_in_save_directory)
@@ -153,6 +154,7 @@ class Node:
         former = self.options
         if settings.direct_io != former.direct_io:  # otherwise keep the measurements
             self.direct_io = DirectIo(settings.direct_io)
+            self._stores.clear()
         self.options = options_of(settings, former.root, foreground=former.foreground)
         log_in_save_directory(former.root, settings.log_in_save_directory)
         self.flow.rate_limit.limit(settings.write_mib_per_s)
@@ -162,9 +164,18 @@ class Node:
             self._process.apply(settings)
         return differences(former, settings)
 
+    @property
+    def store(self) -> Store:
+        """The save directory, at the path that the agent was started with."""
+        return self.store_at(self.options.root)
+
     def store_at(self, root: str) -> Store:
-        """Return the save directory at the path that one of its trainers uses."""
-        return open_store(root, self.direct_io)
+        """Return the save directory at the path that one of its trainers uses.
+
+        All saves share the store of a path, which has seen the directory and makes no other one.
+        """
+        key = root, self.held.key
+        return self._stores.setdefault(key, open_store(root, self.direct_io))
 
     def beat(self) -> None:
         """Show all trainers that this process runs and that its lock is free."""

@@ -12,13 +12,15 @@ from megatron_flashckpt.agent.alive import is_live
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
 from megatron_flashckpt.agent_config import MOST
 from megatron_flashckpt.catalog import listing
-from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.directory import later_run, read_facts
 from megatron_flashckpt.catalog.iteration_files import SaveFiles
-from megatron_flashckpt.catalog.lineage import Save, choose
+from megatron_flashckpt.catalog.lineage import History, Save, choose
 from megatron_flashckpt.cli.console import busy, human_size, json_help, say
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import ConfigError, OtherWriterError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.file_names import run_number
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.storage.store import Store
 
 #: Fields of `Retention` that have an option.
@@ -141,13 +143,17 @@ def _prune(store: Store, rules: Retention, *, dry_run: bool) -> list[Removal]:
     last = next((candidate.save for candidate in choice.candidates), None)
     if last is None or choice.history is None or not choice.history.holds(last):
         return []
+    history = choice.history
+    if (later := later_run(store, run_number(history.run))) is not None:
+        # It has left nothing, and has ended: what a load would choose is what counts.
+        history = History(later.name, (Ancestor(history.run, last.iteration), *history.ancestors))
     # No job is alive, so no node waits for an end.
     janitor = Janitor()
     save = CommittedSave(
         store=store,
         iteration=last.iteration,
         save_id=last.save_id,
-        history=choice.history,
+        history=history,
         rules=rules,
         retain_interval=None,
         previous=None,

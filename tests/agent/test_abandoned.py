@@ -78,8 +78,11 @@ def ranks_out_of_step(node: Node, root: Path, **agent: float) -> int:
     """Return the agent of two dead ranks, of which only one has staged the last save."""
     config = node.config(**agent)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    run = run_after(None)
+    for trainer in trainers:
+        trainer.join(run)
     assert save_all(trainers, 4) == [None, None]
-    trainers[0].stage(7, new_save_id())
+    trainers[0].stage(7, trainers[0].new_save_id())
     for trainer in trainers:
         trainer.hang_up()
     return trainers[0].client.agent_pid

@@ -45,6 +45,20 @@ def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, r
         assert not root.exists()
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_directory_that_goes_away_between_two_saves_is_not_made_again(
+    node: Node, root: Path
+) -> None:
+    """A save into a mount point without its mount would count as a checkpoint."""
+    with agent_here(node, root):
+        trainer = node.trainer(root)
+        assert trainer.save(1).error is None
+        root.rename(root.with_name("away"))
+        error = trainer.save(2).error or ""
+        assert f"{root}: is away, or another directory is in its place" in error
+        assert not root.exists()
+
+
 def test_an_error_explains_a_limit_on_file_sizes(node: Node, root: Path) -> None:
     """The agent inherits the limit from the process that starts it."""
     trainer = node.trainer(root, numel=2**20)

@@ -16,8 +16,15 @@ from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import human_size
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.file_format.file_names import OWN, TRACKER, run_name, save_name
-from megatron_flashckpt.file_format.run_object import Ancestor
+from megatron_flashckpt.file_format.file_names import (
+    OWN,
+    TRACKER,
+    run_file,
+    run_name,
+    run_number,
+    save_name,
+)
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.cli.conftest import Run, only_line, sign_of
 from tests.support.checkpoints import RUN, SAVE_ID, fail, make, snapshot
@@ -77,6 +84,16 @@ def test_prune_refuses_a_directory_in_which_a_run_is_alive(
         rf".*nothing was removed, .*run {RUN} \(agent \d+ on elsewhere, .*\) saves there .*",
     )
     assert "iter_0000010: removed" in run("prune", save).out, "it is no longer renewed"
+
+
+def test_prune_works_after_a_start_from_scratch_that_has_left_nothing(run: Run, save: Path) -> None:
+    """Such a run takes a number, and decides nothing that counts."""
+    for iteration in (10, 20):
+        make(save, iteration)
+    for name in (RUN, run_name(run_number(RUN) + 1, "0000")):
+        PosixStore(save).create(run_file(run_number(name)), encode_run(RunObject(name=name)))
+    assert "iter_0000010: removed" in run("prune", save, "--latest", "1").out
+    assert iterations(save) == [20]
 
 
 def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:

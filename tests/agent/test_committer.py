@@ -1,0 +1,65 @@
+"""The driver tells trainers what is known of a save, and its machine what concerns that save."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.file_format.end import End
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.storage.memory_store import MemoryStore
+
+RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
+SAVE = save_name(RUN.name, 1)
+TIMEOUT_S = 600.0
+
+
+class _Rank:
+    def __init__(self, run: RunObject) -> None:
+        self.slots, self.connection, self.run = None, None, run.name
+        self.awaited = {SAVE}
+        self.told: list[p.Outcome | p.Notice] = []
+        self.report = self.told.append
+
+
+def pending(world_size: int, ranks: dict[int, _Rank], run: RunObject) -> tuple[Committer, Any]:
+    """Return a committer with a save that rank 0 has staged long ago, in a node of `run`."""
+    options = SimpleNamespace(commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S)
+    node: Any = SimpleNamespace(
+        changed=threading.Condition(), ranks=ranks, run=run, options=options
+    )
+    janitor: Any = None
+    committer = Committer(node, janitor)
+    long_ago = time.monotonic() - TIMEOUT_S - 60.0
+    machine = CommitCore("place", world_size, long_ago, TIMEOUT_S, Pace())
+    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, long_ago, machine)
+    meta: Any = SimpleNamespace(world_size=world_size)
+    save.metas[0] = meta
+    for seen in (core.Joined(0), core.Durable(0), core.Recorded(frozenset({0}))):
+        machine.note(long_ago, seen)
+    committer.pending[SAVE] = save
+    return committer, save
+
+
+def test_a_known_end_is_told_though_what_follows_it_hangs() -> None:
+    """For example the tracker: loads count the checkpoint without it."""
+    rank = _Rank(RUN)
+    committer, save = pending(1, {0: rank}, RUN)
+    save.core.note(time.monotonic(), core.Ended(End.COMMITTED, None, is_durable=True))
+    committer.watch()
+    assert [(each.save_id, each.error) for each in rank.told] == [(SAVE, None)]  # type: ignore[union-attr]
+
+
+def test_processes_of_a_later_run_had_no_part_to_stage() -> None:
+    """Ranks have moved between nodes: other nodes hold the parts of ranks 1 and 2."""
+    ranks = {0: _Rank(RUN), 1: _Rank(LATER), 2: _Rank(LATER)}
+    committer, save = pending(3, ranks, LATER)
+    assert committer._connected(save).gone == {0}
