@@ -268,6 +268,16 @@ def test_a_state_that_all_ranks_skip_for_a_busy_one_is_saved_by_a_later_call(
     job.assert_stored(root, 2)
 
 
+def session_of(job: Job, config: Config) -> tuple[Session, SaveReports]:
+    """Return the session of a process that has this checkpointer only, and its reports."""
+    session, root = Session(config), job.checkpointer.root
+    reports = SaveReports(root, 0)
+    startup = Startup(job.checkpointer, session.note_nodes)
+    session._open[root] = _OpenCheckpointer(job.checkpointer, reports, startup)
+    session._reports[root] = reports
+    return session, reports
+
+
 @pytest.mark.parametrize("has_agent", [True, False])
 def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
@@ -275,13 +285,9 @@ def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     job = make(config)
     if has_agent:
         assert job.save(1) is None
-    session = Session(config)
-    reports = SaveReports(job.checkpointer.root, 0)
+    session, reports = session_of(job, config)
     reports.requested(2)
     reports.skipped(2, "no reason")
-    startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[job.checkpointer.root] = _OpenCheckpointer(job.checkpointer, reports, startup)
-    session._reports[job.checkpointer.root] = reports
     assert not session.end()
     assert ("try to write it after this exit" in caplog.text) == has_agent
     assert "the last save, iteration 2, is not durable" in caplog.text
@@ -301,17 +307,13 @@ def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
     root = Path(job.checkpointer.root)
     assert job.save(1) is None
     (root / "iter_0000002" / file_names.shard_name(0, job.save_id(2))).mkdir(parents=True)
-    session = Session(config)
+    session, reports = session_of(job, config)
     if nodes is not None:
         session.note_nodes(nodes)
-    reports = SaveReports(str(root), 0)
     reports.requested(2)
     job.checkpointer.save(job.request(2))
     (outcome,) = job.checkpointer.wait()
     reports.failed(outcome)
-    startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[str(root)] = _OpenCheckpointer(job.checkpointer, reports, startup)
-    session._reports[str(root)] = reports
     assert not session.end()
     last = caplog.records[-1].getMessage()
     assert f"; host memory{place} holds iteration 2 until " in last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -47,8 +46,7 @@ def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
     return obstacle
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])
+@pytest.mark.parametrize(("nodes", "leave"), [(1, True), (2, False)], ids=["ended", "killed"])
 def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
     node: Node, other_node: Node, root: Path, nodes: int, leave: bool
 ) -> None:
@@ -86,11 +84,10 @@ def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     assert "iteration 2 is lost" in at_the_end
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_failed_save_older_than_a_commit_is_not_written(
-    node: Node, other_node: Node, root: Path, nodes: int
+    node: Node, other_node: Node, root: Path
 ) -> None:
-    trainers = start(node, other_node, root, nodes)
+    trainers = start(node, other_node, root, 2)
     agents = [trainer.client.agent_pid for trainer in trainers]
     fail(trainers, root, 2).unlink()
     assert save_all(trainers, 3) == [None, None]
@@ -100,15 +97,14 @@ def test_a_failed_save_older_than_a_commit_is_not_written(
         assert_the_agent_leaves(agent)
     # Files of the first attempt may exist, because their paths were no longer blocked.
     assert committed_iterations(PosixStore(root)) == [3]
-    for host in (node, other_node)[:nodes]:
+    for host in (node, other_node):
         log = host.log(root).read_text()
         assert "iteration 2 was not saved" in log
         assert "writing it before" not in log
 
 
-@pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])
 def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
-    node: Node, root: Path, leave: bool
+    node: Node, root: Path
 ) -> None:
     """The grace time is over, and the first attempt to write the save again has failed, too."""
     config = node.config(grace_s=0.1)
@@ -116,7 +112,7 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
     obstacle = fail([trainer], root, 2)
-    trainer.hang_up(leave=leave)
+    trainer.hang_up()
     log = node.log(root)
     eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
     assert is_alive(agent)
@@ -131,15 +127,12 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     assert_the_agent_leaves(agent)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_agents_try_again_until_storage_takes_the_only_copy(
-    node: Node, other_node: Node, root: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_AGAIN_S", 0.3)
-    with agent_here(node, root), contextlib.ExitStack() as stack:
-        if nodes == 2:
-            stack.enter_context(agent_here(other_node, root))
-        trainers = start(node, other_node, root, nodes)
+    with agent_here(node, root), agent_here(other_node, root):
+        trainers = start(node, other_node, root, 2)
         assert save_all(trainers, 1) == [None, None]
         obstacle = fail(trainers, root, 2)
         for trainer in trainers:
