@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -283,9 +284,7 @@ class Committer:
             return None
         later = self._later_run(save.store)
         save.has_looked_for_runs = True
-        if later is None:
-            return None
-        return Failure(failed=why_overtaken(save.store, later), is_final=True)
+        return None if later is None else _why_useless(save, later)
 
     def _later_run(self, store: Store) -> RunObject | None:
         """Return a later run, of which this node has no trainers; None if there is none.
@@ -345,8 +344,8 @@ class Committer:
         store = RetryingStore(save.store, call_s=core.PATIENCE_S)
         try:
             later = self._later_run(store)
-            if later is not None:
-                return None, Failure(failed=why_overtaken(store, later), is_final=True)
+            if later is not None:  # the agent of its rank 0 moves the tracker
+                return None, _why_useless(save, later)
             with self._node.changed:
                 history = self._node.history
             if history is not None and not history.holds(save.save):
@@ -431,3 +430,10 @@ class Committer:
         while len(self._failed) > _FAILURES_KNOWN:
             del self._failed[next(iter(self._failed))]
         return failed
+
+
+def _why_useless(save: PendingSave, later: RunObject) -> Failure | None:
+    """Return why a save does not count any more; None if a later run continues it."""
+    if History(later.name, later.ancestors).holds(save.save):
+        return None
+    return Failure(failed=why_overtaken(save.store, later), is_final=True)
