@@ -197,13 +197,20 @@ class RankSlots:
         """Return whether a slot holds `save_id`."""
         return any(slot.header.save_id == save_id for slot in self.slab.slots)
 
-    def keep_only(self, history: History) -> None:
-        """Empty the slots that are not of a history, unless they are being written."""
+    def keep_only(self, history: History) -> list[Save]:
+        """Empty the slots that are not of a history, unless they are being written.
+
+        Returns the saves that only these slots held.
+        """
+        lost = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             if not info.persisting and not history.holds(_save_in(slot)):
+                if slot.header.state in COMPLETE and slot.header.state != SlotState.DURABLE:
+                    lost.append(_save_in(slot))
                 slot.set_header(EMPTY_HEADER)
         if self.stored is not None and not history.holds(self.stored):
             self.stored = self._newest_durable()
+        return lost
 
     def _newest_durable(self) -> Save | None:
         durable = [slot for slot in self.slab.slots if slot.header.state == SlotState.DURABLE]

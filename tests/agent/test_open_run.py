@@ -60,6 +60,9 @@ def test_nothing_is_kept_of_what_a_run_from_scratch_does_not_continue(
     trainer = begun(node, root)
     trainer.client.open_run(RunObject(name="000002-0002"))
     assert held(trainer) == []
+    for iteration, save_id in SAVES:
+        line = f"iteration {iteration} (save {save_id}), which storage lacks, is dropped"
+        eventually(line, lambda line=line: line in node.log(root).read_text())  # type: ignore[misc]
 
 
 def test_a_repeated_message_and_one_of_a_former_run_empty_nothing(node: Node, root: Path) -> None:
