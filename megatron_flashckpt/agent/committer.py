@@ -170,7 +170,7 @@ class Committer:
                     slow = sorted(save.metas.keys() - save.core.durable)[:1]
                     for number in {*slow, 0} & save.metas.keys():
                         self._node.ranks[number].report(p.Notice(save.iteration, notice))
-                if waited > self._node.options.commit_timeout_s + _HUNG_S:
+                if waited > save.core.timeout_s + _HUNG_S:
                     # A known end is final: only what follows it hangs, such as the tracker.
                     end = save.core.end
                     unknown = Failure(failed=save.core.gave_up())

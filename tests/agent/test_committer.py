@@ -33,8 +33,10 @@ class _Rank:
         self.report = self.told.append
 
 
-def pending(world_size: int, ranks: dict[int, _Rank], run: RunObject) -> tuple[Committer, Any]:
-    """Return a committer with a save that rank 0 has staged long ago, in a node of `run`."""
+def pending(
+    world_size: int, ranks: dict[int, _Rank], run: RunObject, *, age_s: float = TIMEOUT_S + 60.0
+) -> tuple[Committer, Any]:
+    """Return a committer with a save that rank 0 has staged, in a node of `run`."""
     options = SimpleNamespace(commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S)
     node: Any = SimpleNamespace(
         changed=threading.Condition(),
@@ -45,13 +47,13 @@ def pending(world_size: int, ranks: dict[int, _Rank], run: RunObject) -> tuple[C
     )
     janitor: Any = None
     committer = Committer(node, janitor)
-    long_ago = time.monotonic() - TIMEOUT_S - 60.0
-    machine = CommitCore("place", world_size, long_ago, TIMEOUT_S, Pace())
-    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, long_ago, machine)
+    staged_at = time.monotonic() - age_s
+    machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, Pace())
+    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, staged_at, machine)
     meta: Any = SimpleNamespace(world_size=world_size)
     save.metas[0] = meta
     for seen in (core.Joined(0), core.Durable(0), core.Recorded(frozenset({0}))):
-        machine.note(long_ago, seen)
+        machine.note(staged_at, seen)
     committer.pending[SAVE] = save
     return committer, save
 
@@ -85,3 +87,12 @@ def test_a_save_that_a_later_run_continues_is_not_overtaken(
     previous, failure = committer._track(save)
     assert (previous, failure is not None) == (None, is_useless)
     assert not save.store.present("", [TRACKER]), "the agent of the later run moves it"
+
+
+def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
+    """Other nodes wait for the deadline that the save began with."""
+    rank = _Rank(RUN)
+    committer, _ = pending(1, {0: rank}, RUN, age_s=60.0)
+    vars(committer._node.options)["commit_timeout_s"] = 1.0
+    committer.watch()
+    assert rank.told == []
