@@ -16,6 +16,9 @@ from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
 
+#: States of complete saves that are not known to be in storage.
+_UNWRITTEN = (SlotState.STAGED, SlotState.KEPT, SlotState.FAILED)
+
 
 @dataclasses.dataclass
 class SlotInfo:
@@ -61,7 +64,7 @@ class RankSlots:
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
             info.sequence = next(self._sequence)
-            info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
+            info.inherited = slot.header.state in _UNWRITTEN
 
     def note_former(self, process: RankProcess) -> None:
         """Record an earlier process of the rank, which may still write to its acquired slots."""
@@ -205,7 +208,7 @@ class RankSlots:
         lost = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             if not info.persisting and not history.holds(_save_in(slot)):
-                if slot.header.state in COMPLETE and slot.header.state != SlotState.DURABLE:
+                if slot.header.state in _UNWRITTEN:
                     lost.append(_save_in(slot))
                 slot.set_header(EMPTY_HEADER)
         if self.stored is not None and not history.holds(self.stored):
