@@ -180,15 +180,14 @@ def newest(store: Store) -> Alive | None:
 
 
 def _of_newest_run(store: Store) -> list[str]:
-    """Return the names of the newest run that have an object: one, or none if it has ended.
+    """Return the runs with a sign of life that no later run has overtaken: none if all have ended.
 
-    Two starts at one moment have one number, and two names until one of them is refused.
+    A run overtakes others once it has its number. Before that, it has a sign of life only: so there
+    are two if starts meet, or if one was killed then.
     """
     runs = _names(store)
-    if not runs:
-        return []
-    highest = max([*map(run_number, runs), *run_numbers(store)])
-    return [run for run in runs if run_number(run) == highest]
+    newest = max(run_numbers(store), default=0) if runs else 0
+    return [run for run in runs if run_number(run) >= newest]
 
 
 class _Observation:

@@ -223,7 +223,7 @@ class CommitCore:
         self._place = place
         self._world_size = world_size
         self._staged_at = staged_at
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._pace = pace
         self._connected: frozenset[int] = frozenset()
         self._gone: frozenset[int] = frozenset()
@@ -383,7 +383,7 @@ class CommitCore:
         """Return what to do next; only the driver calls this, and reports what it saw to `note`."""
         if self._end is not None and (self._end.is_durable or not self.holds_rank_0):
             return Conclude(self._end.end, self._end.failure)
-        has_expired = now - self._staged_at > self._timeout_s
+        has_expired = now - self._staged_at > self.timeout_s
         if self._end is None and has_expired and self._failure is None:
             is_final = self.awaits_others and self._trouble is None
             self._failure = Failure(failed=self.gave_up(), is_final=is_final)
@@ -441,7 +441,7 @@ class CommitCore:
     def gave_up(self) -> str:
         """Return the error of a save that was not committed in time."""
         return (
-            f"{self._place}: gave up after {self._timeout_s:.0f} s: {self.waits_for()}; look at "
+            f"{self._place}: gave up after {self.timeout_s:.0f} s: {self.waits_for()}; look at "
             "that storage and at the agent logs of the nodes of these ranks, or raise "
             "'agent.commit_timeout_s'"
         )

@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -59,6 +60,8 @@ class Committer:
         #: Ranks of this node whose part has failed, by save. Ranks may fail one by one: a rank may
         #: stage its part of a save after that save has failed.
         self._failed: dict[str, set[int]] = {}
+        #: The last attempt whose end is known to be a failure, by the id in the slots.
+        self._ended: dict[str, str] = {}
         self._thread = threading.Thread(target=self._drive, name="commit", daemon=True)
 
     def start(self) -> None:
@@ -131,6 +134,14 @@ class Committer:
         with self._node.changed:
             return set(self.pending)
 
+    def next_attempt(self, staged_as: str) -> str:
+        """Return the name under which a save is written again. The caller holds the lock.
+
+        It is that of the first attempt without a known end, so all nodes come to the same name.
+        """
+        failed = self._ended.get(staged_as)
+        return staged_as if failed is None else file_names.next_attempt(failed)
+
     def is_over(self, save: PendingSave) -> bool:
         """Return whether further shards of `save` are useless."""
         with self._node.changed:
@@ -169,7 +180,7 @@ class Committer:
                     slow = sorted(save.metas.keys() - save.core.durable)[:1]
                     for number in {*slow, 0} & save.metas.keys():
                         self._node.ranks[number].report(p.Notice(save.iteration, notice))
-                if waited > self._node.options.commit_timeout_s + _HUNG_S:
+                if waited > save.core.timeout_s + _HUNG_S:
                     # A known end is final: only what follows it hangs, such as the tracker.
                     end = save.core.end
                     unknown = Failure(failed=save.core.gave_up())
@@ -283,9 +294,7 @@ class Committer:
             return None
         later = self._later_run(save.store)
         save.has_looked_for_runs = True
-        if later is None:
-            return None
-        return Failure(failed=why_overtaken(save.store, later), is_final=True)
+        return None if later is None else _why_useless(save, later)
 
     def _later_run(self, store: Store) -> RunObject | None:
         """Return a later run, of which this node has no trainers; None if there is none.
@@ -327,6 +336,10 @@ class Committer:
             self._enter_into_history(save, failure)
         with self._node.changed:
             written = set(save.core.durable)
+            if end is End.FAILED:
+                self._ended[save.staged_as] = save.save_id
+                while len(self._ended) > _FAILURES_KNOWN:
+                    del self._ended[next(iter(self._ended))]
             self._conclude(save, failure)
             is_late = save.core.durable != written
         if end is End.FAILED and is_late:
@@ -347,8 +360,8 @@ class Committer:
         store = RetryingStore(save.store, call_s=core.PATIENCE_S)
         try:
             later = self._later_run(store)
-            if later is not None:
-                return None, Failure(failed=why_overtaken(store, later), is_final=True)
+            if later is not None:  # the agent of its rank 0 moves the tracker
+                return None, _why_useless(save, later)
             with self._node.changed:
                 history = self._node.history
             if history is not None and not history.holds(save.save):
@@ -433,3 +446,10 @@ class Committer:
         while len(self._failed) > _FAILURES_KNOWN:
             del self._failed[next(iter(self._failed))]
         return failed
+
+
+def _why_useless(save: PendingSave, later: RunObject) -> Failure | None:
+    """Return why a save does not count any more; None if a later run continues it."""
+    if History(later.name, later.ancestors).holds(save.save):
+        return None
+    return Failure(failed=why_overtaken(save.store, later), is_final=True)

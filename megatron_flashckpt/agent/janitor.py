@@ -240,9 +240,9 @@ class Janitor:
             hit("commit.done")
 
     def _remove_signs(self, walk: _Pass) -> None:
-        """Remove the signs of life of overtaken runs, and the probes of starts that were killed.
+        """Remove the signs of life of overtaken runs, at which nobody looks any more.
 
-        Nobody looks at them any more. An overtaken agent may put its own again until it ends.
+        An overtaken agent may put its own again until it ends.
         """
         alive = (entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False))
         stale = [
@@ -250,8 +250,6 @@ class Janitor:
             for name in alive
             if 0 < file_names.run_number(name) < walk.number
         ]
-        probes = walk.store.list(file_names.PROBES, sizes=False)
-        stale += [f"{file_names.PROBES}/{entry.name}" for entry in probes]
         if stale:
             walk.look()
             walk.store.delete(stale)

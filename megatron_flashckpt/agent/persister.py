@@ -35,7 +35,6 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.end import Failure
-from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
 
@@ -317,26 +316,26 @@ class Saves:
         headers = only_in_memory(list(slots.values()))
         for header in headers if not self._node.is_stuck() else ():
             last = self._attempts.get(header.save_id)
-            # Nodes try under the same ids, one after the other. An id that another node has used
-            # up is left at once, so that all nodes meet.
+            # Nodes try under the same names, one after the other. A name that another node has
+            # ended is left at once, so that all nodes meet.
             if last is None or last.staged_at < since or last.core.ended_elsewhere:
-                self._attempts[header.save_id] = self._attempt(header.save_id, slots, last)
+                self._attempts[header.save_id] = self._attempt(header.save_id, slots)
         return headers[0].iteration if headers else None
 
-    def _attempt(
-        self, save_id: str, ranks: dict[int, RankSlots], last: PendingSave | None
-    ) -> PendingSave:
-        """Write a save that only memory holds, as another attempt if the first one has failed."""
+    def _attempt(self, save_id: str, ranks: dict[int, RankSlots]) -> PendingSave:
+        """Write a save that only memory holds, as another attempt if the former one has failed.
+
+        A name is left only once its end is known, which all nodes read. So after an outage in which
+        no end could be written, all nodes try under one name.
+        """
         logger.info("save %s is in memory only: writing it before leaving", save_id)
+        name = self._committer.next_attempt(save_id)
         for number, slots in ranks.items():
             slot = slots.unwritten()[save_id]
             info = slots.infos[slot.index]
             if slot.header.state == SlotState.FAILED:
-                former_id = save_id if last is None else last.save_id
-                attempt = next_attempt(former_id)
-                save = self._committer.join(
-                    number, slot.header, slot.meta, attempt, is_adopted=info.inherited
-                )
+                info.inherited = True  # a former attempt under this name may have left its record
+                save = self._committer.join(number, slot.header, slot.meta, name, is_adopted=True)
                 info.persisting, info.accepted_at = True, time.monotonic()
                 self._pool.submit(self._persist, number, slots, slot, save)
             else:

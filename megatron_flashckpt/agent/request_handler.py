@@ -287,7 +287,12 @@ class RequestHandler:
         """Keep what is of the new run's history, here and for other nodes. Lock held."""
         slots, history = self._node.ranks[number].slots, History(run.name, run.ancestors)
         if slots is not None:
-            slots.keep_only(history)
+            for save in slots.keep_only(history):
+                logger.warning(
+                    "rank %d: iteration %d (save %s), which storage lacks, is dropped from host "
+                    "memory: run %s does not continue it",
+                    *(number, save.iteration, save.save_id, run.name),
+                )
         if self._node.peers is not None:
             self._node.peers.resume_from(number, run.save_id, history)
         for index in slots.recovered(run.save_id) if slots is not None else ():

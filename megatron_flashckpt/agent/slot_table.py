@@ -16,6 +16,9 @@ from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
 
+#: States of complete saves that are not known to be in storage.
+_UNWRITTEN = (SlotState.STAGED, SlotState.KEPT, SlotState.FAILED)
+
 
 @dataclasses.dataclass
 class SlotInfo:
@@ -29,7 +32,7 @@ class SlotInfo:
     """Time of the "staged" message, or at which the agent took the slot without it;
     `time.monotonic`. None: neither has happened."""
     inherited: bool = False
-    """Another agent had the slot before, and may have persisted or committed its save."""
+    """Another agent, or a former attempt, may have persisted or committed its save."""
     digests: tuple[str, ...] | None = None
     awaits_digests: bool = False
     """The digests are being computed, or read from storage: then the memory may have changed."""
@@ -61,7 +64,7 @@ class RankSlots:
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
             info.sequence = next(self._sequence)
-            info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
+            info.inherited = slot.header.state in _UNWRITTEN
 
     def note_former(self, process: RankProcess) -> None:
         """Record an earlier process of the rank, which may still write to its acquired slots."""
@@ -197,13 +200,20 @@ class RankSlots:
         """Return whether a slot holds `save_id`."""
         return any(slot.header.save_id == save_id for slot in self.slab.slots)
 
-    def keep_only(self, history: History) -> None:
-        """Empty the slots that are not of a history, unless they are being written."""
+    def keep_only(self, history: History) -> list[Save]:
+        """Empty the slots that are not of a history, unless they are being written.
+
+        Returns the saves that only these slots held.
+        """
+        lost = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             if not info.persisting and not history.holds(_save_in(slot)):
+                if slot.header.state in _UNWRITTEN:
+                    lost.append(_save_in(slot))
                 slot.set_header(EMPTY_HEADER)
         if self.stored is not None and not history.holds(self.stored):
             self.stored = self._newest_durable()
+        return lost
 
     def _newest_durable(self) -> Save | None:
         durable = [slot for slot in self.slab.slots if slot.header.state == SlotState.DURABLE]

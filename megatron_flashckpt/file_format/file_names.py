@@ -21,8 +21,6 @@ TRACKED = f"{OWN}/tracker.json"
 HISTORY = f"{OWN}/history.jsonl"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
-#: Objects with which starts check the store; the janitor removes those of killed starts.
-PROBES = f"{OWN}/probes"
 #: The table of contents of format 1.
 MANIFEST_OF_FORMAT_1 = "manifest.json"
 #: The last commit that reads format 1, and converts it into Megatron's own formats.

@@ -41,6 +41,7 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
+from megatron_flashckpt.save.startup import only_evaluates
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Store
@@ -98,8 +99,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     else:
         if call.optimizer is not None:
             _report_unused_memory(margs, load_dir)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
+        _await_all_ranks()
     origin = loaded.origin
     announcements.announce_loaded(
         load_dir, iteration, (origin.iteration, origin.source), _summary(loaded)
@@ -314,6 +314,11 @@ def _report_unused_memory(margs: Any, load_dir: str) -> None:
             )
 
 
+def _await_all_ranks() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 def _continue_from(loaded: LoadedCheckpoint, margs: Any, facts: Facts | None) -> None:
     """Open the run that continues the loaded checkpoint. Collective."""
     hit("load.unadopted")
@@ -333,12 +338,16 @@ def _open_run(
 ) -> None:
     """Open the run under which this job saves. Agents drop all saves that it does not continue.
 
-    Collective. A job that finetunes a model begins a new history, from iteration 0.
+    Collective. A job that finetunes a model begins a new history, from iteration 0. One that only
+    evaluates opens none: another job may train there, and the directory may be read-only.
 
     Raises:
         OtherWriterError: another job trains there.
         StorageError: the save directory cannot be written.
     """
+    if only_evaluates(margs):
+        _await_all_ranks()
+        return
     checkpointer = session.checkpointer(margs.save)
     if margs.finetune:
         checkpointer.open_run(None, (), "scratch")

@@ -178,7 +178,7 @@ class Startup:
         return platform.node(), str(place_of(checkpointer.root, checkpointer.config.runtime_dir))
 
     def _await_end(self, args: Any) -> None:
-        if not _only_evaluates(args):
+        if not only_evaluates(args):
             self.checkpointer.await_end()
 
     def _check_coverage(self, job: _Job) -> SizeEstimate:
@@ -201,7 +201,7 @@ class Startup:
     def _agree(self, job: _Job) -> None:
         """Connect the agents, and open a run unless a load has."""
         self.checkpointer.start_run()
-        if not _only_evaluates(job.args):
+        if not only_evaluates(job.args):
             self.checkpointer.ensure_run()
 
     # ------------------------------------------------------------------
@@ -238,7 +238,7 @@ class _Job:
         return (*self.chunks, self.optimizer)
 
 
-def _only_evaluates(args: Any) -> bool:
+def only_evaluates(args: Any) -> bool:
     """Return whether the job does not train; it may then lack permission to write."""
     return bool(getattr(args, "skip_train", False))
 

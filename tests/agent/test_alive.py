@@ -182,6 +182,19 @@ def test_a_run_that_was_overtaken_holds_nobody_up(clock: Clock) -> None:
     assert clock.slept == 0
 
 
+def test_a_start_that_was_killed_before_it_took_its_number_hides_no_run(clock: Clock) -> None:
+    """Its sign of life came first; the run that it was to replace still trains."""
+    store = MemoryStore()
+    store.create(run_file(4), encode_run(RunObject(name=RUN)))
+    renew(clock, store)
+    alive.put(store, elsewhere(LATER))
+    live = is_live(store)
+    assert live is not None
+    assert live.run == RUN
+    with pytest.raises(OtherWriterError, match=RUN):
+        start(store)
+
+
 def test_a_run_that_begins_during_the_wait_is_awaited_too(clock: Clock) -> None:
     store = MemoryStore()
     alive.put(store, elsewhere(RUN))

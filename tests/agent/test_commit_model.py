@@ -338,7 +338,7 @@ def _believes_itself(self: CommitCore, now: float, seen: core.Observation) -> No
 
 
 def _waits_for_ever(self: CommitCore, now: float) -> core.Action:
-    self._timeout_s = 1e9
+    self.timeout_s = 1e9
     return _next(self, now)
 
 

@@ -7,14 +7,17 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent import committer as committer_module
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore, Pace
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format.end import End
-from megatron_flashckpt.file_format.file_names import save_name
-from megatron_flashckpt.file_format.run_object import RunObject
+from megatron_flashckpt.file_format.file_names import TRACKER, run_file, run_number, save_name
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
@@ -30,21 +33,27 @@ class _Rank:
         self.report = self.told.append
 
 
-def pending(world_size: int, ranks: dict[int, _Rank], run: RunObject) -> tuple[Committer, Any]:
-    """Return a committer with a save that rank 0 has staged long ago, in a node of `run`."""
+def pending(
+    world_size: int, ranks: dict[int, _Rank], run: RunObject, *, age_s: float = TIMEOUT_S + 60.0
+) -> tuple[Committer, Any]:
+    """Return a committer with a save that rank 0 has staged, in a node of `run`."""
     options = SimpleNamespace(commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S)
     node: Any = SimpleNamespace(
-        changed=threading.Condition(), ranks=ranks, run=run, options=options
+        changed=threading.Condition(),
+        ranks=ranks,
+        run=run,
+        run_number=run_number(run.name),
+        options=options,
     )
     janitor: Any = None
     committer = Committer(node, janitor)
-    long_ago = time.monotonic() - TIMEOUT_S - 60.0
-    machine = CommitCore("place", world_size, long_ago, TIMEOUT_S, Pace())
-    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, long_ago, machine)
+    staged_at = time.monotonic() - age_s
+    machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, Pace())
+    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, staged_at, machine)
     meta: Any = SimpleNamespace(world_size=world_size)
     save.metas[0] = meta
     for seen in (core.Joined(0), core.Durable(0), core.Recorded(frozenset({0}))):
-        machine.note(long_ago, seen)
+        machine.note(staged_at, seen)
     committer.pending[SAVE] = save
     return committer, save
 
@@ -63,3 +72,27 @@ def test_processes_of_a_later_run_had_no_part_to_stage() -> None:
     ranks = {0: _Rank(RUN), 1: _Rank(LATER), 2: _Rank(LATER)}
     committer, save = pending(3, ranks, LATER)
     assert committer._connected(save).gone == {0}
+
+
+@pytest.mark.parametrize(("left_at", "is_useless"), [(10, False), (5, True)])
+def test_a_save_that_a_later_run_continues_is_not_overtaken(
+    left_at: int, *, is_useless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may be this job's own, not reported yet, or one whose rank 0 is on another node."""
+    monkeypatch.setattr(committer_module, "_REPORT_S", 0.0)
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    later = RunObject(name=LATER.name, ancestors=(Ancestor(RUN.name, left_at),))
+    save.store.create(run_file(2), encode_run(later))
+    assert (committer._overtaken(save) is not None) is is_useless
+    previous, failure = committer._track(save)
+    assert (previous, failure is not None) == (None, is_useless)
+    assert not save.store.present("", [TRACKER]), "the agent of the later run moves it"
+
+
+def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
+    """Other nodes wait for the deadline that the save began with."""
+    rank = _Rank(RUN)
+    committer, _ = pending(1, {0: rank}, RUN, age_s=60.0)
+    vars(committer._node.options)["commit_timeout_s"] = 1.0
+    committer.watch()
+    assert rank.told == []

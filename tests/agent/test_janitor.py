@@ -34,7 +34,6 @@ from megatron_flashckpt.file_format.end import (
 )
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
-    PROBES,
     RUNS,
     TRACKER,
     alive_file,
@@ -594,15 +593,11 @@ def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
     assert not caplog.records
 
 
-def test_a_start_removes_signs_of_life_of_former_runs_and_probes(
-    store: Store, clock: Clock
-) -> None:
+def test_a_start_removes_signs_of_life_of_former_runs(store: Store, clock: Clock) -> None:
     for number in (1, 2, 3):
         store.put(alive_file(run(number)), b"{}")
-    store.put(f"{PROBES}/0123abcd", b"of a start that was killed")
     Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
     assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
-    assert store.list(PROBES) == []
 
 
 # ---------------------------------------------------------------------- checkpoints

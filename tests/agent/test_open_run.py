@@ -58,6 +58,10 @@ def test_slots_of_another_history_are_emptied(
     assert held(trainer) == [10, 20]
     trainer.client.open_run(run)
     assert held(trainer) == kept
+    for iteration, save_id in SAVES:
+        line = f"iteration {iteration} (save {save_id}), which storage lacks, is dropped"
+        if iteration not in kept:
+            eventually(line, lambda line=line: line in node.log(root).read_text())  # type: ignore[misc]
 
 
 def test_a_repeated_message_and_one_of_a_former_run_empty_nothing(node: Node, root: Path) -> None:

@@ -128,8 +128,9 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
 
 
 def test_agents_try_again_until_storage_takes_the_only_copy(
-    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
+    """No end can be written meanwhile, so all nodes stay at one name."""
     monkeypatch.setattr(server, "_AGAIN_S", 0.3)
     with agent_here(node, root), agent_here(other_node, root):
         trainers = start(node, other_node, root, 2)
@@ -137,7 +138,7 @@ def test_agents_try_again_until_storage_takes_the_only_copy(
         obstacle = fail(trainers, root, 2)
         for trainer in trainers:
             trainer.hang_up(leave=True)
-            time.sleep(1.0)  # the nodes begin at different times, several attempts apart
+            time.sleep(2.0)  # the nodes begin at different times, several attempts apart
         obstacle.unlink()
         tracker = root / file_names.TRACKER
         eventually("the commit of the only copy", lambda: tracker.read_text() == "2")

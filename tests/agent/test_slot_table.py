@@ -150,6 +150,19 @@ def test_the_number_of_uncommitted_saves_is_limited(
     assert here.begin(9, new_save_id(), PATIENCE_S) is not None
 
 
+@pytest.mark.parametrize("state", [SlotState.STAGED, SlotState.KEPT, SlotState.FAILED])
+def test_a_slab_of_a_killed_agent_holds_saves_that_it_may_have_made_durable(
+    state: SlotState,
+) -> None:
+    """Also one that failed: the agent may have committed its next attempt, before it was killed."""
+    slab = Slab.create(1, 0, 4096, "0")
+    try:
+        slab.slots[0].set_header(SlotHeader(state, 1, new_save_id(), 0, 0))
+        assert RankSlots(slab).infos[0].inherited
+    finally:
+        slab.close()
+
+
 def memfds(pid: int) -> list[str]:
     return [path for path in open_files(pid) if "memfd:flashckpt-" in path]
 
