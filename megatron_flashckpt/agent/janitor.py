@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from megatron_flashckpt.catalog.directory import later_run
+from megatron_flashckpt.catalog.directory import run_numbers
 from megatron_flashckpt.catalog.iteration_files import (
     IterationFiles,
     KnownManifests,
@@ -130,8 +130,9 @@ class _Pass:
 
     def look(self) -> None:
         """Raise _OvertakenError if a later run has started. Called right before each removal."""
-        if (run := later_run(self.store, self.number)) is not None:
-            raise _OvertakenError(f"run {run.name} has started and decides what is removed")
+        later = max(run_numbers(self.store), default=0)  # also if its object is damaged
+        if later > self.number:
+            raise _OvertakenError(f"run {later} has started and decides what is removed")
 
     def is_later(self, save_id: str) -> bool:
         """Return whether a save is of a later run."""
@@ -190,6 +191,10 @@ class Janitor:
         self._known_since: dict[tuple[Save, End], float] = {}
         #: What was logged since the start of the run.
         self._told: set[str] = set()
+
+    def wait_at_least(self, deadline_s: float) -> None:
+        """Keep ends for at least this long. Nodes of an earlier run may wait as long as before."""
+        self._deadline_s = max(self._deadline_s, deadline_s)
 
     # ------------------------------------------------------------------ the thread
 

@@ -40,13 +40,18 @@ class MissingShardsError(CorruptCheckpointError):
     """Shards have records, but their files are not visible."""
 
 
-def create_once(store: Store, name: str, data: bytes) -> bytes:
-    """Create `name`, and return its contents: `data`, or what another process was first with."""
+def create_once(store: Store, name: str, data: bytes) -> tuple[bytes, bool]:
+    """Create `name`, unless it exists.
+
+    Returns:
+        Its contents, and whether this call has made them durable. Contents that were there may be
+        those of an earlier attempt of this agent.
+    """
     try:
         store.create(name, data)
     except AlreadyExistsError:
-        return store.get(name)
-    return data
+        return store.get(name), False
+    return data, True
 
 
 # ---------------------------------------------------------------------- records
@@ -203,9 +208,8 @@ def _ended(head: bytes, *, is_durable: bool) -> Ended:
 def propose_failure(store: Store, iteration: int, save_id: str, failure: Failure) -> Ended:
     """Propose that a save failed; return the end that it has."""
     name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
-    proposed = ends.encode_failure(failure)
-    found = create_once(store, name, proposed)
-    return _ended(found, is_durable=found == proposed)
+    found, is_durable = create_once(store, name, ends.encode_failure(failure))
+    return _ended(found, is_durable=is_durable)
 
 
 def propose_manifest(
@@ -241,11 +245,10 @@ def propose_manifest(
     with phase("manifest"):
         create_once(store, f"{directory}/{file_names.common_name(save_id)}", meta.common)
         hit("commit.common")
-        proposed = manifest.encode_manifest(merged)
-        found = create_once(store, f"{directory}/{file_names.end_name(save_id)}", proposed)
+        end = f"{directory}/{file_names.end_name(save_id)}"
+        found, is_durable = create_once(store, end, manifest.encode_manifest(merged))
     hit("commit.end")
-    # Another attempt of this agent, whose answer was lost, has another time of commit.
-    return _ended(found, is_durable=found == proposed), merged
+    return _ended(found, is_durable=is_durable), merged
 
 
 def _listed(items: Sequence[tuple[int, str, int, str]]) -> str:

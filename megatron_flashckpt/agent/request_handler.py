@@ -112,7 +112,9 @@ class RequestHandler:
                     self._end_peers()
                     return (p.Done(),)
                 case Configure():
-                    return (Configured(self._saves.configure(number, request.settings)),)
+                    changed = self._saves.configure(number, request.settings)
+                    self._janitor.wait_at_least(request.settings.commit_timeout_s)
+                    return (Configured(changed),)
                 case BeginRun():
                     self.departed.begin_run(number, request)
                     return (p.Done(),)
