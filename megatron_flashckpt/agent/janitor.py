@@ -363,6 +363,7 @@ class Janitor:
             return math.inf
         if not files.saves and files.iteration < newest:
             return self._settle_emptied(walk, files)
+        self._discard_unfinished(walk, files, pending)
         again_at = math.inf
         for save_id, of_save in files.saves.items():
             save = Save(files.iteration, save_id)
@@ -387,6 +388,16 @@ class Janitor:
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at
+
+    def _discard_unfinished(self, walk: _Pass, files: IterationFiles, pending: set[str]) -> None:
+        """Delete what killed agents have left of names of saves that have an end."""
+        ended = {save_id for save_id, of_save in files.saves.items() if of_save.end is not None}
+        ended -= pending
+        if ended:
+            walk.look()
+            walk.store.discard_unfinished(
+                files.directory, lambda name: file_names.save_of(name) in ended
+            )
 
     def _end_and_clear_one(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> float:
         """Delete the files of a save that is not committed; return the time of the next look."""

@@ -43,6 +43,8 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
     with contextlib.suppress(FlashCkptError):  # a link or a directory in its place
         previous = tracked_iteration(store)
     with phase("tracker"):
+        # Only this thread writes it while the run is the newest one.
+        store.discard_unfinished("", lambda name: name == file_names.TRACKER)
         store.put(file_names.TRACKER, str(save.iteration).encode())
         hit("commit.tracker")
         directory.put_tracked(store, Tracked(save.iteration, save.save_id))

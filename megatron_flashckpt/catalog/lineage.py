@@ -262,11 +262,8 @@ def _wish(facts: Facts, history: History | None) -> tuple[int | None, Save | Non
 
 
 def _is_alone(facts: Facts) -> bool:
-    """Return whether there is nothing of ours but checkpoints and tracker, as in a copy.
-
-    Memory belongs to the directory in which it was saved, which therefore is no copy.
-    """
-    return facts.tracked is None and not facts.numbers and not facts.held
+    """Return whether there is nothing of ours but checkpoints and tracker, as in a copy."""
+    return facts.tracked is None and not facts.numbers
 
 
 def _is_granted(tracked: Tracked | None, there: Collection[Save]) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
@@ -136,6 +136,9 @@ class MemoryStore:
             for name in names:
                 with contextlib.suppress(KeyError):
                     del self.objects[name]
+
+    def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
+        pass
 
     def make_durable(self, name: str) -> None:
         check_name(name, self._place)

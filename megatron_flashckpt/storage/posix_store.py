@@ -192,6 +192,15 @@ class PosixStore:
     def writer(self, name: str, nbytes: int) -> PosixWriter:
         return self._in_its_directory(name, lambda path: PosixWriter(path, nbytes, self._direct_io))
 
+    def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
+        path = self._directory(directory)
+        self._check_no_link(directory)
+        with storage_errors(path, "list"), contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(path):
+                final = parse_temporary_name(name)
+                if final is not None and is_dead(final):
+                    _remove_hidden(path / name)
+
     def make_durable(self, name: str) -> None:
         path = self._path(name)
         with storage_errors(path, "make durable"):

@@ -157,6 +157,9 @@ class RetryingStore:
         wanted = tuple(names)
         self.with_retries(lambda: self._store.delete(wanted))
 
+    def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
+        self.with_retries(lambda: self._store.discard_unfinished(directory, is_dead))
+
     def make_durable(self, name: str) -> None:
         self.with_retries(lambda: self._store.make_durable(name))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
@@ -115,6 +115,14 @@ class Store(Protocol):
         """Delete objects, then their directories if these are empty; never the root.
 
         A missing object is no error. After an error some objects may be left.
+        """
+
+    def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
+        """Delete what killed processes have left of objects that they were writing.
+
+        Args:
+            is_dead: returns whether nobody writes the object of this name, relative to `directory`,
+                any more.
         """
 
     def make_durable(self, name: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 import megatron_flashckpt
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage import posix_store
+from megatron_flashckpt.storage.posix_files import temporary_name
 from megatron_flashckpt.storage.posix_store import STORE_ID, PosixStore
 from megatron_flashckpt.storage.store import Entry
 
@@ -338,3 +339,15 @@ def test_the_identity_outlives_a_removed_flashckpt_directory(store: PosixStore, 
     shutil.rmtree(root / "flashckpt")
     assert store.identity() == identity
     assert PosixStore(root).identity() == identity
+
+
+def test_what_killed_processes_left_unfinished_goes_by_its_final_name(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.create("a/whole", b"1")
+    for name in ("dead", "alive"):
+        (tmp_path / "a" / temporary_name(name)).write_bytes(b"half")
+    store.discard_unfinished("a", lambda name: name == "dead")
+    left = sorted(path.name.split(".")[1] for path in (tmp_path / "a").glob(".*"))
+    assert left == ["alive"]
+    assert store.get("a/whole") == b"1"
+    store.discard_unfinished("missing", lambda name: True)
