@@ -416,7 +416,8 @@ class Janitor:
             self._tell_of_others(walk.store, files)
         age_s = self._age_s(save, End.FAILED)
         if age_s < self._deadline_s:
-            return self._clock() + self._deadline_s - age_s
+            # Further files may come into view late, so a look that finds none comes first.
+            return 0.0 if of_save.bulk else self._clock() + self._deadline_s - age_s
         walk.look()
         walk.store.delete([end])
         del self._known_since[save, End.FAILED]
