@@ -9,7 +9,12 @@ from collections.abc import Callable
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import (
+    AgentError,
+    AgentRefusedError,
+    FlashCkptError,
+    SaveFailedError,
+)
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
@@ -334,6 +339,26 @@ class NodeLink:
         self._connection.note_lost()
         self.seek_agent()
         return True
+
+    def serving_agent(self) -> int:
+        """Return the pid of the agent that serves this process; 0: there is none.
+
+        Raises:
+            AgentRefusedError: the agent serves a later process of this rank.
+        """
+        for _ in range(2):
+            lost = self.current
+            try:
+                client = self.client()
+                client.held()  # answered only to the process that the agent serves
+                return client.agent_pid
+            except AgentRefusedError:
+                raise
+            except AgentError:  # gone, or it has ended the connection: another greeting tells
+                if lost is not None:
+                    self.replace_agent(lost)
+                    self._background.wait()
+        return 0
 
     def seek_agent(self) -> None:
         """Find an agent in the background; it gets the slab, with all that is staged in it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import logging
 import math
 import os
 import time
@@ -78,6 +79,9 @@ class _PlannedSave:
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:8]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -197,12 +201,16 @@ class Checkpointer:
     ) -> RunObject:
         """Open a run on this rank alone, and grant the tracker's wish."""
         agent_pid = 0
+        run = runs.new_run(save, ancestors, source, self.world_size)
         if self.rank == 0:
-            with contextlib.suppress(AgentError):
-                agent_pid = self.link.client().agent_pid
+            try:
+                agent_pid = self.link.serving_agent()
+            except AgentRefusedError as error:
+                # The run of the later start must stay the newest one.
+                logger.error("%s: this process opens no run: %s", self.root, error)
+                return run
         if self.run.name is not None:
             self._admission.allow(self.run.name)
-        run = runs.new_run(save, ancestors, source, self.world_size)
         opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
         runs.grant_wish(self._admission.store, opened, facts)
         history.append(self._admission.store, PastStart.of(opened), self.config.history)
