@@ -552,8 +552,13 @@ def remove_own(store: Store, iteration: int, save_id: str, ranks: Collection[int
     if 0 in ranks:
         names.append(file_names.common_name(save_id))
     directory = file_names.iteration_dir(iteration)
-    try:
-        store.delete(f"{directory}/{name}" for name in names)
-        hit("forget.file")
-    except (FlashCkptError, OSError) as error:
-        logger.warning("cannot remove files of a failed save: %s", error)
+
+    def delete(name: str) -> None:
+        # One by one: what stands in the way of one file must not keep the space of the others.
+        try:
+            store.delete([f"{directory}/{name}"])
+            hit("forget.file")
+        except (FlashCkptError, OSError) as error:
+            logger.warning("cannot remove files of a failed save: %s", error)
+
+    for_all(delete, names)
