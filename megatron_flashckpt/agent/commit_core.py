@@ -31,7 +31,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How often a node asks storage for the end of a save: a property of the store."""
+    """Pauses between two looks of a node for the end of a save: a property of the store."""
 
     shortest_s: float = 0.02
     longest_s: float = 1.0
@@ -51,7 +51,7 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Connected:
-    """Which ranks of this node have a process that is connected to the agent."""
+    """Ranks of this node by whether their process is connected to the agent."""
 
     ranks: frozenset[int]
     """These ranks will stage their part soon."""
@@ -196,7 +196,7 @@ class Conclude:
     """The save is over on this node: tell the trainers and free the slots. The last action."""
 
     end: End | None
-    """None: storage has not answered, so the end is unknown; nothing may be removed."""
+    """The end as it was read. None: storage has not answered, so nothing may be removed."""
     failure: Failure | None
 
 

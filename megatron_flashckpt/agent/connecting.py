@@ -8,7 +8,7 @@ import time
 
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent.client import AgentClient, ClosedError, close_socket
-from megatron_flashckpt.agent.launcher import MovingAgent, start_agent
+from megatron_flashckpt.agent.launcher import MOVE_PAUSE_S, MovingAgent, start_agent
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import settings_of
@@ -57,9 +57,12 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                 "the log has no reason, the node is slow: raise 'agent.start_timeout_s'; or "
                 "another process keeps that name: set 'runtime_dir' to any other directory"
             )
-        if local_rank == 0 and not moving.is_expected(place):
+        pause_s = _RETRY_S
+        if local_rank == 0 and moving.is_expected(place):
+            pause_s = MOVE_PAUSE_S
+        elif local_rank == 0:
             start_agent(place, root, config)
-        time.sleep(_RETRY_S)
+        time.sleep(pause_s)
 
 
 def _new_socket() -> socket.socket:

@@ -79,7 +79,7 @@ class CommittedSave:
     iteration: int
     save_id: str
     history: History
-    """Of the newest run, whose rank 0 this agent has."""
+    """History of the newest run, whose rank 0 this agent has."""
     rules: Retention
     retain_interval: int | None
     previous: int | None
@@ -153,7 +153,7 @@ class _Pass:
 
 
 class _Look(NamedTuple):
-    """What the janitor remembers of an iteration directory."""
+    """The janitor's memory of an iteration directory."""
 
     again_at: float
     """Time of the next look, by the janitor's clock; infinite: the directory is settled."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: Longest wait for an agent that moves: it looks at the directory every 2 s.
 _MOVE_S = 8.0
-_MOVE_PAUSE_S = 0.1
+MOVE_PAUSE_S = 0.1
 
 
 class MovingAgent:
@@ -34,7 +34,7 @@ class MovingAgent:
         self._until = time.monotonic() + _MOVE_S
 
     def is_expected(self, place: Place) -> bool:
-        """Return whether to wait for such an agent, after a pause, instead of starting another.
+        """Return whether to wait `MOVE_PAUSE_S` for such an agent instead of starting another.
 
         Args:
             place: where this process looks for its agent.
@@ -49,7 +49,6 @@ class MovingAgent:
                     *(pid, describe_slabs(last_copies(pid)), self._root),
                 )
             return False
-        time.sleep(_MOVE_PAUSE_S)
         return True
 
 

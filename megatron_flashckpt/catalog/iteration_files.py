@@ -1,4 +1,4 @@
-"""What a listing of one iteration directory shows of each save: its files, its end, if it is whole.
+"""Contents of an iteration directory by save: its files, its end, and whether it is whole.
 
 Retention and removals need this for whole directories; loads read the ends alone (`directory`).
 """
@@ -28,7 +28,7 @@ from megatron_flashckpt.storage.store import Store, read_whole
 
 
 class KnownManifest(NamedTuple):
-    """What is kept of a manifest: one of 16,384 ranks has 10 MB, its facts have 1 kB."""
+    """Facts of a manifest: one of 16,384 ranks has 10 MB, its facts have 1 kB."""
 
     facts: CommitFacts
     contents: int
@@ -51,7 +51,7 @@ class SaveFiles:
     stored: Stored | None = None
     """The checkpoint; None without a manifest, or if that cannot be read."""
     problem: FlashCkptError | OSError | None = None
-    """Why the end cannot be read."""
+    """Error that kept the end from being read."""
 
     @property
     def bulk(self) -> list[str]:

@@ -53,10 +53,10 @@ class Save(NamedTuple):
 
 
 class Tracked(msgspec.Struct, frozen=True):
-    """What an agent last wrote into the tracker, or whose wish was granted: `tracker.json`."""
+    """Contents of `tracker.json`: an agent's last tracker, or the wish that was granted last."""
 
     iteration: int
-    """What the tracker names. `NOTHING`: a run began from scratch, and there was no tracker."""
+    """Iteration in the tracker. `NOTHING`: a run began from scratch, and there was no tracker."""
     save_id: str = ""
     """The save of that iteration; "": one of another program, or none. The run's name if
     `iteration` is `NOTHING`."""
@@ -142,7 +142,7 @@ class Facts:
 
     @property
     def tracker_is_removed(self) -> bool:
-        """Whether a person has removed the tracker: nothing counts that is older."""
+        """True if a person has removed the tracker: nothing counts that is older."""
         is_missing = self.tracker is None and not self.tracker_is_damaged
         return is_missing and self.tracked is not None and self.tracked.iteration != NOTHING
 

@@ -52,7 +52,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Save to storage, with its state and timings, or a start of the job."""
 
     iteration: int
-    """Of a start: the iteration that the job resumed from; 0: from scratch."""
+    """Iteration that a start has resumed from; 0: from scratch."""
     save_id: str | None
     """None if the manifest cannot be read and the history lacks the save; of a start: the save that
     the job resumed from."""

@@ -19,7 +19,7 @@ FAILED_NBYTES = 2**16
 
 
 class End(enum.Enum):
-    """What the end of a save says."""
+    """Meaning of the end of a save."""
 
     COMMITTED = "committed"
     FAILED = "failed"

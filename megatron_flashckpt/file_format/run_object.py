@@ -31,7 +31,7 @@ Ancestors = tuple[Ancestor, ...]
 
 
 Source = Literal["memory", "storage", "scratch"]
-"""Where a run has its first state from."""
+"""Source of the first state of a run."""
 
 
 class RunObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -168,7 +168,7 @@ class _LoadDirectory:
         self.path = load_dir
         self.store = None if load_dir is None else _store(margs, load_dir)
         self.facts: Facts | None = None
-        """What the last choice depended on; on rank 0 only."""
+        """Facts on which the last choice depended; on rank 0 only."""
         self.argument_sources: dict[str, ArgumentSource] = {}
         """Those of rank 0, which come with each choice."""
         self._margs = margs
@@ -350,11 +350,11 @@ def _open_run(
         return
     checkpointer = session.checkpointer(margs.save)
     if margs.finetune:
-        checkpointer.open_run(None, (), "scratch")
+        checkpointer.runs.open(None, (), "scratch")
     elif save is None:
-        checkpointer.open_run(None, (), "scratch", facts)
+        checkpointer.runs.open(None, (), "scratch", facts)
     else:
-        checkpointer.open_run(save, ancestors, source, facts)
+        checkpointer.runs.open(save, ancestors, source, facts)
 
 
 def _summary(loaded: LoadedCheckpoint) -> str:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import logging
 import math
 import os
 import time
-import uuid
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_flashckpt.agent import runs
-from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog import history
-from megatron_flashckpt.catalog.history import PastStart
-from megatron_flashckpt.catalog.lineage import Facts, Save
-from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
+from megatron_flashckpt.collectives import reduce_int
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -28,7 +21,6 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     UnsupportedError,
 )
-from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
@@ -45,11 +37,10 @@ from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.planner import Planner, rerun_state
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
-from megatron_flashckpt.save.run import Run, opened_once
+from megatron_flashckpt.save.run_opener import RunOpener
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
-from megatron_flashckpt.storage.opening import open_store, refuse_url
-from megatron_flashckpt.storage.retrying_store import RetryingStore
+from megatron_flashckpt.storage.opening import refuse_url
 from megatron_flashckpt.tracing import SAVE, Recorder, phase
 
 _BUSY = (
@@ -77,18 +68,11 @@ class _PlannedSave:
     slot: Slot
 
 
-def _new_id() -> str:
-    return uuid.uuid4().hex[:8]
-
-
-logger = logging.getLogger(__name__)
-
-
 class Checkpointer:
     """Saves one rank's part of a job under `root`. Holds no global state.
 
-    Every rank calls every method, on the training thread. Only `await_end`, `agree`, `start_run`,
-    `open_run`, and `save` under `busy: skip` communicate with other ranks.
+    Every rank calls every method, on the training thread. Only `start_run`, methods of `runs`, and
+    `save` under `busy: skip` communicate with other ranks.
     """
 
     def __init__(self, root: str, config: Config) -> None:
@@ -105,18 +89,9 @@ class Checkpointer:
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
-        self.run = Run()
-        # A short outage of storage must not end a job that has just started.
-        self._admission = Admission(
-            *(RetryingStore(open_store(self.root)), config.other_writer),
-            *(config.other_writer_wait_s, self.link.client),
-        )
-        #: True once `await_end`, or `start_run`, was called.
-        self._has_waited = self._has_begun = False
-        #: Id of this start of the job; None until the ranks have agreed.
-        self._start_id: str | None = None
-        #: The run that the agent of this rank was told.
-        self._told: RunObject | None = None
+        self.runs = RunOpener(self.root, self.rank, self.world_size, self.link, config)
+        #: True once `start_run` was called.
+        self._has_begun = False
         self.planner = Planner(self.rank, self.world_size, self.link, self.model_state)
         self.saves = PendingSaves(self.root, self.rank, self.link)
         self._slots = SlotAcquisition(
@@ -131,101 +106,6 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ before the first save
 
-    def await_end(self) -> None:
-        """Wait until no other run saves to the directory; later calls do nothing. Collective.
-
-        Raises:
-            OtherWriterError: another run trains there; nothing was changed.
-        """
-        if not self._has_waited:
-            self._start_id = run_on_rank_0(self._await_end)
-            self._has_waited = True
-
-    def _await_end(self) -> str:
-        if self.run.name is not None:
-            self._admission.allow(self.run.name)
-        self._admission.await_end()
-        return _new_id()
-
-    def agree(self) -> str:
-        """Return an id of this start of the job, chosen by rank 0 in the first call. Collective."""
-        if self._start_id is None:
-            self._start_id = broadcast_object(_new_id())
-        return self._start_id
-
-    def open_run(
-        self,
-        save: Save | None,
-        ancestors: Ancestors,
-        source: Source,
-        facts: Facts | None = None,
-    ) -> None:
-        """Open a run, under which this process saves from now on. Collective.
-
-        Called when a load is agreed, and before the first save of a job that loads nothing. A
-        second load that training continues from opens another run.
-
-        Args:
-            save: the checkpoint that training continues from; None: from scratch.
-            ancestors: those of the run that has made `save`.
-            facts: what rank 0 has seen when it chose `save`; None: the job loads nothing.
-
-        Raises:
-            OtherWriterError: another run has begun to train there meanwhile; nothing was changed.
-            StorageError: the directory cannot be written.
-        """
-        held = reduce_int(self._newest_held(), "max")
-        self._begin_run(run_on_rank_0(lambda: self._opened(save, ancestors, source, held, facts)))
-
-    def ensure_run(self) -> None:
-        """Open a run from scratch, unless a load has opened one. Collective."""
-        if self.run.object is None:
-            self.open_run(None, (), "scratch")
-        self._tell_agent()
-
-    def _newest_held(self) -> int:
-        """Return the highest number of a run of which this node's agent knows saves; 0: none."""
-        try:
-            facts = self.link.client().facts
-        except AgentError:  # a save will connect to an agent, or report that there is none
-            return 0
-        return 0 if facts is None else facts.run_number
-
-    def _opened(
-        self,
-        save: Save | None,
-        ancestors: Ancestors,
-        source: Source,
-        held: int,
-        facts: Facts | None = None,
-    ) -> RunObject:
-        """Open a run on this rank alone, and grant the tracker's wish."""
-        agent_pid = 0
-        run = runs.new_run(save, ancestors, source, self.world_size)
-        if self.rank == 0:
-            try:
-                agent_pid = self.link.serving_agent()
-            except AgentRefusedError as error:
-                # The run of the later start must stay the newest one.
-                logger.error("%s: this process opens no run: %s", self.root, error)
-                return run
-        if self.run.name is not None:
-            self._admission.allow(self.run.name)
-        opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
-        runs.grant_wish(self._admission.store, opened, facts)
-        history.append(self._admission.store, PastStart.of(opened), self.config.history)
-        return opened
-
-    def _begin_run(self, opened: RunObject) -> None:
-        self.run.begin(opened)
-        self._tell_agent()
-
-    def _tell_agent(self) -> None:
-        """Tell the agent of this rank which run it saves for, if this checkpointer has not."""
-        if self._told is not self.run.object and self.run.object is not None:
-            self._told = self.run.object
-            self.link.open_run(self.run.object)
-
     def start_run(self) -> None:
         """Start the agent, and agree on an id of this start; later calls do nothing. Collective.
 
@@ -237,10 +117,10 @@ class Checkpointer:
         """
         if self._has_begun:
             return
-        if not self._has_waited:  # otherwise a load has checked
+        if not self.runs.has_waited:  # otherwise a load has checked
             equal_settings.check(self.config)
         self._has_begun = True
-        self.agree()
+        self.runs.agree()
         if self.config.redundancy == "none":
             self.link.prepare(None)
         else:
@@ -259,7 +139,7 @@ class Checkpointer:
         """
         # If the agent is gone, the save connects to another one.
         with contextlib.suppress(AgentError):
-            nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.run.name)
+            nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.runs.run.name)
             self.link.make_room(nbytes, plan_nbytes)
 
     # ------------------------------------------------------------------ save
@@ -316,18 +196,8 @@ class Checkpointer:
         # Also if the optimizer is not saved: its steps change the weights.
         stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
         self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
-        if self.run.object is None:
-            # First, because local rank 0, which starts the agent, may wait below for this rank.
-            held = self._newest_held()
-            self._begin_run(
-                opened_once(
-                    self.root,
-                    lambda: self._opened(None, (), "scratch", held),
-                    self.config.other_writer_wait_s,
-                )
-            )
-        self._tell_agent()
-        save_id = self.run.new_save_id()
+        self.runs.ensure_alone()
+        save_id = self.runs.run.new_save_id()
         self.saves.expect(save_id, memory_only=request.memory_only)
         self._unwritten = (request, self.hook.steps) if request.memory_only else None
         return save_id
@@ -384,7 +254,7 @@ class Checkpointer:
                 layout = self.planner.layout(pieces)
                 with phase("acquire slot"):
                     slot = self._slots.acquire(
-                        *(request, layout, save_id, self.run.ancestors), may_skip=may_skip
+                        *(request, layout, save_id, self.runs.run.ancestors), may_skip=may_skip
                     )
             except AgentRefusedError:
                 raise  # the agent still holds earlier saves, which another agent would not have

@@ -30,7 +30,7 @@ def check_memory(checkpointer: Checkpointer, expected: SizeEstimate) -> list[Nee
     Raises:
         StorageError: as `node_memory.check`, on all ranks.
     """
-    run_id, slots = checkpointer.agree(), checkpointer.config.slots
+    run_id, slots = checkpointer.runs.agree(), checkpointer.config.slots
     needs = _needs(checkpointer, expected)
     ranks = node_memory.ranks_of_same_agent(needs, checkpointer.rank)
     checkpointer.link.agent.begin_run(BeginRun(run_id, ranks))

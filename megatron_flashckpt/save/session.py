@@ -120,7 +120,7 @@ class Session:
                 # A script may close the checkpointer before its last save.
                 checkpointer.model_state.note_keys(*self._agreed.pop(root))
             # The run is kept for the last save: the job's store may be gone by then.
-            checkpointer.run = self._runs.setdefault(root, checkpointer.run)
+            checkpointer.runs.run = self._runs.setdefault(root, checkpointer.runs.run)
             startup = Startup(checkpointer, self.note_nodes)
             reports = self._reports_of(root, checkpointer.rank)
             self._open[root] = _OpenCheckpointer(checkpointer, reports, startup)

@@ -179,7 +179,7 @@ class Startup:
 
     def _await_end(self, args: Any) -> None:
         if not only_evaluates(args):
-            self.checkpointer.await_end()
+            self.checkpointer.runs.await_end()
 
     def _check_coverage(self, job: _Job) -> SizeEstimate:
         """Check that all ranks together save every element; return this rank's expected save."""
@@ -202,7 +202,7 @@ class Startup:
         """Connect the agents, and open a run unless a load has."""
         self.checkpointer.start_run()
         if not only_evaluates(job.args):
-            self.checkpointer.ensure_run()
+            self.checkpointer.runs.ensure()
 
     # ------------------------------------------------------------------
 

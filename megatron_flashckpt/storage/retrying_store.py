@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Policy(NamedTuple):
-    """How often a call is repeated after an error of one class."""
+    """Pauses before a call is repeated after an error of one class."""
 
     pauses_s: tuple[float, ...]
     """Seconds before each further attempt."""

@@ -65,9 +65,9 @@ class Job:
 
     def save_id(self, sequence: int) -> str:
         """Return the name of a save of this job, from 1."""
-        self.checkpointer.ensure_run()
-        assert self.checkpointer.run.name is not None
-        return save_name(self.checkpointer.run.name, sequence)
+        self.checkpointer.runs.ensure()
+        assert self.checkpointer.runs.run.name is not None
+        return save_name(self.checkpointer.runs.run.name, sequence)
 
     def request(self, iteration: int, **more: Any) -> SaveRequest:
         return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)

@@ -68,9 +68,9 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Che
 
 def shard_of(job: Checkpointer, root: Path, iteration: int) -> Path:
     """Return the shard of a job that saves every iteration from 1."""
-    job.ensure_run()
-    assert job.run.name is not None
-    save_id = save_name(job.run.name, iteration)
+    job.runs.ensure()
+    assert job.runs.run.name is not None
+    save_id = save_name(job.runs.run.name, iteration)
     return root / file_names.iteration_dir(iteration) / file_names.shard_name(0, save_id)
 
 

@@ -20,4 +20,4 @@ def test_a_job_that_only_evaluates_opens_no_run(
     monkeypatch.setattr(resume, "session", session)
     margs = Namespace(save="/save", finetune=False, **flags)
     resume._open_run(margs, Save(10, "000001-aaaa.00001.1"), (), None)
-    assert session.checkpointer.return_value.open_run.called is opens
+    assert session.checkpointer.return_value.runs.open.called is opens
