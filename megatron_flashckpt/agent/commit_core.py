@@ -31,7 +31,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Pauses between two looks of a node for the end of a save: a property of the store."""
+    """Pauses between two looks of a node for the end of a save, which double up to the longest."""
 
     shortest_s: float = 0.02
     longest_s: float = 1.0
