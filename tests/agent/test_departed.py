@@ -165,8 +165,9 @@ def test_holders_of_memory_are_named_by_rank_size_and_save() -> None:
 
 def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
     """Return the memory needs, as a start with one rank computes them before it reserves memory."""
+    runs = SimpleNamespace(agree=lambda: "second")
     checkpointer: Any = SimpleNamespace(
-        root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
+        root=str(root), rank=0, config=node.config(), link=link, runs=runs
     )
     expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
     return reservation.check_memory(checkpointer, expected)

@@ -404,11 +404,16 @@ def kill_agent(pid: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether `pid` runs; a zombie process does not."""
-    try:
-        return _state(Path(f"/proc/{pid}")) not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Return whether `pid` runs: its main thread can be a zombie while others hold its files."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return any(map(_runs, Path(f"/proc/{pid}/task").iterdir()))
+    return False
+
+
+def _runs(task: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _state(task) not in "ZX"
+    return False
 
 
 def suspend(pid: int) -> None:
