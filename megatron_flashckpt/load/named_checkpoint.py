@@ -59,11 +59,13 @@ def refuse_path_inside(load_dir: str) -> None:
         ConfigError: names the save directory.
     """
     path = Path(load_dir).absolute()
-    if path.is_file():
-        raise ConfigError(f"{load_dir}: is a file; name the directory that holds it with --load")
     iteration = parse_iteration_dir(path.name)
     is_one = False
     with contextlib.suppress(OSError):  # the load retries what may pass, and reports what does not
+        if path.is_file():
+            raise ConfigError(
+                f"{load_dir}: is a file; name the directory that holds it with --load"
+            )
         is_one = not (path / TRACKER).exists() and any(path.iterdir())
     if iteration is not None and is_one:
         raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +401,15 @@ def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     own.mkdir()
     (own / TRACKER).write_text("4")
     refuse_path_inside(str(own))
+
+
+def test_a_directory_that_cannot_be_examined_is_left_to_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load waits until the error passes."""
+
+    def fail(path: object, **_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    monkeypatch.setattr("os.stat", fail)
+    refuse_path_inside(str(tmp_path))
