@@ -385,6 +385,9 @@ class Janitor:
                     walk.look()
                     walk.store.delete(f"{files.directory}/{name}" for name in of_save.records)
                     hit("commit.records")
+                    # A node whose create was not answered creates its record again, so a look that
+                    # finds none comes last.
+                    again_at = 0.0
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at

@@ -614,6 +614,20 @@ def test_the_records_of_a_checkpoint_go_once_it_is_committed(store: Store, clock
     assert is_whole(store, last)
 
 
+def test_a_record_that_comes_back_after_the_commit_goes_with_the_next_one(
+    store: Store, clock: Clock
+) -> None:
+    """A node repeats a create whose answer was lost, after the janitor has deleted the record."""
+    first, last = save(1, 10), save(1, 20)
+    janitor = Janitor(tuple, 0.0, clock)
+    commit(store, first)
+    janitor.tidy(committed(store, first))
+    store.put(path(first, record_name(range(WORLD), first.save_id)), b"record")
+    commit(store, last)
+    janitor.tidy(committed(store, last))
+    assert names_of(store, first) == expected_of(store, first)
+
+
 def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock: Clock) -> None:
     """A node that still waits for its end was not told yet that it was committed."""
     first, last = save(1, 10), save(1, 20)
