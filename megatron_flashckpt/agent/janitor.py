@@ -163,8 +163,8 @@ class _Look(NamedTuple):
 class Janitor:
     """Removes what no run needs, on one thread.
 
-    A directory is listed once per start of the job, and again only while something in it is not
-    settled.
+    A directory is listed after a start of the job until a look finds nothing to delete, and again
+    only while something in it is not settled.
     """
 
     def __init__(

@@ -838,7 +838,9 @@ class CountingStore(MemoryStore):
         return super().get(name, offset, nbytes)
 
 
-def test_a_directory_is_listed_once_per_start_and_a_manifest_read_once(clock: Clock) -> None:
+def test_a_directory_is_listed_until_a_look_finds_nothing_and_a_manifest_read_once(
+    clock: Clock,
+) -> None:
     store = CountingStore()
     saves = [save(1, iteration) for iteration in range(10, 60, 10)]
     for named in saves:
@@ -847,9 +849,9 @@ def test_a_directory_is_listed_once_per_start_and_a_manifest_read_once(clock: Cl
     janitor = Janitor(tuple, DEADLINE_S, clock)
     for _ in range(3):
         janitor.tidy(committed(store, saves[-1], Retention(latest=9)))
-    committed_here = [iteration_dir(50)] * 2
     listed = [iteration_dir(named.iteration) for named in saves]
-    assert sorted(store.listed) == sorted([*listed, *committed_here])
+    committed_here = iteration_dir(50)
+    assert sorted(store.listed) == sorted([*listed, *listed, committed_here])
     assert store.read.count(None) == 5
     store.listed.clear()
     store.read.clear()
