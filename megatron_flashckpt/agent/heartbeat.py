@@ -1,4 +1,7 @@
-"""Renews the sign of life of a run, on the agent of its rank 0; see `agent.alive`."""
+"""Renews the sign of life of a run, on the agent of its rank 0; see `agent.alive`.
+
+While the run trains, its other files in `flashckpt/` are kept there, too.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ import time
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import INTERVAL_S, State
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.own_files import OwnFiles
 from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.file_format.run_object import RunObject
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ class Heartbeat:
         self._closing = False
         #: The run whose object may exist.
         self._put = ""
+        self._own_files = OwnFiles()
         self._renewed = 0
         self._trouble = ""
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -50,7 +56,7 @@ class Heartbeat:
         self._thread.join(_LAST_S)
 
     def _beat(self) -> None:
-        shown: tuple[str, State] | None = None
+        shown: tuple[RunObject, State] | None = None
         while not self._closing:
             with self._node.changed:
                 self._node.changed.wait_for(
@@ -65,20 +71,20 @@ class Heartbeat:
                 return
             time.sleep(pause_s)
 
-    def _differs_from(self, shown: tuple[str, State] | None) -> bool:
+    def _differs_from(self, shown: tuple[RunObject, State] | None) -> bool:
         return self._closing or self._to_show() != shown
 
-    def _to_show(self) -> tuple[str, State] | None:
+    def _to_show(self) -> tuple[RunObject, State] | None:
         """Return the run that this agent renews, and its state; None without one. Lock held."""
         run = self._node.run
         if run is None or not self._node.leads:
             return None
         ranks = self._node.ranks.values()
         if any(rank.connection is not None and rank.run == run.name for rank in ranks):
-            return run.name, "training"
-        return (run.name, "finishing") if self._committer.pending else None
+            return run, "training"
+        return (run, "finishing") if self._committer.pending else None
 
-    def _try_to_show(self, shown: tuple[str, State] | None) -> Exception | None:
+    def _try_to_show(self, shown: tuple[RunObject, State] | None) -> Exception | None:
         """Put or delete the object; return the error of storage, which is logged once."""
         try:
             self._show(shown)
@@ -90,12 +96,16 @@ class Heartbeat:
         self._trouble = ""
         return None
 
-    def _show(self, shown: tuple[str, State] | None) -> None:
-        run = "" if shown is None else shown[0]
-        if self._put and self._put != run:
+    def _show(self, shown: tuple[RunObject, State] | None) -> None:
+        name = "" if shown is None else shown[0].name
+        if self._put and self._put != name:
             alive.forget(self._node.store, self._put)
             self._put = ""
         if shown is not None:
+            run, state = shown
             self._renewed += 1
-            self._put = run
-            alive.put(self._node.store, alive.sign_of_life(*shown, os.getpid(), self._renewed))
+            self._put = name
+            sign = alive.sign_of_life(name, state, os.getpid(), self._renewed)
+            alive.put(self._node.store, sign)
+            if state == "training":
+                self._own_files.keep(self._node.store, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,22 @@ import pytest
 
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.heartbeat import Heartbeat
+from megatron_flashckpt.catalog import directory, lineage
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.errors import OtherWriterError, StorageError
-from megatron_flashckpt.file_format.file_names import alive_file, save_name
+from megatron_flashckpt.file_format.file_names import (
+    ALIVE,
+    OWN,
+    TRACKED,
+    alive_file,
+    run_file,
+    save_name,
+)
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.support.trainer import eventually, is_alive
+from tests.support.trainer import eventually, is_alive, remove_tree
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 
@@ -44,10 +54,12 @@ class _Agent:
 
     def shows(self) -> list[tuple[str, str]]:
         """Return run and state in all objects."""
-        with self.store.lock:
-            objects = dict(self.store.objects)
-        found = [alive.decode(contents, name) for name, contents in objects.items()]
+        found = [alive.decode(self.store.get(name), name) for name in self.signs()]
         return [(each.run, each.state) for each in found]
+
+    def signs(self) -> list[str]:
+        with self.store.lock:
+            return [name for name in self.store.objects if name.startswith(ALIVE)]
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def agent() -> Iterator[_Agent]:
     made.heartbeat.start()
     yield made
     made.heartbeat.close()
-    assert not made.store.objects, "an agent that ends leaves no sign of life"
+    assert not made.signs(), "an agent that ends leaves no sign of life"
 
 
 def trainer(run: str, *, is_connected: bool = True) -> Any:
@@ -100,7 +112,7 @@ def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.Mo
     monkeypatch.setattr(agent.store, "delete", refuse_once)
     agent.heartbeat.close()
     assert refused
-    assert not agent.store.objects
+    assert not agent.signs()
 
 
 # ---------------------------------------------------------------------- with real agents
@@ -146,3 +158,37 @@ def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path)
         return found is not None and found.pid == successor
 
     eventually("a renewal", is_renewed)
+
+
+def test_memory_counts_though_our_directory_was_removed_while_the_run_trained(
+    node: Node, root: Path
+) -> None:
+    """Alone, a tracker would be a person's wish, which excludes newer checkpoints in memory."""
+    first = node.trainer(root)
+    run = first.open_run()
+    assert first.save(2).error is None
+    kept = first.keep(4)
+    eventually("a renewal", lambda: renewed(root, run.name))
+    own = root / OWN
+    before = {name: (root / name).read_bytes() for name in (TRACKED, run_file(1))}
+    time.sleep(alive.INTERVAL_S)  # the agent has seen the twin of this commit
+    remove_tree(own)
+    eventually("the same files", lambda: (root / run_file(1)).exists())
+    assert {name: (root / name).read_bytes() for name in before} == before
+    first.hang_up()
+    held = {Save(4, kept.save_id): run.ancestors}
+    facts = directory.read_facts(PosixStore(root), held)
+    assert lineage.choose(facts).candidates[0] == (Save(4, kept.save_id), True)
+
+
+def test_a_removed_directory_of_a_job_at_rest_stays_removed(node: Node, root: Path) -> None:
+    """A person may remove it to let the tracker lead, which no agent may prevent."""
+    first = node.trainer(root)
+    first.open_run()
+    assert first.save(2).error is None
+    first.hang_up()
+    eventually("the end of the sign of life", lambda: not list((root / OWN / "alive").glob("*")))
+    remove_tree(root / OWN)
+    node.trainer(root).open_run()
+    time.sleep(1.2 * alive.INTERVAL_S)
+    assert not (root / TRACKED).exists()

@@ -19,6 +19,7 @@ import pytest
 from megatron_flashckpt.agent import connecting, launcher, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import stored
 from tests.support.trainer import eventually, is_alive, new_save_id
@@ -141,6 +142,7 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
     trainer.hang_up()
+    eventually("the end of its sign of life", lambda: not list((root / ALIVE).glob("*")))
     shutil.copytree(root, tmp_path / "copy")
     root.rename(tmp_path / "away")
     (tmp_path / "copy").rename(root)
