@@ -246,7 +246,7 @@ class Admission:
         store: Store,
         policy: Policy,
         wait_s: float,
-        connect: Callable[[], AgentClient],
+        connect: Callable[[], AgentClient] | None,
     ) -> None:
         """Look at nothing yet.
 
@@ -254,7 +254,8 @@ class Admission:
             policy: what to do about another run that still trains.
             wait_s: longest wait for such a run to end, or for the agent of an ended run to write
                 its staged saves.
-            connect: returns the connection to the agent of this node.
+            connect: returns the connection to the agent of this node. None: no job starts, so a
+                run whose saves are still being written is not overtaken either.
         """
         self.store = store
         self._policy = policy
@@ -305,7 +306,7 @@ class Admission:
                     self._wait_s,
                 )
             if observation.renews and time.monotonic() > deadline:
-                if alive.state == "training":
+                if alive.state == "training" or self._connect is None:
                     raise self._refusal(alive)
                 logger.warning(
                     "%s: %s has not written its staged saves within %g s and is overtaken",
@@ -317,7 +318,7 @@ class Admission:
             time.sleep(_LOOK_S)
 
     def _is_own_agent(self, alive: Alive) -> bool:
-        if alive.machine != this_machine():
+        if self._connect is None or alive.machine != this_machine():
             return False
         try:
             return self._connect().agent_pid == alive.pid
@@ -325,6 +326,11 @@ class Admission:
             return False
 
     def _refusal(self, alive: Alive) -> OtherWriterError:
+        if alive.state == "finishing":
+            return OtherWriterError(
+                f"{self.store.place}: the agent of {alive.writer} still writes staged saves there; "
+                "nothing was changed. Try again after their commit, or write elsewhere"
+            )
         return OtherWriterError(
             f"{self.store.place}: {alive.writer} trains and saves there; nothing was changed. End "
             "that job, or save elsewhere; 'other_writer: take_over' replaces it (its later saves "

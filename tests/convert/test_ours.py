@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,12 @@ from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError, Other
 from megatron_flashckpt.file_format.file_names import RUNS, TRACKER, parse_save
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.agent.conftest import Node
 from tests.cli.conftest import sign_of
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
+from tests.support.trainer import blocked_shard, eventually
 
 
 def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
@@ -207,6 +211,33 @@ def test_a_conversion_into_the_directory_of_a_live_job_is_refused(
     with pytest.raises(OtherWriterError, match=r"000001-aaaa .* trains and saves there"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with contextlib.closing(Node(tmp_path / "run")) as made:
+        yield made
+
+
+def test_a_conversion_does_not_overtake_an_agent_that_still_writes(
+    node: Node, tmp_path: Path
+) -> None:
+    """The save that it writes would not count any more."""
+    root = tmp_path / "save"
+    trainer = node.trainer(root)
+    run = trainer.open_run()
+    save_id = trainer.new_save_id()
+    with blocked_shard(root, 4, 0, save_id) as unblock:
+        trainer.stage(4, save_id)
+        trainer.hang_up()
+        with pytest.raises(OtherWriterError, match=rf"{run.name} .* still writes staged saves"):
+            write_ours(contents(), root, Options())
+        unblock()
+    eventually("the commit", lambda: (root / TRACKER).exists())
+    eventually("the end of the run", lambda: alive.is_live(PosixStore(root)) is None)
+    write_ours(contents(), root, Options())
+    candidates = choose(read_facts(PosixStore(root))).candidates
+    assert [candidate.save.iteration for candidate in candidates] == [ITERATION, 4]
 
 
 def test_a_conversion_never_moves_the_tracker_back(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 import xxhash
 
 from megatron_flashckpt.agent.alive import Admission
-from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.runs import new_run, open_run
 from megatron_flashckpt.agent.shard_writer import durable_shard
 from megatron_flashckpt.catalog.directory import read_facts
@@ -28,7 +27,6 @@ from megatron_flashckpt.convert.common.output_dir import (
     move_tracker,
     new_directory,
 )
-from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import (
@@ -85,23 +83,22 @@ def _new_run(store: Store) -> Iterator[RunObject]:
     still counts, and the converted checkpoint counts, too.
 
     Raises:
-        OtherWriterError: a job trains into the directory; its later saves would not count.
+        OtherWriterError: a job trains into the directory, or its agent still writes a save there;
+            its later saves would not count.
     """
+    admission = Admission(store, "refuse", 0.0, connect=None)
+    admission.await_end()  # first, because a run that ends meanwhile may leave a checkpoint
     facts = read_facts(store)
     candidates = choose(facts).candidates
     save = candidates[0].save if candidates else None
     ancestors = () if save is None else facts.runs.get(save.run, ())
     wanted = new_run(save, ancestors, "scratch" if save is None else "storage", world_size=0)
-    run = open_run(Admission(store, "refuse", 0.0, _no_agent), wanted)
+    run = open_run(admission, wanted)
     try:
         yield run
     except BaseException:  # Ctrl-C, too
         store.delete([run_file(run_number(run.name))])
         raise
-
-
-def _no_agent() -> AgentClient:
-    raise AgentError("a conversion has no agent")
 
 
 def _write(
