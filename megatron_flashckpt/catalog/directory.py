@@ -40,6 +40,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_facts
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run
+from megatron_flashckpt.file_format.seal import broken_seal, seal
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store, read_whole
 
@@ -79,11 +80,18 @@ def read_facts(store: Store, held: Mapping[Save, Ancestors] | None = None) -> Fa
     left = {save.run for save in (*stored, *in_memory)}
     objects = _objects_of(store, numbers, left)
     runs = {run.name: run.ancestors for run in objects.values() if run is not None}
-    runs |= _repeated_by_saves(store, stored, numbers, objects)
-    # The run of a save in memory has an object, unless all objects were removed. A directory
-    # without that object was emptied, or an earlier copy was put in its place.
-    if not numbers and stored:
-        runs |= {save.run: ancestors for save, ancestors in in_memory.items()}
+
+    def repeats_object(save: Save) -> bool:
+        """Return whether the object of the save's run is gone or damaged, so the save replaces it.
+
+        All objects are gone if a person has removed `flashckpt/` or copied only the checkpoints. A
+        run that has no object beside others is of another directory.
+        """
+        number = run_number(save.run)
+        return number in objects and objects[number] is None if numbers else bool(stored)
+
+    runs |= {save.run: ancestors for save, ancestors in in_memory.items() if repeats_object(save)}
+    runs |= _repeated_by_saves(store, filter(repeats_object, reversed(stored)))
     iteration, is_damaged = _tracker(store)
     return Facts(
         tracker=iteration,
@@ -110,10 +118,13 @@ def committed_saves(store: Store) -> list[Save]:
 def tracked(store: Store) -> Tracked | None:
     """Return the contents of `tracker.json`; None if it is missing or damaged."""
     try:
-        return _TRACKED.decode(store.get(TRACKED, 0, _SMALL_NBYTES))
+        encoded = store.get(TRACKED, 0, _SMALL_NBYTES)
+        if (problem := broken_seal(encoded)) is not None:
+            raise ValueError(problem)
+        return _TRACKED.decode(encoded)
     except FileNotFoundError:
         return None
-    except UNDECODABLE as error:
+    except (ValueError, *UNDECODABLE) as error:
         logger.warning("%s/%s: is damaged and not used: %s", store.place, TRACKED, error)
     except StorageError as error:
         if not is_damage(error):
@@ -268,22 +279,11 @@ def _read_objects(store: Store, numbers: Iterable[int]) -> dict[int, RunObject |
     }
 
 
-def _repeated_by_saves(
-    store: Store,
-    stored: Sequence[Save],
-    numbers: Sequence[int],
-    objects: Mapping[int, RunObject | None],
-) -> dict[str, Ancestors]:
-    """Return the ancestors of runs whose objects are gone or damaged, as their saves repeat them.
-
-    All objects are gone if a person has removed `flashckpt/` or copied only the checkpoints. A run
-    that has no object beside others is of another directory.
-    """
+def _repeated_by_saves(store: Store, saves: Iterable[Save]) -> dict[str, Ancestors]:
+    """Return the ancestors of the runs of `saves`, as these repeat them."""
     by_run: dict[str, list[Save]] = {}
-    for save in reversed(stored):
-        number = run_number(save.run)
-        if not numbers or (number in objects and objects[number] is None):
-            by_run.setdefault(save.run, []).append(save)
+    for save in saves:
+        by_run.setdefault(save.run, []).append(save)
 
     def ancestors(saves: list[Save]) -> Ancestors | None:
         read = (_ancestors_in(store, save) for save in saves)
@@ -309,4 +309,4 @@ def _ancestors_in(store: Store, save: Save) -> Ancestors | None:
 
 def put_tracked(store: Store, contents: Tracked) -> None:
     """Put `tracker.json`."""
-    store.put(TRACKED, msgspec.json.encode(contents))
+    store.put(TRACKED, seal(msgspec.json.encode(contents)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import OLDER, UNDECODABLE, CorruptCheckpointError
@@ -23,6 +22,7 @@ from megatron_flashckpt.file_format.commit_record import (
 )
 from megatron_flashckpt.file_format.file_names import parse_save, shard_name
 from megatron_flashckpt.file_format.run_object import Ancestors
+from megatron_flashckpt.file_format.seal import broken_seal, seal
 from megatron_flashckpt.file_format.shard_file import refuse_other_version
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.save_cost import SaveCost, combine
@@ -184,25 +184,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return seal(msgspec.json.encode(manifest))
 
 
-def seal(body: bytes) -> bytes:
-    """Return JSON object `body` with the digest of its own bytes as its first field."""
-    return _seal_of(body) + body[1:]
-
-
-def _seal_of(body: bytes) -> bytes:
-    return b'{"digest":"%s",' % xxhash.xxh3_64_hexdigest(body).encode()
-
-
 def _check_seal(encoded: bytes, place: str) -> None:
     """Raise CorruptCheckpointError if `seal`, of any release, did not make `encoded`."""
-    length = len(_seal_of(b""))
-    body = b"{" + encoded[length:]
-    if not encoded.startswith(_seal_of(body)):
-        stored_digest = encoded[length - 18 : length - 2].decode(errors="replace")
-        raise CorruptCheckpointError(
-            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {stored_digest!r}: the "
-            f"file was changed; {OLDER}"
-        )
+    if (problem := broken_seal(encoded)) is not None:
+        raise CorruptCheckpointError(f"{place}: {problem}; {OLDER}")
 
 
 class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):

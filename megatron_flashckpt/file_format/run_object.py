@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import run_number
+from megatron_flashckpt.file_format.seal import broken_seal, seal
 
 #: In place of a run in `Ancestor`: a checkpoint that no run of this format has saved.
 FOREIGN = "foreign"
@@ -52,7 +53,7 @@ class RunObject(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_run(run: RunObject) -> bytes:
     """Return the contents of the object."""
-    return msgspec.json.encode(run)
+    return seal(msgspec.json.encode(run))
 
 
 _RUN = msgspec.json.Decoder(RunObject)
@@ -62,12 +63,14 @@ def decode_run(encoded: bytes, place: str) -> RunObject:
     """Return the run in the object `place`.
 
     Raises:
-        CorruptCheckpointError: `encoded` is not a run.
+        CorruptCheckpointError: `encoded` is not a run, or was changed after it was written.
     """
     try:
         run = _RUN.decode(encoded)
         if not run_number(run.name):
             raise ValueError(f"{run.name!r} is not the name of a run")
+        if (problem := broken_seal(encoded)) is not None:
+            raise ValueError(problem)
         return run
     except (ValueError, *UNDECODABLE) as error:
         raise CorruptCheckpointError(f"{place}: is not the object of a run ({error})") from error

@@ -48,8 +48,8 @@ from megatron_flashckpt.file_format.file_names import (
     save_of,
     shard_name,
 )
-from megatron_flashckpt.file_format.manifest import seal
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
+from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store

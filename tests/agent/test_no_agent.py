@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, outcomes
 from megatron_flashckpt.save.agent_link import NodeLink

@@ -11,22 +11,23 @@ from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.catalog.directory import (
     committed_saves,
     later_run,
+    put_tracked,
     read_facts,
     run_numbers,
     run_objects,
     tracked,
 )
-from megatron_flashckpt.catalog.lineage import Save, Tracked
+from megatron_flashckpt.catalog.lineage import Candidate, Save, Tracked, choose
 from megatron_flashckpt.errors import FormatVersionError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import Failure, encode_failure
-from megatron_flashckpt.file_format.manifest import seal
 from megatron_flashckpt.file_format.run_object import (
     Ancestor,
     Ancestors,
     RunObject,
     encode_run,
 )
+from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.opening import open_store
 
@@ -77,7 +78,7 @@ def test_facts_hold_tracker_twin_runs_and_checkpoints() -> None:
     )
     store.create("iter_0000040/mp_rank_00_000/model_optim_rng.pt", b"x")
     store.put(file_names.TRACKER, b"20\n")
-    store.put(file_names.TRACKED, msgspec.json.encode(Tracked(20, saves[1].save_id)))
+    put_tracked(store, Tracked(20, saves[1].save_id))
     facts = read_facts(store)
     assert (facts.tracker, facts.tracked) == (20, Tracked(20, saves[1].save_id))
     assert list(facts.stored) == saves == committed_saves(store)
@@ -124,6 +125,39 @@ def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
     assert later_run(store, 1) is None
     open_run(store, 4)
     assert later_run(store, 1) == RunObject(name=run(4))
+
+
+def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
+    """Before, another name, ancestor or iteration was obeyed. Retention then removed the rest."""
+    store = MemoryStore()
+    first = open_run(store, 1)
+    ancestors = (Ancestor(first, 20),)
+    second = open_run(store, 2, ancestors)
+    saves = [commit(store, first, 10), commit(store, first, 20)]
+    saves.append(commit(store, second, 30, ancestors))
+    store.put(file_names.TRACKER, b"30")
+    put_tracked(store, Tracked(30, saves[-1].save_id))
+    held = Save(40, file_names.save_name(second, 40))
+    in_memory = [Candidate(held, in_memory=True)]
+    expected = in_memory + [Candidate(save, in_memory=False) for save in reversed(saves)]
+    for name in (file_names.run_file(2), file_names.TRACKED):
+        contents = store.get(name)
+        for bit in range(8 * len(contents)):
+            flipped = bytearray(contents)
+            flipped[bit // 8] ^= 1 << bit % 8
+            store.put(name, bytes(flipped))
+            choice = choose(read_facts(store, {held: ancestors}))
+            assert list(choice.candidates) == expected, bytes(flipped)
+        store.put(name, contents)
+
+
+def test_a_run_whose_object_is_damaged_keeps_its_only_save_in_memory() -> None:
+    store = MemoryStore()
+    commit(store, open_run(store, 1), 10)
+    store.create(file_names.run_file(2), b"{")
+    ancestors = (Ancestor(run(1), 10),)
+    held = Save(20, file_names.save_name(run(2), 1))
+    assert read_facts(store, {held: ancestors}).runs == {run(1): (), run(2): ancestors}
 
 
 def test_without_its_own_directory_the_saves_tell_the_runs() -> None:

@@ -24,9 +24,9 @@ from megatron_flashckpt.file_format.manifest import (
     decode_manifest,
     encode_manifest,
     merge,
-    seal,
 )
 from megatron_flashckpt.file_format.run_object import FOREIGN, Ancestor
+from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import pieces_of, placement_length
 from tests.support.strategies import layout_of, moved, piece_lists

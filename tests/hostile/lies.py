@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from megatron_flashckpt.file_format.file_names import TRACKER, end_name, record_name, shard_name
-from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.seal import seal
 from tests.support.checkpoints import MadeSave
 
 OTHER_SAVE = "000002-ba98.00001.1"

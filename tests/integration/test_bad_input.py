@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.place import place_of
-from megatron_flashckpt.file_format.manifest import seal
+from megatron_flashckpt.file_format.seal import seal
 from tests.agent.test_places import NOBODY, another_user, as_root
 from tests.support.megatron_jobs import REPO, Result, committed, run_job, succeeded
 

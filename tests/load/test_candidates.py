@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog.directory import put_tracked
 from megatron_flashckpt.catalog.lineage import Save, Tracked
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
@@ -63,7 +63,7 @@ def held(iteration: int, run: str = RUN) -> MemoryCheckpoint:
 def track(store: PosixStore, iteration: int) -> None:
     """Write tracker and `tracker.json` as an agent does."""
     store.put(TRACKER, b"%d" % iteration)
-    store.put(TRACKED, msgspec.json.encode(Tracked(iteration, saved(iteration).save_id)))
+    put_tracked(store, Tracked(iteration, saved(iteration).save_id))
 
 
 def remove(store: PosixStore, iteration: int) -> None:

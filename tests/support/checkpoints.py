@@ -22,11 +22,12 @@ from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import run_name, save_name
 from megatron_flashckpt.file_format.run_object import Ancestors
+from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -133,7 +134,7 @@ class MadeSave:
         fields = msgspec.json.decode(self.manifest.read_bytes())
         del fields["digest"]
         change(fields)
-        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(fields)))
+        self.manifest.write_bytes(seal(msgspec.json.encode(fields)))
 
     def forge(self, rank: int, header: bytes) -> None:
         """Replace the header of a shard, and record the new digest in the manifest."""
