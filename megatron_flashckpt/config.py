@@ -74,7 +74,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     validation, keep: 2}`."""
 
     max_age_hours: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
-    """Keep checkpoints that were committed within this many hours."""
+    """Keep checkpoints since whose commit the job has trained for less than this many hours."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

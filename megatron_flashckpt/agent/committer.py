@@ -274,8 +274,10 @@ class Committer:
             case core.Commit():
                 hit("commit.ready")
                 names = [entry.name for entry in store.list(save.directory)]
+                with self._node.changed:
+                    trained_s = self._node.trained_s(file_names.run_of(save_id))
                 ended, merged = proposals.propose_manifest(
-                    store, iteration, save_id, save.metas[0], names
+                    store, iteration, save_id, save.metas[0], names, trained_s
                 )
                 save.cost = merged.cost
                 return ended

@@ -35,7 +35,6 @@ from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.catalog.retention import (
     Stored,
     newest_of,
-    steady_time,
     why_each_is_kept,
 )
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
@@ -492,7 +491,6 @@ class Janitor:
             retain_interval=save.retain_interval,
             tracked=tracked,
             previous=save.previous,
-            now=steady_time(),
         )
         best = save.rules.best
         if best is not None and not any(best.metric in each.facts.metrics for each in stored):

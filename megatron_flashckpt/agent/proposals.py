@@ -213,7 +213,12 @@ def propose_failure(store: Store, iteration: int, save_id: str, failure: Failure
 
 
 def propose_manifest(
-    store: Store, iteration: int, save_id: str, meta: SlotMeta, names: Collection[str]
+    store: Store,
+    iteration: int,
+    save_id: str,
+    meta: SlotMeta,
+    names: Collection[str],
+    trained_s: float | None = None,
 ) -> tuple[Ended, Manifest]:
     """Propose that a save is a checkpoint; return the end that it has, and the manifest.
 
@@ -222,6 +227,7 @@ def propose_manifest(
     Args:
         meta: description of rank 0's slot.
         names: files in the directory of the save; records of all ranks are among them.
+        trained_s: seconds since the start of the run that makes the save, if they are known.
 
     Raises:
         CorruptCheckpointError: the records contradict each other, or a shard is missing.
@@ -236,6 +242,7 @@ def propose_manifest(
             description=meta.description,
             common_digest=xxhash.xxh3_64_hexdigest(meta.common),
             committed_at=time.time(),
+            trained_s=trained_s,
             ancestors=meta.ancestors,
         )
         # Loads would reject such a manifest, so it must not become a checkpoint.

@@ -104,6 +104,8 @@ class Node:
         """The newest run that trainers of this node have opened; None: they have opened none."""
         self.history: History | None = None
         """History of that run."""
+        self._opened_at = 0.0
+        """Time since which this agent has known that run; `time.monotonic`."""
         self.held = HeldDirectory(options.root, self._has_own_run)
         #: By path, and by the key with which the directory came back.
         self._stores: dict[tuple[str, str], Store] = {}
@@ -130,8 +132,17 @@ class Node:
         is_new = self.run is None or sort_key(run.name) > sort_key(self.run.name)
         if is_new:
             self.run, self.history, self.leads = run, History(run.name, run.ancestors), False
+            self._opened_at = time.monotonic()
         self.leads = self.leads or (number == 0 and run == self.run)
         return is_new
+
+    def trained_s(self, run: str) -> float | None:
+        """Return for how many seconds a run has trained; None: it is not the newest one here.
+
+        The caller holds the lock.
+        """
+        is_newest = self.run is not None and self.run.name == run
+        return time.monotonic() - self._opened_at if is_newest else None
 
     def _has_own_run(self) -> bool:
         """Return whether the directory at `root` has the object of this node's newest run."""

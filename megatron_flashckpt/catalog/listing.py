@@ -252,6 +252,7 @@ def _committed(
             save_id=manifest.save_id,
             ancestors=manifest.ancestors,
             committed_at=manifest.committed_at,
+            trained_s=manifest.trained_s,
             metrics=manifest.metrics,
             cost=manifest.cost,
         ),

@@ -2,32 +2,23 @@
 
 No state is kept between commits, so a restart, another agent or another node decides in the same
 way. Only whole checkpoints of the newest history count for a rule; see `lineage`.
+
+No clock is read, and no times of two hosts are compared: the age of a checkpoint is the time for
+which the runs of the history have trained since, as each of them has measured it. Time in which no
+run trained makes nothing older.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterable
 
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import Best, Retention
-from megatron_flashckpt.file_format.file_names import run_number
+from megatron_flashckpt.file_format.file_names import run_number, run_of
 from megatron_flashckpt.file_format.manifest import CommitFacts
 
-#: Start of this process: seconds since 1970, and seconds of a clock that cannot be set.
-_STARTED = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
 _NO_RULE = "no rule against it"
-
-
-def steady_time() -> float:
-    """Return the seconds since 1970, without jumps ahead since this process started.
-
-    A clock that is set forward must not make all checkpoints look old. A clock that is set back
-    only keeps checkpoints longer, which needs space.
-    """
-    wall, steady = _STARTED
-    return min(time.time(), wall + time.clock_gettime(time.CLOCK_BOOTTIME) - steady)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +49,6 @@ def why_each_is_kept(
     retain_interval: int | None,
     tracked: int,
     previous: int | None,
-    now: float,
 ) -> dict[Save, list[str]]:
     """Return for each checkpoint in storage what keeps it; without a reason it may be removed.
 
@@ -68,7 +58,7 @@ def why_each_is_kept(
 
     Args:
         history: of the newest run.
-        retain_interval, tracked, previous, now: see `why_kept`.
+        retain_interval, tracked, previous: see `why_kept`.
     """
     counting = _counting(stored, history)
     newest = max(counting, default=-1)
@@ -79,8 +69,8 @@ def why_each_is_kept(
         retain_interval=retain_interval,
         tracked=tracked,
         previous=previous,
-        now=now,
     )
+    ages = _ages(commits)
     all_count_as_best = rules.best is not None and not _measured(commits, rules.best)
 
     def reasons(checkpoint: Stored) -> list[str]:
@@ -99,7 +89,11 @@ def why_each_is_kept(
         if rules == Retention():
             return [*found, _NO_RULE]
         if checkpoint.is_whole:
-            found += _by_own_facts(checkpoint.facts, rules, retain_interval, now)
+            # It is at least as old as the checkpoints that were begun later.
+            name = checkpoint.save.order[1]
+            later = (number for number, other in counting.items() if other.save.order[1] > name)
+            age_s = max(map(ages.__getitem__, later), default=0.0)
+            found += _by_own_facts(checkpoint.facts, rules, retain_interval, age_s)
             if rules.best is not None and all_count_as_best:
                 found.append(_unmeasured(rules.best))
         return found
@@ -117,6 +111,26 @@ def _counting(stored: Collection[Stored], history: History) -> dict[int, Stored]
     }
 
 
+def _ages(commits: Iterable[CommitFacts]) -> dict[int, float]:
+    """Return for each iteration for how many seconds its history has trained since, at least.
+
+    Another agent of a run begins to count anew, and a checkpoint may have no time.
+    """
+    ages: dict[int, float] = {}
+    age_s = 0.0
+    #: The time of the nearest later checkpoint, until the start of its run is reached.
+    run, left_s = "", 0.0
+    for commit in sorted(commits, key=lambda commit: -commit.iteration):
+        if run_of(commit.save_id) != run:
+            age_s += left_s
+            run, left_s = run_of(commit.save_id), 0.0
+        if commit.trained_s is not None:
+            age_s += max(left_s - commit.trained_s, 0.0)
+            left_s = commit.trained_s
+        ages[commit.iteration] = age_s
+    return ages
+
+
 def why_kept(
     commits: Iterable[CommitFacts],
     rules: Retention,
@@ -124,7 +138,6 @@ def why_kept(
     retain_interval: int | None,
     tracked: int,
     previous: int | None,
-    now: float,
 ) -> dict[int, list[str]]:
     """Return by iteration the rules that keep it; a checkpoint without a rule may be removed.
 
@@ -133,7 +146,6 @@ def why_kept(
         retain_interval: Megatron's `--save-retain-interval`; alone it removes only `previous`.
         tracked: iteration that the tracker names: the last durable one.
         previous: iteration that the tracker named before, if the tracker was moved.
-        now: seconds since 1970.
     """
     newest_first = sorted(commits, key=lambda commit: -commit.iteration)
     reasons: dict[int, list[str]] = {commit.iteration: [] for commit in newest_first}
@@ -157,13 +169,15 @@ def why_kept(
     if rules.best is not None:
         reason, best = _best(past, rules.best)
         keep(reason, lambda facts: facts in best)
+    ages = _ages(newest_first)
     for commit in newest_first:
-        reasons[commit.iteration] += _by_own_facts(commit, rules, retain_interval, now)
+        age_s = ages[commit.iteration]
+        reasons[commit.iteration] += _by_own_facts(commit, rules, retain_interval, age_s)
     return reasons
 
 
 def _by_own_facts(
-    facts: CommitFacts, rules: Retention, retain_interval: int | None, now: float
+    facts: CommitFacts, rules: Retention, retain_interval: int | None, age_s: float
 ) -> list[str]:
     """Return the rules that keep a checkpoint, whatever other checkpoints there are."""
     reasons = []
@@ -171,10 +185,7 @@ def _by_own_facts(
         reasons.append(f"retain interval {retain_interval}")
     if rules.every is not None and facts.iteration % rules.every == 0:
         reasons.append(f"every {rules.every}")
-    # A checkpoint without a commit time is kept.
-    if (hours := rules.max_age_hours) is not None and (
-        facts.committed_at is None or now - facts.committed_at < 3600 * hours
-    ):
+    if (hours := rules.max_age_hours) is not None and age_s < 3600 * hours:
         reasons.append(f"age below {hours:g} h")
     return reasons
 

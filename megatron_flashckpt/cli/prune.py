@@ -74,7 +74,7 @@ def add_parser(
         "--max-age-hours",
         type=_hours,
         metavar="H",
-        help="keep checkpoints that were committed within H hours",
+        help="keep checkpoints since whose commit the job has trained for less than H hours",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be removed; remove nothing"

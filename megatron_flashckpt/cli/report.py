@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,9 +188,7 @@ def kept_by(
         for entry in entries
         if entry.commit is not None and entry.state == listing.COMMITTED
     ]
-    return why_kept(
-        commits, rules, retain_interval=None, tracked=tracked, previous=None, now=time.time()
-    )
+    return why_kept(commits, rules, retain_interval=None, tracked=tracked, previous=None)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -71,6 +71,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """For people and tools: parallel sizes, versions. No load reads it."""
     committed_at: float | None = None
     """Seconds since 1970. None: the release that wrote the manifest did not record the time."""
+    trained_s: float | None = None
+    """Seconds from the start of the run to the commit, on a clock that nobody sets. None: unknown,
+    or no job has made the checkpoint."""
     metrics: dict[str, float] = {}
     """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
@@ -107,6 +110,7 @@ def merge(
     common_digest: str,
     ancestors: Ancestors = (),
     committed_at: float | None = None,
+    trained_s: float | None = None,
 ) -> Manifest:
     """Return the manifest of the save that `records` belong to, one record per rank.
 
@@ -166,6 +170,7 @@ def merge(
         world_size=world_size,
         description=description,
         committed_at=committed_at,
+        trained_s=trained_s,
         metrics=metrics,
         cost=combine(
             {record.rank: record.cost for record in ordered if record.cost is not None},
@@ -197,6 +202,7 @@ class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     ancestors: Ancestors = ()
     committed_at: float | None = None
+    trained_s: float | None = None
     metrics: dict[str, float] = {}
     cost: SaveCost | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from megatron_flashckpt.catalog.directory import committed_saves
@@ -62,6 +63,25 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
         20: {LOSS: 1.0},
         70: {LOSS: 9.0},
     }
+
+
+def test_only_training_makes_checkpoints_older(node: Node, root: Path) -> None:
+    """A pause between two runs looks like hosts whose clocks differ."""
+    limit_s = 2.0
+    rules = Retention(max_age_hours=limit_s / 3600)
+    trainer = node.trainer(root, retention=rules)
+    run = trainer.open_run()
+    save_all(trainer, {10: None, 20: None})
+    trainer.hang_up()
+    time.sleep(limit_s)
+    trainer = node.trainer(root, retention=rules)
+    trainer.open_run(Save(20, save_name(run.name, 2)), run.ancestors)
+    save_all(trainer, {30: None})
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
+    assert_these_are_left_whole(root, trainer, [10, 20, 30])
+    time.sleep(limit_s)
+    save_all(trainer, {40: None})
+    assert_these_are_left_whole(root, trainer, [40])
 
 
 def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:

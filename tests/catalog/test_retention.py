@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +10,6 @@ from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.catalog.retention import (
     Stored,
     newest_of,
-    steady_time,
     why_each_is_kept,
     why_kept,
 )
@@ -23,22 +20,24 @@ from megatron_flashckpt.file_format.run_object import Ancestor
 
 LOSS = "lm loss validation"
 HOUR = 3600.0
+#: Run 2 resumed from iteration 20 of run 1, and run 3 from iteration 30 of run 2.
+RUNS = {number: run_name(number, "abcd") for number in range(1, 5)}
+NEWEST = History(RUNS[3], (Ancestor(RUNS[2], 30), Ancestor(RUNS[1], 20)))
 
 
 def kept_by(rules: Retention, losses: dict[int, float | None], **more: object) -> list[int]:
     """Return the kept checkpoints of these losses; their commits are one hour apart."""
-    count = len(losses)
     commits = [
         CommitFacts(
             iteration=iteration,
-            save_id=f"{iteration:08x}",
-            committed_at=HOUR * n,
+            save_id=save_name(RUNS[1], iteration),
+            trained_s=HOUR * n,
             metrics={} if loss is None else {LOSS: loss},
         )
         for n, (iteration, loss) in enumerate(sorted(losses.items()))
     ]
     situation = {"retain_interval": None, "tracked": max(losses), "previous": None, **more}
-    reasons = why_kept(commits, rules, **{"now": HOUR * (count - 1), **situation})
+    reasons = why_kept(commits, rules, **situation)
     return sorted(iteration for iteration, why in reasons.items() if why)
 
 
@@ -79,18 +78,38 @@ def test_without_rules_megatrons_interval_removes_only_the_previous_checkpoint()
     assert kept_by(Retention(latest=1), TEN, retain_interval=40, previous=90) == [40, 80, 100]
 
 
-def test_a_checkpoint_of_unknown_age_never_counts_as_too_old() -> None:
-    commit = CommitFacts(iteration=1, save_id="a" * 8)
-    last = CommitFacts(iteration=2, save_id="b" * 8, committed_at=HOUR)
-    reasons = why_kept(
-        [commit, last],
-        Retention(max_age_hours=1),
-        retain_interval=None,
-        tracked=2,
-        previous=1,
-        now=HOUR * 1000,
-    )
-    assert all(reasons.values())
+def kept_by_age(hours: float, *commits: tuple[int, float | None]) -> list[int]:
+    """Return which of some commits a rule keeps; each has its run and hours, or no hours."""
+    facts = [
+        CommitFacts(
+            iteration=iteration,
+            save_id=save_name(RUNS[run], iteration),
+            trained_s=None if trained is None else HOUR * trained,
+        )
+        for iteration, (run, trained) in enumerate(commits, 1)
+    ]
+    rules = Retention(max_age_hours=hours)
+    reasons = why_kept(facts, rules, retain_interval=None, tracked=len(facts), previous=None)
+    return [iteration for iteration, why in reasons.items() if f"age below {hours:g} h" in why]
+
+
+def test_the_age_of_a_checkpoint_is_the_time_that_its_history_has_trained_since() -> None:
+    runs = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (4, 1))
+    ages = (5, 4, 3, 2, 1, 0)
+    for number, age in enumerate(ages, 1):
+        assert number not in kept_by_age(age, *runs)
+        assert number in kept_by_age(age + 0.01, *runs)
+
+
+def test_an_agent_that_counts_anew_makes_no_checkpoint_older() -> None:
+    assert kept_by_age(2.5, (1, 9), (1, 10), (1, 1), (1, 2)) == [4, 3, 2, 1]
+    assert kept_by_age(2.0, (1, 9), (1, 10), (1, 1), (1, 2)) == [4, 3, 2]
+
+
+def test_a_checkpoint_of_unknown_age_is_as_old_as_the_next_one() -> None:
+    assert kept_by_age(1.5, (1, None), (1, None)) == [2, 1]
+    assert kept_by_age(1.5, (1, 1), (1, None), (1, 2), (1, None), (1, 3)) == [5, 4, 3, 2]
+    assert kept_by_age(1.5, (1, None), (2, 1), (2, 2)) == [3, 2]
 
 
 RULES = st.builds(
@@ -142,26 +161,16 @@ def test_no_rule_removes_a_checkpoint_newer_than_the_last_durable_one(
             assert set(kept_by(alone, losses, **situation)) <= set(kept)
 
 
-def test_a_clock_set_forward_makes_no_checkpoint_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, steady = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    monkeypatch.setattr(time, "time", lambda: now + 1000 * HOUR)
-    assert steady_time() < now + HOUR
-    monkeypatch.setattr(time, "clock_gettime", lambda _: steady + 1000 * HOUR)
-    assert steady_time() > now + 999 * HOUR, "time has passed"
-    monkeypatch.setattr(time, "time", lambda: now - 1000 * HOUR)
-    assert steady_time() < now, "the clock was set back"
-
-
 # ---------------------------------------------------------------------- several runs
-
-#: Run 2 resumed from iteration 20 of run 1, and run 3 from iteration 30 of run 2.
-RUNS = {number: run_name(number, "abcd") for number in range(1, 5)}
-NEWEST = History(RUNS[3], (Ancestor(RUNS[2], 30), Ancestor(RUNS[1], 20)))
 
 
 def stored(number: int, iteration: int, attempt: int = 1, **more: bool) -> Stored:
-    save_id = save_name(RUNS[number], iteration, attempt)
-    facts = CommitFacts(iteration=iteration, save_id=save_id, metrics={LOSS: 1.0 / iteration})
+    facts = CommitFacts(
+        iteration=iteration,
+        save_id=save_name(RUNS[number], iteration, attempt),
+        metrics={LOSS: 1.0 / iteration},
+        trained_s=HOUR * iteration,
+    )
     return Stored(facts, **more)
 
 
@@ -173,7 +182,6 @@ def gone_of(checkpoints: list[Stored], rules: Retention, tracked: int = 50) -> s
         retain_interval=None,
         tracked=tracked,
         previous=None,
-        now=0.0,
     )
     return {save for save, why in reasons.items() if not why}
 
@@ -197,13 +205,22 @@ def test_checkpoints_off_the_history_stay_until_it_has_passed_them_and_count_for
     "rules",
     [
         Retention(every=25),
-        Retention(max_age_hours=1),
+        Retention(max_age_hours=51),
         Retention(best=Best(metric="never reported")),
         Retention(),
     ],
 )
 def test_rules_on_single_checkpoints_hold_off_the_history_too(rules: Retention) -> None:
     assert gone_of([stored(3, 50), stored(1, 25)], rules) == set()
+
+
+def test_a_checkpoint_off_the_history_ages_while_later_runs_train() -> None:
+    history = [stored(3, 40), stored(3, 90)]
+    assert gone_of([*history, stored(1, 25)], Retention(max_age_hours=51), tracked=90) == set()
+    assert gone_of([*history, stored(1, 25)], Retention(max_age_hours=50), tracked=90) == {
+        history[0].save,
+        stored(1, 25).save,
+    }
 
 
 def test_a_checkpoint_that_was_saved_again_goes_whatever_the_rules() -> None:

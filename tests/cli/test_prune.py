@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -167,9 +166,10 @@ def test_options_of_prune_are_rules(
     run: Run, save: Path, options: list[str], kept: list[int]
 ) -> None:
     for iteration in (10, 15, 20, 25):
-        made = make(save, iteration)
-        if iteration < 20:
-            made.change_manifest(lambda manifest: manifest.update(committed_at=time.time() - 7200))
+        trained_s = iteration if iteration < 20 else 7200 + iteration
+        make(save, iteration).change_manifest(
+            lambda manifest, trained_s=trained_s: manifest.update(trained_s=trained_s)
+        )
     assert run("prune", save, *options, "--dry-run").status == 0
     assert iterations(save) == [10, 15, 20, 25]
     assert run("prune", save, *options).status == 0
