@@ -218,16 +218,21 @@ def read_manifest(store: Store, save: Save) -> bytes:
     """Return the bytes of the end of a committed save.
 
     Raises:
-        NotCommittedError: the save has no end, so the checkpoint does not exist.
+        NotCommittedError: the save has no end, or a failed one, so the checkpoint does not exist.
     """
     name = f"{file_names.iteration_dir(save.iteration)}/{file_names.end_name(save.save_id)}"
     try:
-        return read_whole(store, name, manifest.MAX_MANIFEST_NBYTES)
+        encoded = read_whole(store, name, manifest.MAX_MANIFEST_NBYTES)
     except FileNotFoundError as error:
         raise NotCommittedError(
             f"{store.place}/{name}: does not exist: iteration {save.iteration} was not "
             f"committed, or was removed since; {ANOTHER}"
         ) from error
+    if kind_of(encoded) is End.FAILED:  # retention has removed the checkpoint since it was chosen
+        raise NotCommittedError(
+            f"{store.place}/{name}: {decode_failure(encoded).failed}; {ANOTHER}"
+        )
+    return encoded
 
 
 def ends_of(store: Store, iteration: int, names: Collection[str]) -> dict[Save, Failure | None]:

@@ -26,6 +26,7 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     RenamedCheckpointError,
 )
+from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import next_attempt, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
@@ -189,6 +190,15 @@ def test_an_iteration_without_an_end_does_not_exist(made: MadeSave) -> None:
     message = "iteration 11 was not committed, or was removed since; choose another"
     with pytest.raises(NotCommittedError, match=message):
         open_checkpoint(PosixStore(made.root), 11)
+
+
+def test_a_checkpoint_removed_since_it_was_chosen_does_not_exist(tmp_path: Path) -> None:
+    """Such a checkpoint is not damaged: a load chooses anew."""
+    made = make(tmp_path, 10)
+    gone = Failure(failed="no rule of 'retention' keeps it", was_removed=True)
+    made.manifest.write_bytes(encode_failure(gone))
+    with pytest.raises(NotCommittedError, match="no rule of 'retention' keeps it; choose another"):
+        read_manifest(PosixStore(made.root), Save(made.iteration, made.save_id))
 
 
 def test_the_manifest_of_another_iteration_is_refused(made: MadeSave) -> None:
