@@ -30,7 +30,6 @@ FIRST = (
 SECOND = (
     "agent/peers/test_failures.py",
     "agent/peers/test_recovery.py",
-    "agent/test_abandoned.py",
     "agent/test_departed.py",
     "agent/test_drain.py",
     "agent/test_faulty_storage.py",
@@ -41,7 +40,6 @@ SECOND = (
     "agent/test_resources.py",
     "agent/test_second_attempt.py",
     "agent/test_second_start.py",
-    "agent/test_shared_storage.py",
     "agent/test_signals.py",
     "agent/test_succession.py",
     "agent/test_survival.py",

@@ -1,4 +1,4 @@
-"""Reads of the commit records of all ranks: one by one, or several at a time."""
+"""The commit records of all ranks, and their shards: what a node creates, and a commit demands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import msgspec
 import pytest
 import xxhash
 
-from megatron_flashckpt.agent.proposals import read_records
+from megatron_flashckpt.agent.proposals import (
+    MissingShardsError,
+    check_shards,
+    create_records,
+    read_records,
+)
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import (
@@ -27,6 +32,7 @@ from megatron_flashckpt.file_format.commit_record import (
 )
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import RUN, SAVE_ID
 
@@ -54,10 +60,6 @@ class _SlowStore(PosixStore):
         return data
 
 
-def record_of_rank(rank: int) -> str:
-    return file_names.record_name(range(rank, rank + 1), SAVE_ID)
-
-
 def record_of(rank: int, **fields: object) -> CommitRecord:
     record = CommitRecord(
         iteration=1,
@@ -75,31 +77,61 @@ def record_of(rank: int, **fields: object) -> CommitRecord:
     return msgspec.structs.replace(record, **fields)
 
 
+def write(root: Path, records: list[CommitRecord]) -> Path:
+    """Write one record file for consecutive ranks."""
+    ranks = range(records[0].rank, records[0].rank + len(records))
+    path = root / file_names.iteration_dir(1) / file_names.record_name(ranks, SAVE_ID)
+    path.write_bytes(encode_records(records))
+    return path
+
+
 @pytest.fixture
-def records(tmp_path: Path) -> Path:
-    directory = tmp_path / file_names.iteration_dir(1)
-    directory.mkdir()
-    for rank in range(RANKS):
-        record = record_of(rank)
-        (directory / record_of_rank(rank)).write_bytes(encode_records([record]))
+def records(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The records of all ranks, in files of one rank or of a node of eight."""
+    (tmp_path / file_names.iteration_dir(1)).mkdir()
+    for first in range(0, RANKS, request.param):
+        write(tmp_path, [record_of(first + n) for n in range(request.param)])
     return tmp_path
 
 
-def names(root: Path) -> list[str]:
-    return os.listdir(root / file_names.iteration_dir(1))
+of_nodes = pytest.mark.parametrize("records", [8], indirect=True)
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.02])
+def decoded(root: Path, store: PosixStore | None = None) -> list[CommitRecord]:
+    names = os.listdir(root / file_names.iteration_dir(1))
+    return read_records(store or PosixStore(root), 1, SAVE_ID, RANKS, names)
+
+
+def whole(records: list[CommitRecord]) -> list[str]:
+    """Return the templates of the records that have their items."""
+    with_items = [record for record in records if record.template is not KNOWN_ITEMS]
+    return sorted(record.template_fingerprint for record in with_items)
+
+
+@pytest.mark.parametrize(
+    ("records", "wait_s"), [(1, 0.0), (1, 0.02), (8, 0.0)], indirect=["records"]
+)
 def test_records_are_read_in_rank_order_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
     storage = _SlowStore(records, wait_s)
-    merged = read_records(storage, 1, SAVE_ID, RANKS, names(records))
-    assert [record.rank for record in merged] == list(range(RANKS))
-    assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
-    whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
-    assert sorted(whole) == ["t0", "t1"]
+    merged = decoded(records, storage)
+    assert [(record.rank, record.placement) for record in merged] == [
+        (rank, (rank,)) for rank in range(RANKS)
+    ]
+    assert whole(merged) == ["t0", "t1"]
     assert storage.most > 4 or not wait_s, "slow storage is read by several threads"
+
+
+def test_a_node_creates_one_file_for_its_contiguous_ranks_with_each_template_once() -> None:
+    store = MemoryStore()
+    create_records(store, [record_of(rank) for rank in (0, 4, 3, 2)])
+    runs = (range(1), range(2, 5))
+    directory = file_names.iteration_dir(1)
+    names = [f"{directory}/{file_names.record_name(ranks, SAVE_ID)}" for ranks in runs]
+    assert sorted(store.objects) == names
+    merged = decode_records(store.objects[names[1]], "it")
+    assert [record.template is KNOWN_ITEMS for record in merged] == [False, False, True]
 
 
 OTHER = save_name(RUN, 2)
@@ -120,9 +152,17 @@ def _nested(body: bytes) -> bytes:
         (encode_records([record_of(1, save_id=OTHER)]), f"(1, '{OTHER}', 1"),
         (encode_records([record_of(1, iteration=99)]), f"(99, '{SAVE_ID}', 1"),
         (encode_records([record_of(1, file="../../up")]), "'../../up'), expected (1"),
+        *(
+            (encode_records([record_of(rank) for rank in ranks]), "is the record of")
+            for ranks in ([], [1, 2], [2, 1], [1, 1], [1, 3])
+        ),
     ],
-    ids=["garbage", "empty", "nested", "flipped", "doubled", "save", "iteration", "elsewhere"],
+    ids=[
+        *("garbage", "empty", "nested", "flipped", "doubled", "save", "iteration", "elsewhere"),
+        *("of no rank", "of more ranks", "out of order", "twice", "of other ranks"),
+    ],
 )
+@pytest.mark.parametrize("records", [1], indirect=True)
 def test_a_record_with_wrong_contents_is_refused(
     records: Path, planted: bytes, message: str
 ) -> None:
@@ -132,106 +172,58 @@ def test_a_record_with_wrong_contents_is_refused(
         decoded(records)
 
 
-# ---------------------------------------------------------------------- records of several ranks
-
-
-def write(root: Path, records: list[CommitRecord]) -> Path:
-    """Write one record file for consecutive ranks."""
-    ranks = range(records[0].rank, records[0].rank + len(records))
-    name = file_names.record_name(ranks, SAVE_ID)
-    path = root / file_names.iteration_dir(1) / name
-    path.write_bytes(encode_records(records))
-    return path
-
-
-def decoded(root: Path) -> list[CommitRecord]:
-    return read_records(PosixStore(root), 1, SAVE_ID, RANKS, names(root))
-
-
-@pytest.fixture
-def of_nodes(records: Path) -> Path:
-    """The same records, in one file for each node of eight ranks."""
-    single = decoded(records)
-    for name in names(records):
-        (records / file_names.iteration_dir(1) / name).unlink()
-    items = encode_items(())
-    whole = [msgspec.structs.replace(record, template=items) for record in single]
-    for first in range(0, RANKS, 8):
-        write(records, whole[first : first + 8])
-    return records
-
-
-def test_node_records_equal_the_records_of_their_ranks(
-    of_nodes: Path,
-) -> None:
-    assert len(names(of_nodes)) == RANKS // 8
-    merged = decoded(of_nodes)
-    assert [record.rank for record in merged] == list(range(RANKS))
-    assert [record.placement for record in merged] == [(rank,) for rank in range(RANKS)]
-    whole = [entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS]
-    assert sorted(whole) == ["t0", "t1"]
-
-
-def test_a_file_has_each_template_once(of_nodes: Path) -> None:
-    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(range(8), SAVE_ID)
-    merged = decode_records(path.read_bytes(), "it")
-    assert [record.template is KNOWN_ITEMS for record in merged] == [False, False] + 6 * [True]
-
-
-def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
+@of_nodes
+def test_a_rank_may_have_two_records_that_agree(records: Path) -> None:
     """The agent was killed after the first put, and the name of that file became visible late."""
-    record = decoded(of_nodes)[3]
     cost = RankCost(started_at=1.0, blocked_s=2.0, staged_s=3.0)
-    items = encode_items(())
-    for other in (record, msgspec.structs.replace(record, cost=cost)):
-        write(of_nodes, [msgspec.structs.replace(other, template=items)])
-        merged = decoded(of_nodes)
+    for other in (record_of(3), record_of(3, cost=cost)):
+        write(records, [other])
+        merged = decoded(records)
         assert [record.rank for record in merged] == list(range(RANKS))
-        assert {
-            entry.template_fingerprint for entry in merged if entry.template is not KNOWN_ITEMS
-        } == {
-            "t0",
-            "t1",
-        }
+        assert whole(merged) == ["t0", "t1"]
 
 
-@pytest.mark.parametrize("field", ["nbytes", "header_digest", "placement"])
-def test_contradictory_records_of_a_rank_are_refused(of_nodes: Path, field: str) -> None:
-    record = decoded(of_nodes)[3]
-    value = {"nbytes": 2, "header_digest": "f", "placement": (99,)}[field]
-    write(of_nodes, [msgspec.structs.replace(record, **{field: value})])
-    with pytest.raises(CorruptCheckpointError, match="two commit records of rank 3 contradict"):
-        decoded(of_nodes)
-
-
-@pytest.mark.parametrize("kept", [[], [0, 1], [0, 2], [1, 0], [0, 0, 1], [0, 1, 2, 3]])
-def test_a_record_file_whose_ranks_differ_from_its_name_is_refused(
-    of_nodes: Path, kept: list[int]
+@of_nodes
+@pytest.mark.parametrize(
+    "field", [{"nbytes": 2}, {"header_digest": "f"}, {"placement": (99,)}], ids=str
+)
+def test_contradictory_records_of_a_rank_are_refused(
+    records: Path, field: dict[str, object]
 ) -> None:
-    """The digest of the file is right."""
-    whole = decoded(of_nodes)[:8]
-    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(range(3), SAVE_ID)
-    path.write_bytes(encode_records([whole[i] for i in kept]))
-    with pytest.raises(CorruptCheckpointError, match=f"{path.name}: is the record of"):
-        decoded(of_nodes)
+    write(records, [record_of(3, **field)])
+    with pytest.raises(CorruptCheckpointError, match="two commit records of rank 3 contradict"):
+        decoded(records)
 
 
+@of_nodes
 def test_no_template_is_lost_in_any_order_of_reads(
-    of_nodes: Path, monkeypatch: pytest.MonkeyPatch
+    records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads read the records; the items of the first read are kept."""
 
     def backwards(read: Callable[[Any], Any], files: Sequence[Any]) -> list[Any]:
         return [read(file) for file in reversed(files)][::-1]
 
-    whole = [
-        msgspec.structs.replace(
-            record, template=encode_items(()), template_fingerprint=f"own {record.rank}"
-        )
-        for record in decoded(of_nodes)[:8]
-    ]
-    write(of_nodes, whole)
-    write(of_nodes, whole[3:4])
+    own = [record_of(rank, template_fingerprint=f"own {rank}") for rank in range(8)]
+    write(records, own)
+    write(records, own[3:4])
     monkeypatch.setattr("megatron_flashckpt.agent.proposals.for_all", backwards)
-    own = [record for record in decoded(of_nodes) if record.template_fingerprint.startswith("own")]
-    assert [record.template is KNOWN_ITEMS for record in own] == [False] * 8
+    assert whole(decoded(records)) == sorted([*(f"own {rank}" for rank in range(8)), "t0", "t1"])
+
+
+@pytest.mark.parametrize(
+    ("shard", "fault"),
+    [(None, "is missing"), (b"ab", "has 2 bytes instead of 1")],
+    ids=["invisible", "of another size"],
+)
+def test_a_commit_needs_every_shard_and_waits_for_those_that_are_only_invisible(
+    shard: bytes | None, fault: str
+) -> None:
+    store = MemoryStore()
+    records = [record_of(rank) for rank in range(3)]
+    for record, contents in zip(records, (b"a", shard, b"a"), strict=True):
+        if contents is not None:
+            store.put(f"{file_names.iteration_dir(1)}/{record.file}", contents)
+    with pytest.raises(CorruptCheckpointError, match=f"{records[1].file} {fault}: ") as raised:
+        check_shards(store, 1, records)
+    assert isinstance(raised.value, MissingShardsError) is (shard is None)

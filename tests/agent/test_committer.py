@@ -27,7 +27,8 @@ TIMEOUT_S = 600.0
 
 class _Rank:
     def __init__(self, run: RunObject) -> None:
-        self.slots, self.connection, self.run = None, None, run.name
+        self.slots, self.run = None, run.name
+        self.connection: object | None = None
         self.awaited = {SAVE}
         self.told: list[p.Outcome | p.Notice] = []
         self.report = self.told.append
@@ -72,6 +73,8 @@ def test_processes_of_a_later_run_had_no_part_to_stage() -> None:
     ranks = {0: _Rank(RUN), 1: _Rank(LATER), 2: _Rank(LATER)}
     committer, save = pending(3, ranks, LATER)
     assert committer._connected(save).gone == {0}
+    ranks[1].connection = object()
+    assert committer._connected(save).ranks == {1}, "its record would share a file"
 
 
 @pytest.mark.parametrize(("left_at", "is_useless"), [(10, False), (5, True)])

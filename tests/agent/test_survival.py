@@ -1,16 +1,17 @@
-"""The agent as a separate process: it outlives the trainers, finishes their saves, and ends."""
+"""The agent as a separate process: it outlives the trainers, and ends when it is not needed."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
-from megatron_flashckpt.file_format import file_names
+import pytest
+
 from tests.agent.conftest import Node
-from tests.agent.test_failures import save_all
-from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.trainer import blocked_open, content, eventually, is_alive, new_save_id
+from tests.agent.test_failures import assert_intact, save_all
+from tests.support.trainer import blocked_shard, eventually, is_alive, new_save_id, run_after
 
 
 def test_the_process_of_an_agent_is_small_and_apart(node: Node, root: Path) -> None:
@@ -31,31 +32,6 @@ def test_the_process_of_an_agent_is_small_and_apart(node: Node, root: Path) -> N
     parent = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid"))
     assert int(parent) != os.getpid()
     assert os.getsid(pid) != pid, "a process that leads no session cannot get a terminal"
-
-
-def test_a_staged_save_is_committed_even_if_all_trainers_are_killed(node: Node, root: Path) -> None:
-    save_id = new_save_id()
-    shard = root / file_names.iteration_dir(30) / file_names.shard_name(0, save_id)
-    with blocked_open(shard) as unblock:
-        ranks = [
-            node.process(
-                root, rank=rank, world_size=2, iterations=[30], save_id=save_id, stop="staged"
-            )
-            for rank in range(2)
-        ]
-        (agent,) = {rank.stopped() for rank in ranks}
-        for rank in ranks:
-            rank.kill()
-        assert not (root / file_names.TRACKER).exists(), "the trainers died before the commit"
-        assert is_alive(agent)
-        unblock()
-        eventually("the commit", (root / file_names.TRACKER).exists)
-    assert (root / file_names.TRACKER).read_text() == "30"
-    for rank in range(2):
-        trainer = node.trainer(root, rank, 2)
-        assert trainer.client.agent_pid == agent
-        expected = content(rank, 30, trainer.layout.nbytes)
-        assert read_rank(stored(root, 30), trainer) == expected
 
 
 def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) -> None:
@@ -80,3 +56,46 @@ def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -
     trainers[1].hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert time.monotonic() - started >= 0.8
+
+
+def test_queued_shards_of_an_abandoned_save_are_not_written(node: Node, root: Path) -> None:
+    """Before, they were written in full and removed; the next saves waited for their slots."""
+    config = node.config(persist_threads=1)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    save_id = new_save_id()
+    log = node.log(root)
+    with blocked_shard(root, 1, 0, save_id) as unblock:
+        for trainer in trainers:
+            trainer.stage(1, save_id)
+            trainer.hang_up()
+        later = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+        run = run_after(None)
+        for trainer in later:
+            trainer.join(run)
+        eventually("the end of the save", lambda: "iteration 1 was not saved" in log.read_text())
+        unblock()
+        assert save_all(later, 2) == [None, None]
+    assert "rank 1: persisted iteration 2" in log.read_text()
+    assert "rank 1: persisted iteration 1" not in log.read_text()
+    assert "ERROR" not in log.read_text(), "training went on, so nothing has failed"
+    assert_intact(root, 2, later)
+
+
+@pytest.mark.parametrize("leaves", ["after SIGTERM", "after the grace time"])
+def test_a_save_that_cannot_be_complete_does_not_delay_the_end_of_an_agent(
+    node: Node, root: Path, leaves: str
+) -> None:
+    """Both ranks are dead, and only one has staged the last save."""
+    after_sigterm = leaves == "after SIGTERM"
+    config = node.config(**({"sigterm_timeout_s": 15.0} if after_sigterm else {"grace_s": 0.5}))
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    agent, run = trainers[0].client.agent_pid, run_after(None)
+    for trainer in trainers:
+        trainer.join(run)
+    assert save_all(trainers, 4) == [None, None]
+    trainers[0].stage(7, trainers[0].new_save_id())
+    for trainer in trainers:
+        trainer.hang_up()
+    if after_sigterm:
+        os.kill(agent, signal.SIGTERM)
+    eventually("the end of the agent", lambda: not is_alive(agent), 5.0)

@@ -1,0 +1,153 @@
+"""The commit core at given moments: when it creates records, how it waits, when it gives up.
+
+`test_commit_model` has the promises that hold for any order of events.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.file_format.end import Failure
+
+TIMEOUT_S = 3600.0
+
+
+def node_with(
+    *ranks: int, durable: tuple[int, ...] = (), at: float = 0.0, world_size: int = 4
+) -> CommitCore:
+    """Return a save of a node with these ranks, of which some have written their shards."""
+    machine = CommitCore("here", world_size, 0.0, TIMEOUT_S, Pace())
+    for rank in ranks:
+        machine.note(0.0, core.Joined(rank))
+    for rank in durable:
+        machine.note(at, core.Durable(rank))
+    return machine
+
+
+def recorded(*ranks: int) -> CommitCore:
+    """Return a save of a node whose ranks have their records."""
+    machine = node_with(*ranks)
+    for rank in ranks:
+        machine.note(0.0, core.Durable(rank, is_recorded=True))
+    return machine
+
+
+# ---------------------------------------------------------------------- when records are due
+
+
+@pytest.mark.parametrize(
+    ("durable", "connected", "is_due"),
+    [
+        ((0, 1), (0, 1), True),
+        ((0, 1), (0, 1, 4, 9), True),
+        ((0, 1), (), True),
+        ((0, 1), (0, 1, 2), False),
+        ((0,), (0, 1), False),
+    ],
+    ids=[
+        *("all are there", "others are of another job", "the trainers are gone"),
+        *("rank 2 will stage in a moment", "rank 1 is being written"),
+    ],
+)
+def test_records_wait_for_connected_and_writing_ranks_of_this_job(
+    durable: tuple[int, ...], connected: tuple[int, ...], *, is_due: bool
+) -> None:
+    machine = node_with(0, 1, durable=durable)
+    machine.note(0.0, core.Connected(frozenset(connected)))
+    assert isinstance(machine.next(0.0), core.WriteRecords) is is_due
+
+
+@pytest.mark.parametrize(
+    ("since_s", "wait_s"), [(0.0, 2.0), (8.0, 2.0), (24.0, 6.0), (40.0, 10.0), (900.0, 10.0)]
+)
+def test_a_longer_save_waits_longer_within_bounds(since_s: float, wait_s: float) -> None:
+    machine = node_with(0, 1, durable=(0,), at=since_s)
+    machine.note(since_s, core.Connected(frozenset({0, 1, 2})))
+    machine.note(since_s + wait_s - 0.2, core.Durable(1))  # does not extend the wait of the first
+    assert not isinstance(machine.next(since_s + wait_s - 0.1), core.WriteRecords)
+    assert isinstance(machine.next(since_s + wait_s), core.WriteRecords)
+
+
+def test_a_save_that_has_failed_publishes_no_record() -> None:
+    machine = node_with(0, 1, durable=(0,))
+    machine.note(0.0, core.GivenUp(Failure(failed="no space")))
+    machine.note(0.0, core.Durable(1))
+    assert machine.next(0.0) == core.Fail(Failure(failed="no space"), frozenset({0, 1}))
+
+
+# ---------------------------------------------------------------------- waits, and their end
+
+
+def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list[core.Action]:
+    """Return what a node does until a time, if storage always gives one answer."""
+    now, actions = 0.0, []
+    while now < until_s:
+        action = machine.next(now)
+        if isinstance(action, core.Wait):
+            now = action.until
+        elif isinstance(action, core.Conclude):
+            return actions
+        else:
+            actions.append(action)
+            machine.note(now, answer)
+    return actions
+
+
+def test_a_waiting_node_asks_for_one_name_once_a_second_at_most() -> None:
+    """Thousands of nodes ask one metadata server."""
+    actions = waits(recorded(1), 100.0, core.Looked())
+    assert set(actions) == {core.Look(records=False)}
+    assert len(actions) < 110
+
+
+def test_only_the_node_of_rank_0_lists_records() -> None:
+    actions = waits(recorded(0), 100.0, core.Looked(frozenset({0, 1})))
+    assert set(actions) == {core.Look(records=True)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(rank: int) -> None:
+    machine = recorded(rank)
+    actions = waits(machine, 500.0, core.Trouble("no answer", may_pass=True))
+    proposes = any(isinstance(action, core.Fail) for action in actions)
+    assert proposes == (rank == 0)
+    assert isinstance(machine.next(500.0), core.Conclude) == (rank == 0)
+
+
+def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
+    machine = recorded(*range(4))
+    for at, fails in ((1.0, False), (20.9, False), (21.1, True)):
+        machine.note(at, core.Looked(frozenset(range(4))))
+        machine.note(at, core.Unseen("a shard is missing"))
+        action = machine.next(at + 1.0)
+        assert (action == core.Fail(Failure(failed="a shard is missing"), frozenset())) is fails
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [((0, 2), "the commit records of 2 of 4 ranks (1, 3)"), ((1,), "its end, from the node of")],
+    ids=["with rank 0", "without rank 0"],
+)
+def test_a_save_that_times_out_names_what_is_missing(ranks: tuple[int, ...], missing: str) -> None:
+    machine = recorded(*ranks)
+    machine.note(1.0, core.Looked(frozenset({0, 2})))
+    assert not isinstance(machine.next(TIMEOUT_S), core.Fail)
+    action = machine.next(TIMEOUT_S + 1)
+    assert isinstance(action, core.Fail)
+    for words in ("here: gave up after 3600 s", missing, "agent.commit_timeout_s"):
+        assert words in action.failure.failed
+
+
+@pytest.mark.parametrize(
+    ("connected", "gone", "fails"),
+    [((), (1,), True), ((0,), (1,), False), ((), (0,), False), ((), (2,), False)],
+    ids=["all ended", "one may come back", "its part is there", "not of this job"],
+)
+def test_a_save_fails_once_nobody_can_stage_the_missing_part(
+    connected: tuple[int, ...], gone: tuple[int, ...], *, fails: bool
+) -> None:
+    machine = node_with(0, world_size=2)
+    machine.note(0.0, core.Connected(frozenset(connected), frozenset(gone)))
+    assert isinstance(machine.next(0.0), core.Fail) is fails
