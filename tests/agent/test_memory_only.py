@@ -9,14 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
+from megatron_flashckpt.file_format.shard_file import chunk_digest
+from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
@@ -38,20 +34,6 @@ def offered(trainer: FakeTrainer) -> list[tuple[int, bool]]:
     return [(offer.iteration, offer.durable) for offer in trainer.take()]
 
 
-def test_a_memory_only_checkpoint_is_digested_and_never_written(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, numel=CHUNK_NBYTES // 4)
-    data = trainer.stage(6, new_save_id(), state=KEPT)
-    outcome = trainer.outcome()
-    assert (outcome.iteration, outcome.error, outcome.kept) == (6, None, True)
-    (offer,) = trainer.take()
-    assert (offer.iteration, offer.durable) == (6, False)
-    assert trainer.bytes_in(offer.slot) == data
-    chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
-    assert len(chunks) > 1
-    assert offer.digests == tuple(map(chunk_digest, chunks))
-    assert iterations_in(root) == []
-
-
 def test_durable_and_memory_only_saves_continue_while_one_is_written(
     node: Node, root: Path
 ) -> None:
@@ -71,44 +53,6 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
     assert offered(trainer) == [(8, True), (6, False)]
     assert iterations_in(root) == [4, 8]
     assert_intact(root, 8, [trainer])
-
-
-@settings(max_examples=100, deadline=None)
-@given(slots=st.integers(2, 3), data=st.data())
-def test_ranks_with_unequal_storage_share_the_newest_complete_checkpoint(
-    slots: int, data: st.DataObject
-) -> None:
-    """Two ranks take slots for the same saves, and their writes end at any time."""
-    slabs = [Slab.create(slots, 0, 4096, "0") for _ in range(2)]
-    books = [RankSlots(slab) for slab in slabs]
-    try:
-        for iteration in range(1, 12):
-            durable = data.draw(st.booleans())
-            taken = []
-            for book in books:
-                while (index := book.acquire()) < 0:
-                    book.infos[data.draw(st.sampled_from(reading(book)))].persisting = False
-                taken.append(index)
-            held = [{slot.header.iteration for slot in complete(book)} for book in books]
-            assert iteration == 1 or iteration - 1 in held[0] & held[1]
-            for book, index in zip(books, taken, strict=True):
-                state = SlotState.STAGED if durable else KEPT
-                header = SlotHeader(state, iteration, f"{iteration:x}", 0, 0)
-                book.slab.slots[index].set_header(header)
-                book.infos[index].persisting = durable
-                for other in reading(book):
-                    book.infos[other].persisting = data.draw(st.booleans())
-    finally:
-        for slab in slabs:
-            slab.close()
-
-
-def reading(book: RankSlots) -> list[int]:
-    return [index for index, info in enumerate(book.infos) if info.persisting]
-
-
-def complete(book: RankSlots) -> list:
-    return [slot for slot in book.slab.slots if slot.header.state in COMPLETE]
 
 
 # ---------------------------------------------------------------------- when the agent leaves
@@ -138,22 +82,6 @@ def test_the_newest_memory_only_save_is_written_if_no_trainer_returns(
     assert iterations_in(root) == [4, 6]
     assert_intact(root, 6, trainers)
     assert list(node.runtime_dir.iterdir()) == []
-
-
-@pytest.mark.parametrize("newest", ["committed", "unwanted"])
-def test_older_or_unwanted_memory_only_saves_are_not_written(
-    node: Node, root: Path, newest: str
-) -> None:
-    config = node.config(grace_s=0.3, persist_on_leave=newest == "committed")
-    trainer = node.trainer(root, config=config)
-    agent = trainer.client.agent_pid
-    assert trainer.save(2).error is None
-    assert trainer.keep(3).kept
-    if newest == "committed":
-        assert trainer.save(4).error is None
-    trainer.hang_up()
-    assert_the_agent_leaves(agent)
-    assert iterations_in(root) == ([2, 4] if newest == "committed" else [2])
 
 
 def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, root: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from megatron_flashckpt.agent import server
 from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
@@ -84,25 +85,6 @@ def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     assert "iteration 2 is lost" in at_the_end
 
 
-def test_a_failed_save_older_than_a_commit_is_not_written(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    trainers = start(node, other_node, root, 2)
-    agents = [trainer.client.agent_pid for trainer in trainers]
-    fail(trainers, root, 2).unlink()
-    assert save_all(trainers, 3) == [None, None]
-    for trainer in trainers:
-        trainer.hang_up(leave=True)
-    for agent in agents:
-        assert_the_agent_leaves(agent)
-    # Files of the first attempt may exist, because their paths were no longer blocked.
-    assert committed_iterations(PosixStore(root)) == [3]
-    for host in (node, other_node):
-        log = host.log(root).read_text()
-        assert "iteration 2 was not saved" in log
-        assert "writing it before" not in log
-
-
 def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     node: Node, root: Path
 ) -> None:
@@ -120,7 +102,9 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     again = node.trainer(root, config=config)
     newest = again.take()[0]
     assert (again.client.agent_pid, newest.iteration, newest.durable) == (agent, 2, False)
-    assert again.bytes_in(newest.slot) == content(0, 2, again.layout.nbytes)
+    data = content(0, 2, again.layout.nbytes)
+    assert again.bytes_in(newest.slot) == data
+    assert newest.digests == (chunk_digest(memoryview(data)),), "digested at the hang-up"
     again.client.open_run(run_after(newest.save_id, 2))
     assert again.save(3).error is None
     again.hang_up(leave=True)

@@ -17,11 +17,9 @@ from megatron_flashckpt.agent.incarnations import (
     ReplacedError,
     process_of,
 )
-from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
+from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_shard_writer import read_rank, stored
@@ -119,20 +117,41 @@ def _save_after(root: Path, config: Config, former: int) -> None:
 # ---------------------------------------------------------------------- the served process
 
 
-@pytest.fixture
-def all_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSED = "refused"
+
+
+@pytest.mark.parametrize(
+    "greetings",
+    [
+        [
+            *((OLDER, None), (OLDER, None)),  # it has reconnected
+            *((NEWER, OLDER), (OLDER, REFUSED), (NEWER, None)),
+        ],
+        [(NEWER, None), (OLDER, REFUSED), (OLDER, REFUSED)],
+    ],
+    ids=["in order", "at a new agent, in any order"],
+)
+def test_the_process_that_started_last_is_served(
+    greetings: list[tuple[RankProcess, RankProcess | str | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(RankProcess, "is_alive", True)
-
-
-@pytest.mark.usefixtures("all_alive")
-def test_the_process_that_started_last_is_served() -> None:
     incarnations = Incarnations()
-    assert incarnations.greet(OLDER, left=False) is None
-    assert incarnations.greet(OLDER, left=False) is None, "the older process has reconnected"
-    assert incarnations.greet(NEWER, left=False) == OLDER
-    with pytest.raises(ReplacedError, match="process 22 "):
-        incarnations.greet(OLDER, left=False)
-    assert incarnations.greet(NEWER, left=False) is None
+    for process, former in greetings:
+        if former == REFUSED:
+            with pytest.raises(ReplacedError, match="process 22 "):
+                incarnations.greet(process, left=False)
+        else:
+            assert incarnations.greet(process, left=False) == former
+
+
+def test_a_process_that_ended_as_planned_does_not_count_as_former(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RankProcess, "is_alive", True)
+    incarnations = Incarnations()
+    incarnations.greet(OLDER, left=False)
+    assert incarnations.greet(NEWER, left=True) is None
 
 
 def test_a_replaced_process_is_refused_even_after_its_successor_ended(
@@ -147,45 +166,6 @@ def test_a_replaced_process_is_refused_even_after_its_successor_ended(
     with pytest.raises(ReplacedError):
         incarnations.greet(OLDER, left=False)
     assert incarnations.greet(RankProcess(3, 33), left=False) is None
-
-
-def test_a_slab_is_free_after_its_last_former_process_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Slots that the process left without handing them over are dropped; accepted ones stay."""
-    alive = {OLDER, NEWER}
-    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
-    kept = [SlotState.STAGED, SlotState.DURABLE]
-    states = [SlotState.STAGING, SlotState.STAGED, SlotState.KEPT, *kept]
-    slots = RankSlots(Slab.create(len(states), 0, 100, "0"))
-    slots.note_former(OLDER)
-    slots.note_former(NEWER)
-    for iteration, (slot, state) in enumerate(zip(slots.slab.slots, states, strict=True)):
-        slot.set_header(SlotHeader(state, iteration, f"000001-aaaa.{iteration:05d}.1", 0, 100))
-    slots.infos[3].accepted_at = 0.0
-    alive.remove(NEWER)
-    assert slots.formers() == (OLDER,)
-    assert [slot.header.state for slot in slots.slab.slots] == states
-    alive.remove(OLDER)
-    assert slots.formers() == ()
-    assert [slot.header.state for slot in slots.slab.slots] == [SlotState.EMPTY] * 3 + kept
-    slots.slab.close()
-
-
-@pytest.mark.usefixtures("all_alive")
-def test_processes_may_connect_to_a_new_agent_in_any_order() -> None:
-    incarnations = Incarnations()
-    assert incarnations.greet(NEWER, left=False) is None
-    for left in (False, True):
-        with pytest.raises(ReplacedError):
-            incarnations.greet(OLDER, left=left)
-
-
-@pytest.mark.usefixtures("all_alive")
-def test_a_process_that_ended_as_planned_does_not_count_as_former() -> None:
-    incarnations = Incarnations()
-    incarnations.greet(OLDER, left=False)
-    assert incarnations.greet(NEWER, left=True) is None
 
 
 def test_a_process_with_a_reused_pid_counts_as_another() -> None:
