@@ -76,25 +76,6 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
     assert committed_saves(PosixStore(root)) == []
 
 
-def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_disconnects(
-    node: Node, root: Path
-) -> None:
-    trainer = node.trainer(root)
-    save_id = new_save_id()
-    obstacle = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
-    obstacle.mkdir(parents=True)
-    data = trainer.stage(7, save_id)
-    assert trainer.outcome().error is not None
-    trainer.hang_up()
-    obstacle.rmdir()
-    again = node.trainer(root)
-    (offer,) = again.take()
-    assert restored(again, offer) == data
-    flip(again, offer)
-    with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
-        restored(again, offer)
-
-
 def test_a_load_waits_for_digests_that_are_being_read_from_storage(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import node_memory, reservation
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -22,8 +21,7 @@ from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
 from tests.agent.test_shard_writer import read_rank, stored
-from tests.support.agents import agent_here
-from tests.support.trainer import FakeTrainer, blocked_open, eventually, new_save_id, run_after
+from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id, run_after
 
 MIB = 2**20
 
@@ -97,26 +95,6 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in message
 
 
-def test_staged_slots_of_departed_ranks_are_committed_before_they_are_freed(
-    node: Node, root: Path
-) -> None:
-    first = started(node, root, range(2))
-    agent, save_id = first[0].client.agent_pid, new_save_id()
-    shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with blocked_open(shard) as unblock:
-        data = [trainer.stage(1, save_id) for trainer in first]
-        crash(first)
-        second = started(node, root, range(1))
-        begin(second)
-        (own, departed) = second[0].client.held(0.5)
-        assert (own.departed, departed.departed, departed.in_use) == (False, True, True)
-        assert slabs(agent) == [0, 1]
-        unblock()
-        assert [held.rank for held in second[0].client.held(60.0)] == [0]
-    checkpoint = stored(root, 1)
-    assert [read_rank(checkpoint, trainer) for trainer in first] == data
-
-
 def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects(
     node: Node, root: Path
 ) -> None:
@@ -174,7 +152,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
 
 
 @pytest.mark.parametrize("missing_nbytes", [0, 1])
-def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
+def test_a_start_waits_until_memory_of_departed_ranks_is_committed_and_freed(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, missing_nbytes: int
 ) -> None:
     first = started(node, root, range(2))
@@ -188,11 +166,13 @@ def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
         return [Limit("machine", "the machine", left)]
 
     monkeypatch.setattr(node_memory, "limits", limits)
-    shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
-    with blocked_open(shard) as unblock:
-        for trainer in first:
-            trainer.stage(1, save_id)
+    with blocked_shard(root, 1, 1, save_id) as unblock:
+        data = [trainer.stage(1, save_id) for trainer in first]
         crash(first)
+        second = started(node, root, range(1))
+        begin(second)
+        (own, departed) = second[0].client.held(0.5)
+        assert (own.departed, departed.departed, departed.in_use) == (False, True, True)
         threading.Timer(0.5, unblock).start()
         if missing_nbytes:
             with pytest.raises(StorageError) as raised:
@@ -204,26 +184,5 @@ def test_a_start_waits_until_memory_of_departed_ranks_is_freed(
         else:
             assert [need.slab_nbytes for need in fitting(node, root, link)] == [needed]
     assert slabs(agent) == [0]
+    assert [read_rank(stored(root, 1), trainer) for trainer in first] == data
     link.close(leave=False)
-
-
-def test_an_agent_without_a_free_thread_frees_memory_and_survives(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before, the agent ended, with the memory of all ranks."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "flashckpt-free" or "_close" in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with agent_here(node, root):
-        first = started(node, root, range(2))
-        committed(first, 1)
-        crash(first)
-        second = started(node, root, range(1))
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        begin(second)
-        assert [held.rank for held in second[0].client.held(60.0)] == [0]
-        assert second[0].save(2).error is None

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_flashckpt.agent import digester as digester_module
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.settings import settings_of
@@ -209,9 +210,17 @@ def test_a_save_that_overwrites_a_slot_ends_its_digesting(ranks: Make, gate: Gat
     assert len(gate.seen) <= 2 * CHUNKS + 4, "of the first save at most a chunk per thread"
 
 
-def test_a_slab_is_freed_while_its_slots_are_digested(
-    ranks: Make, gate: Gate, caplog: pytest.LogCaptureFixture
+def test_a_slab_is_freed_while_its_slots_are_digested_and_nobody_waits(
+    ranks: Make, gate: Gate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Freeing many pages takes seconds, in which the agent must answer all ranks."""
+    may_close, close = threading.Event(), Slab.close
+
+    def slow_close(slab: Slab) -> None:
+        assert may_close.wait(PATIENCE_S)
+        close(slab)
+
+    monkeypatch.setattr(Slab, "close", slow_close)
     job = ranks(2, 4)
     gate.opened.clear()
     job.keep(0, 1, mark=1)
@@ -224,12 +233,28 @@ def test_a_slab_is_freed_while_its_slots_are_digested(
         job.node.retire_slots(job.trainers[0])
         job.node.drop_retired(job.trainers[0])
         assert not job.trainers[0].retired, "the memory is given up without a wait"
+        assert slots.slab.fd >= 0
+    may_close.set()
     eventually("the slab is closed", lambda: slots.slab.fd < 0)
     gate.opened.set()
     job.digest(1)
     assert job.digests(1, kept) == (f"{2:016x}",) * CHUNKS
     assert gate.seen.count(1) <= 4
     assert caplog.messages == []
+
+
+def test_memory_is_freed_at_once_if_the_process_has_no_thread_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, the agent ended, with the memory of all ranks."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    slab = Slab.create(1, 0, 4096, "0")
+    free(slab)
+    assert slab.fd < 0
 
 
 def test_only_slots_that_have_settled_are_digested_during_training(

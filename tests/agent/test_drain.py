@@ -12,7 +12,6 @@ from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import save_name
@@ -135,12 +134,3 @@ def test_a_replaced_process_reports_its_failed_saves_without_a_wait(
             (outcome,) = job.wait(10 * PATIENCE_S)
             assert outcome.iteration == iteration
             assert f"process {later.process.pid} of the same rank" in (outcome.error or "")
-
-
-def test_an_invalid_save_directory_is_refused_before_any_file_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"s3://bucket/job: .*object stores are not supported"):
-        Checkpointer("s3://bucket/job", Config())
-    assert list(tmp_path.iterdir()) == []

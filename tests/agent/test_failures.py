@@ -142,26 +142,6 @@ def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root
     assert save_all(trainers, 1) == [None, None]
 
 
-def test_a_failure_on_one_node_reaches_the_other_with_its_reason(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
-    save_id = new_save_id()
-    obstacle = obstruct(root, 1, 1, save_id)
-    here.stage(1, save_id)
-    assert here.client.poll(0.2).finished == (), "the save waits for the other node"
-    there.stage(1, save_id)
-    for trainer in (here, there):
-        error = trainer.outcome().error
-        assert error is not None
-        assert str(obstacle) in error
-        assert "a directory stands where a file should be: move it away" in error
-    eventually("the removal of the failed attempt", lambda: files_of_ours(root) == [])
-    assert not (root / file_names.TRACKER).exists()
-    obstacle.rmdir()
-    assert save_all([here, there], 1) == [None, None]
-
-
 @pytest.mark.parametrize("first", ["the rank that cannot", "the rank that waits"])
 def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
     node: Node, other_node: Node, root: Path, first: str

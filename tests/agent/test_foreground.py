@@ -297,32 +297,23 @@ def test_rank_0_names_the_agent_that_it_joined_and_its_slots(
 
 
 @pytest.mark.parametrize(
-    ("life", "remedy"),
+    ("kind", "remedy"),
     [
-        (
-            EnclosingUnit("Slurm step", "7.0"),
-            "'srun --overlap flashckpt agent --save /s --foreground'",
-        ),
-        (
-            EnclosingUnit("container", "pod"),
-            "'flashckpt agent --save /s --foreground' runs in a container",
-        ),
-        (
-            EnclosingUnit("systemd unit", "a.service"),
-            "'flashckpt agent --save /s --foreground' runs in a u",
-        ),
+        ("Slurm step", "'srun --overlap flashckpt agent --save /s --foreground'"),
+        ("container", "'flashckpt agent --save /s --foreground' runs in a container"),
+        ("systemd unit", "'flashckpt agent --save /s --foreground' runs in a u"),
     ],
-    ids=lambda value: getattr(value, "kind", ""),
 )
 def test_an_agent_that_would_end_with_its_ranks_is_named_with_the_remedy(
-    life: EnclosingUnit, remedy: str
+    kind: str, remedy: str
 ) -> None:
+    life = EnclosingUnit(kind, "a name")
     facts = AgentFacts(0.0, False, life, (2, 4))
     first, second = joining.lines(5, facts, life, "/s")
     assert first.endswith("its memory holds iterations 2, 4")
     assert second.startswith(f"agent 5 ends with the {life} that this rank runs in")
     assert remedy in second
-    for apart in (EnclosingUnit(life.kind, "another"), EnclosingUnit()):
+    for apart in (EnclosingUnit(kind, "another"), EnclosingUnit()):
         assert len(joining.lines(5, facts, apart, "/s")) == 1
     own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), EnclosingUnit(), "/s")
     assert len(own) == 1

@@ -19,43 +19,24 @@ from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import save_all
 from tests.support.agents import agent_here
-from tests.support.trainer import (
-    blocked_open,
-    eventually,
-    kill_agent,
-    new_save_id,
-    remove_tree,
-)
-
-MEMORY = "see dmesg; lower 'slots' or give the job more memory"
+from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_error_explains_a_save_directory_removed_during_a_write(node: Node, root: Path) -> None:
-    with agent_here(node, root):
-        trainer, save_id = node.trainer(root), new_save_id()
-        shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
-        with blocked_open(shard) as unblock:
-            trainer.stage(1, save_id)
-            eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
-            remove_tree(root)
-            unblock()
-            error = trainer.outcome().error or ""
-        assert f"{root}: is away, or another directory is in its place" in error
-        assert not root.exists()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_directory_that_goes_away_between_two_saves_is_not_made_again(
+def test_a_directory_that_is_removed_during_a_write_is_named_and_not_made_again(
     node: Node, root: Path
 ) -> None:
     """A save into a mount point without its mount would count as a checkpoint."""
     with agent_here(node, root):
-        trainer = node.trainer(root)
-        assert trainer.save(1).error is None
-        root.rename(root.with_name("away"))
-        error = trainer.save(2).error or ""
-        assert f"{root}: is away, or another directory is in its place" in error
+        trainer, save_id = node.trainer(root), new_save_id()
+        with blocked_shard(root, 1, 0, save_id) as unblock:
+            trainer.stage(1, save_id)
+            eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
+            remove_tree(root)
+            unblock()
+            errors = [trainer.outcome().error or "", trainer.save(2).error or ""]
+        for error in errors:
+            assert f"{root}: is away, or another directory is in its place" in error
         assert not root.exists()
 
 
@@ -69,44 +50,32 @@ def test_an_error_explains_a_limit_on_file_sizes(node: Node, root: Path) -> None
     assert str(root / file_names.iteration_dir(1)) in error
 
 
-def test_an_error_explains_a_killed_agent(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
-    kill_agent(agent)
-    with pytest.raises(AgentError) as raised:
-        trainer.client.poll()
-    assert str(node.log(root)) in str(raised.value)
-    assert MEMORY in str(raised.value)
-
-
+@pytest.mark.parametrize(
+    ("script", "ended_by"),
+    [("kill -KILL $$", "SIGKILL"), ("exit 1", "status 1")],
+    ids=["the agent", "its child"],
+)
 def test_an_error_explains_an_agent_killed_during_its_start(
-    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    ended_by: str,
 ) -> None:
+    """The process that is started waits for its child, and ends with status 1 if that is killed."""
     doomed = tmp_path / "python"
-    doomed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    doomed.write_text(f"#!/bin/sh\n{script}\n")
     doomed.chmod(0o755)
+    node.log(root).write_text("an unrelated line\n")
     monkeypatch.setattr(process_module.sys, "executable", str(doomed))
     with pytest.raises(AgentError) as raised:
         connect(str(root), 0, 0, node.config())
     error = str(raised.value)
-    assert error.startswith("the agent was ended by SIGKILL while it started")
-    assert MEMORY in error
+    assert error.startswith(f"the agent was ended by {ended_by} while it started")
+    assert "unrelated" not in error
+    assert "see dmesg; lower 'slots' or give the job more memory" in error
     assert str(node.log(root)) in error
-
-
-def test_an_error_explains_an_agent_whose_child_was_killed(
-    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parent waits for its child, then ends with status 1 and prints no message."""
-    doomed = tmp_path / "python"
-    doomed.write_text("#!/bin/sh\nexit 1\n")
-    doomed.chmod(0o755)
-    node.log(root).write_text("an unrelated line\n")
-    monkeypatch.setattr(process_module.sys, "executable", str(doomed))
-    with pytest.raises(AgentError, match="ended by status 1 while it started") as raised:
-        connect(str(root), 0, 0, node.config())
-    assert "unrelated" not in str(raised.value)
-    assert MEMORY in str(raised.value)
 
 
 def test_an_agent_starts_although_the_disk_of_its_log_is_full(small_disk: Path, root: Path) -> None:

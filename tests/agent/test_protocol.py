@@ -380,17 +380,3 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     )
     assert slot.header.state == SlotState.STAGING
     assert successor.client.poll().pending == 0
-
-
-# ---------------------------------------------------------------------- templates
-
-
-def test_a_rank_fetches_a_template_that_another_rank_published(node: Node, root: Path) -> None:
-    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
-    first_layout, second_layout = first.layout, second.layout
-    assert (first.plans.counters.misses, first.plans.counters.shared_hits) == (1, 0)
-    assert (second.plans.counters.misses, second.plans.counters.shared_hits) == (0, 1)
-    assert first_layout.template == second_layout.template
-    assert first_layout.placement != second_layout.placement
-    assert second.layout is second_layout
-    assert second.plans.counters.local_hits == 1

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.file_format import file_names
@@ -17,7 +15,7 @@ from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, content, eventually, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, new_save_id
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
@@ -92,37 +90,3 @@ def test_a_rank_without_pieces_takes_part(node: Node, root: Path) -> None:
     checkpoint = stored(root, 5)
     assert checkpoint.shard(1).template.items == ()
     assert read_rank(checkpoint, trainers[0]) == data[0]
-
-
-def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    for iteration in (1, 2, 3, 4, 5):
-        assert trainer.save(iteration).error is None
-        assert (root / file_names.TRACKER).read_text() == str(iteration)
-    for iteration in (1, 2, 3, 4, 5):
-        expected = content(0, iteration, trainer.layout.nbytes)
-        assert read_rank(stored(root, iteration), trainer) == expected
-
-
-def test_ranks_in_separate_processes_share_one_agent_and_one_checkpoint(
-    node: Node, root: Path
-) -> None:
-    save_id = new_save_id()
-    ranks = [
-        node.process(
-            root, rank=rank, world_size=3, iterations=[4], save_id=save_id, stop="committed"
-        )
-        for rank in range(3)
-    ]
-    agents = {rank.stopped() for rank in ranks}
-    assert agents == set(node.agents())
-    assert len(agents) == 1
-    checkpoint = stored(root, 4)
-    for rank in range(3):
-        with safe_open(
-            root / checkpoint.directory / file_names.shard_name(rank, save_id), "np"
-        ) as f:
-            master = f.get_tensor("master/decoder.weight#0")
-        expected = content(rank, 4, checkpoint.shard(rank).template.nbytes)
-        assert master.tobytes() == expected[: master.nbytes]
-        assert master.dtype == np.float32
