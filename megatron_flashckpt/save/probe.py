@@ -59,7 +59,7 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
         if name is not None:
             if rank == 0:
                 found.update(_within(_ANSWER_S, lambda: _present(retrying), store))
-            _within(_ANSWER_S, lambda: probe_store(retrying, name), store)
+            _within(_ANSWER_S, lambda: probe_store(store, name), store)
         return None, name
 
     unused = set[str]() if name is None else {name}

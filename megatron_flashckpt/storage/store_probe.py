@@ -9,6 +9,7 @@ import os
 
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.direct_io import ALIGNMENT
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store, parent_of
 
 NEEDS = (
@@ -20,7 +21,8 @@ NEEDS = (
 def probe_store(store: Store, name: str) -> None:
     """Write, create, read, list and delete small objects as a save does; leave `name`.
 
-    The caller lets other nodes look for `name`, and deletes it.
+    A short outage of storage must not end a job that has just started, so what may pass is
+    repeated. The caller lets other nodes look for `name`, and deletes it.
 
     Args:
         name: a new name, with a directory, that no other node probes with.
@@ -31,6 +33,7 @@ def probe_store(store: Store, name: str) -> None:
     directory, base = parent_of(name), name.rpartition("/")[2]
     shard, last = f"{name}.shard", f"{name}.last"
     data = os.urandom(16)
+    store = RetryingStore(store)
     action = ""
     try:
         action = "write at any position of a file"
@@ -66,18 +69,22 @@ def probe_store(store: Store, name: str) -> None:
         ) from error
 
 
-def _write(store: Store, name: str) -> None:
+def _write(store: RetryingStore, name: str) -> None:
     """Write two aligned pages, the last one first, and read them."""
     memory = memoryview(mmap.mmap(-1, 2 * ALIGNMENT))
     memory[:] = os.urandom(memory.nbytes)
-    writer = store.writer(name, memory.nbytes)
-    try:
-        writer.write_at(ALIGNMENT, memory[ALIGNMENT:])
-        writer.write_at(0, memory[:ALIGNMENT])
-        writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
+
+    def write() -> None:
+        writer = store.writer(name, memory.nbytes)
+        try:
+            writer.write_at(ALIGNMENT, memory[ALIGNMENT:])
+            writer.write_at(0, memory[:ALIGNMENT])
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    store.with_retries(write)  # a writer's errors are not retried: the whole object has to be
     _expect(store.get(name) == memory, store, name, "holds other bytes than written")
 
 

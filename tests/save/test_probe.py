@@ -16,7 +16,9 @@ import torch.multiprocessing
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.save import probe
+from megatron_flashckpt.storage import posix_store
 from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.posix_writer import PosixWriter
 from tests.support.trainer import eventually
 
 
@@ -62,6 +64,23 @@ def test_a_refusal_names_the_operation_that_the_file_system_lacks(tmp_path: Path
     assert str(root) in str(raised.value)
     assert "shared by all nodes" in str(raised.value)
     eventually("nothing is left", lambda: not left(root))
+
+
+def test_a_write_that_fails_once_ends_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that restarts while a job starts."""
+    store, failures = PosixStore(tmp_path), [StorageError(errno.ESHUTDOWN, "the server restarts")]
+
+    class Failing(PosixWriter):
+        def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
+            if failures:
+                raise failures.pop()
+            super().write_at(offset, chunk)
+
+    monkeypatch.setattr(posix_store, "PosixWriter", Failing)
+    check(store)
+    assert not failures
 
 
 def test_storage_that_hangs_is_refused_in_time(
