@@ -21,6 +21,9 @@ from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of, p
 Tensors = Mapping[tuple[str, str, str, Shape], int]
 """Number of elements stored by all ranks together, by kind, key, type and global shape."""
 
+TypedRuns = dict[tuple[str, str], list[tuple[Run, str]]]
+"""Stored runs by kind and key, each with its type."""
+
 
 class StoredPieces(NamedTuple):
     """The pieces that one rank stored, with their byte offsets in its data section."""
@@ -44,12 +47,10 @@ def stored_tensors(sources: Iterable[Source]) -> Tensors:
     return numels
 
 
-def typed_runs(
-    sources: Iterable[Source], names: Collection[tuple[str, str]]
-) -> dict[tuple[str, str], list[tuple[Run, str]]]:
+def typed_runs(sources: Iterable[Source], names: Collection[tuple[str, str]]) -> TypedRuns:
     """Return the stored runs of the tensors `names` (kind and key), each with its type."""
     items: dict[int, tuple[int, list[TemplateItem]]] = {}
-    runs: dict[tuple[str, str], list[tuple[Run, str]]] = {name: [] for name in names}
+    runs: TypedRuns = {name: [] for name in names}
     for source in sources:
         template = source.template
         if id(template) not in items:

@@ -124,6 +124,19 @@ def read_plan(
     return ReadPlan(dict(reads), tuple(padded), tuple(absent))
 
 
+def stored_names(
+    pieces: list[Piece], sources: Collection[Source], place: str
+) -> set[tuple[str, str]]:
+    """Return kind and key of the pieces of which an element is stored, of any type.
+
+    Raises:
+        CorruptCheckpointError: a stored item lies outside its box, tensor or file.
+    """
+    stored = stored_columns(sources, hulls(pieces), place) if pieces else {}
+    names = ((piece, (piece.kind, piece.key)) for piece in pieces)
+    return {name for piece, name in names if _stored_types(piece, stored.get(name, {}))}
+
+
 def missing_state(
     place: str, problems: Iterable[str], unexpected: Iterable[str] = (), advice: str = ""
 ) -> MissingStateError:

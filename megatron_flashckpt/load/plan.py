@@ -29,11 +29,12 @@ from megatron_flashckpt.layout.read_plan import (
     ReadPlan,
     missing_state,
     read_plan,
+    stored_names,
     unexpected_tensors,
 )
 from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.source_job import SavedJob
-from megatron_flashckpt.load.targets import Targets
+from megatron_flashckpt.load.targets import Targets, is_converted
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.optimizer_flags import flags_as_stored
@@ -125,8 +126,10 @@ class _Findings:
     """Requested names that the checkpoint does not have."""
     refusal: ErrorReport | None = None
     """The reason, apart from differences, why the rank refuses the load."""
-    resized: tuple[str, ...] = ()
-    """Embeddings that lose rows of words, or get new ones."""
+    frozen: tuple[str, ...] = ()
+    """Stored optimizer state of parameters that do not train here, as `kind/key`."""
+    changes: tuple[str, ...] = ()
+    """Embeddings that lose rows of words or get new ones, and types of weights that change."""
 
 
 class _RankPlanner:
@@ -174,12 +177,17 @@ class _RankPlanner:
         except MissingStateError as error:
             differences = shorten_list(error.differences)
             return _RankPlan(None, names), _Findings(differences, sees_unexpected, missing_names)
+        changes = (*changes, *_converted(wanted, pieces))
         partly = {f"{pieces[n].kind}/{pieces[n].key} (in part)" for n in plan.reads.absent}
         missing_names = shorten_list(sorted({*missing_names, *partly}))
         checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
         return (
             _RankPlan(plan, names, checked.error),
-            _Findings((), sees_unexpected, missing_names, checked.report, changes),
+            _Findings(
+                *((), sees_unexpected, missing_names, checked.report),
+                frozen=self._frozen(),
+                changes=changes,
+            ),
         )
 
     def _resized(self, wanted: list[LocalPiece]) -> tuple[str, ...]:
@@ -216,20 +224,25 @@ class _RankPlanner:
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
         """Return the stored pieces that fill `wanted`."""
-        if not (self._job.derived_keys or self._copies):
+        if not (self._job.derived_keys or self._copies or self._request.finetune):
             return [local.piece for local in wanted]
         return [self._one_as_stored(local) for local in wanted]
 
     def _one_as_stored(self, local: LocalPiece) -> Piece:
         """Return the stored piece that fills `local`.
 
-        If a weight is not stored, return the master from which the weight is derived. If this
+        If a weight is not stored, return the master from which the weight is derived. Of a weight
+        that is stored in another type of floats, a job that finetunes reads that type. If this
         rank's own copy is stored, return that copy.
         """
         piece, job = local.piece, self._job
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
         if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+        elif self._request.finetune and piece.kind == WEIGHT:
+            stored = job.type_of_weight(piece)
+            if is_converted(stored, local.source):
+                piece = msgspec.structs.replace(piece, dtype=stored)
         place = local.copy and self._copies.get((piece.key, local.copy.offset))
         return piece if place is None else as_copy(piece, place)
 
@@ -247,6 +260,21 @@ class _RankPlanner:
         """
         shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
         return bool(unexpected_tensors(names, shards, self._kinds))
+
+    def _frozen(self) -> tuple[str, ...]:
+        """Return the stored optimizer state of parameters that do not train here.
+
+        Layers may share a key, so the key alone does not tell.
+        """
+        kinds = self._kinds - {WEIGHT, BUFFER} if self._request.fill else set()
+        pieces = [
+            msgspec.structs.replace(piece, kind=kind)
+            for piece in (self._request.frozen() if kinds else ())
+            for kind in kinds
+            if (kind, piece.key) in self._job.names and not piece.key.endswith(UNUSED)
+        ]
+        names = stored_names(pieces, self._job.sources, self._job.place)
+        return shorten_list(sorted(f"{kind}/{key}" for kind, key in names))
 
     def _reads(
         self, wanted: list[LocalPiece], pieces: list[Piece], skipped: list[LocalPiece]
@@ -285,6 +313,16 @@ class _RankPlanner:
         return name in names or not is_read
 
 
+def _converted(wanted: list[LocalPiece], pieces: list[Piece]) -> tuple[str, ...]:
+    """Return one line for each type of weights that this load converts to another type."""
+    types = {
+        (piece.dtype, local.piece.dtype)
+        for local, piece in zip(wanted, pieces, strict=True)
+        if piece.kind == WEIGHT and piece.dtype != local.piece.dtype
+    }
+    return tuple(f"weights of type {stored} become {own}" for stored, own in sorted(types))
+
+
 def _masters_of(
     weights: list[LocalPiece], skipped: list[LocalPiece]
 ) -> Iterator[tuple[LocalPiece, torch.Tensor]]:
@@ -316,7 +354,16 @@ def _masters_of(
 def _unexpected(
     planner: _RankPlanner, job: SavedJob, planned: _RankPlan, findings: list[_Findings]
 ) -> set[str]:
-    """Return the stored tensors that no rank expects, as `kind/key`.
+    """Return the stored tensors that no rank expects, as `kind/key`, in whole or in part."""
+    whole = _wholly_unexpected(planner, job, planned, findings)
+    frozen = {name for finding in findings for name in finding.frozen}
+    return whole | {f"{name} (in part)" for name in frozen - whole}
+
+
+def _wholly_unexpected(
+    planner: _RankPlanner, job: SavedJob, planned: _RankPlan, findings: list[_Findings]
+) -> set[str]:
+    """Return the stored tensors of which no rank expects an element, as `kind/key`.
 
     Collective; costs nothing if no rank reports one. A tensor that one rank does not expect may
     belong to another rank, so every rank sends one flag for each stored name.
@@ -349,7 +396,7 @@ def _raise_missing(
 
 
 def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:
-    for line in sorted(set().union(*(finding.resized for finding in findings))):
+    for line in sorted(set().union(*(finding.changes for finding in findings))):
         logger.warning("%s: %s", job.place, line)
     missing = set().union(*(finding.missing for finding in findings))
     if missing or unexpected:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError, UnsupportedError
-from megatron_flashckpt.layout.piece import WEIGHT
+from megatron_flashckpt.layout.piece import WEIGHT, Piece
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
@@ -89,6 +89,15 @@ class LoadRequest:
         return load_pieces.load_pieces(
             self.geometry, self.chunks, self.optimizer, state_types, dtype_of
         )
+
+    def frozen(self) -> list[Piece]:
+        """Return the weights of this rank that do not train, so have no optimizer state."""
+        return [
+            part.piece
+            for parameter, geometry in self.geometry.parameters
+            if not parameter.requires_grad
+            for part in geometry.parts(WEIGHT, parameter.dtype, 0, parameter.numel())
+        ]
 
     def requantized(self) -> Names:
         """Return the names of the weights that are derived from their masters after the load."""

@@ -18,6 +18,7 @@ from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
     Tensors,
+    TypedRuns,
     pieces_stored_once,
     stored_tensors,
     typed_runs,
@@ -93,6 +94,23 @@ class SavedJob:
     def stored_weights(self) -> set[tuple[str, str]]:
         """Key and type of all weights that are stored as such."""
         return {(key, dtype) for kind, key, dtype, _ in self.tensors if kind == WEIGHT}
+
+    def type_of_weight(self, piece: Piece) -> str:
+        """Return the type in which a weight is stored; that of `piece` if none is."""
+        types, mixed = self._types_of_weights
+        for run, dtype in mixed.get((WEIGHT, piece.key), ()):
+            if overlap(run, Run.of(piece)).numel:
+                return dtype
+        return min(types.get(piece.key, {piece.dtype}))
+
+    @functools.cached_property
+    def _types_of_weights(self) -> tuple[dict[str, set[str]], TypedRuns]:
+        """Types of the weights by key, and the runs of those keys that have several."""
+        types: dict[str, set[str]] = defaultdict(set)
+        for key, dtype in self.stored_weights:
+            types[key].add(dtype)
+        mixed = {(WEIGHT, key) for key, of_key in types.items() if len(of_key) > 1}
+        return types, typed_runs(self.sources, mixed) if mixed else {}
 
     @functools.cached_property
     def derived_keys(self) -> set[str]:

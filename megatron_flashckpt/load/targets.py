@@ -10,6 +10,7 @@ from megatron_flashckpt.layout.read_plan import Read
 from megatron_flashckpt.layout.reshard import Run, regions
 from megatron_flashckpt.load.chunk_reader import Part
 from megatron_flashckpt.load.gpu_buffers import Gpu
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 
 #: Integer types by element size, which move elements bit by bit, independent of their type.
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,12 +18,13 @@ _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
 
-def is_rounded(piece: Piece, tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` gets the masters of `piece`, rounded to 16-bit floats.
+def is_converted(dtype: str, tensor: torch.Tensor) -> bool:
+    """Return whether stored elements of type `dtype` are converted for `tensor`.
 
-    The rounding is to nearest, ties to even, as `optimizer.step()` derives weights from masters.
+    Rounding is to nearest, ties to even, as `optimizer.step()` derives weights from masters.
     """
-    return piece.dtype == "F32" and tensor.dtype in (torch.bfloat16, torch.float16)
+    stored = torch_dtype(dtype)
+    return stored != tensor.dtype and {stored, tensor.dtype} <= _FLOATS
 
 
 class Targets:
@@ -32,8 +34,8 @@ class Targets:
 
     Args:
         pieces: the requested pieces.
-        tensors: for each piece, a flat tensor of its elements (or of its bytes). A piece of type
-            F32 may have a tensor of 16-bit floats; it is rounded as the optimizer rounds.
+        tensors: for each piece, a flat tensor of its elements (or of its bytes). A piece of floats
+            may have a tensor of another type of floats, to which its elements are converted.
     """
 
     def __init__(self, pieces: list[Piece], tensors: list[torch.Tensor]) -> None:
@@ -62,7 +64,7 @@ class Targets:
         Returns None if the bytes are converted or go to several places.
         """
         target, carrier = self._carried(read.wanted)
-        if target.dtype != carrier:  # the elements are rounded
+        if target.dtype != carrier:  # the elements are converted
             return None
         size = target.itemsize
         first = read.stored.start + offset // size
@@ -115,6 +117,8 @@ class Targets:
             return None
         if target.dtype not in _FLOATS or target.itemsize != itemsize(piece.dtype):
             return None
+        if is_converted(piece.dtype, target):
+            return None
         begin = stored.start - piece.start + offset // target.itemsize
         count = nbytes // target.itemsize
         return target if count == target.numel() else target[begin : begin + count]
@@ -142,8 +146,8 @@ class Targets:
     def _carried(self, wanted: int) -> tuple[torch.Tensor, torch.dtype]:
         """Return the tensor of piece `wanted`, and the element type to copy into it."""
         piece, tensor = self._pieces[wanted], self._tensors[wanted]
-        if is_rounded(piece, tensor):
-            return tensor, torch.float32
+        if is_converted(piece.dtype, tensor):
+            return tensor, torch_dtype(piece.dtype)
         carrier = _CARRIER[itemsize(piece.dtype)]
         return tensor.view(carrier), carrier
 

@@ -1,7 +1,8 @@
-"""A checkpoint is loaded into a model that lacks a part of it."""
+"""A checkpoint is loaded into a model that differs from the saved one."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def load(saved: Path, name: str, *flags: str) -> Result:
-    return run_job(saved, name, [*MODEL, "--load", str(saved / "S"), *flags], ranks=1)
+def load(saved: Path, name: str, *flags: str, **env: str) -> Result:
+    return run_job(saved, name, [*MODEL, "--load", str(saved / "S"), *flags], ranks=1, env=env)
 
 
 def test_a_head_is_dropped_with_a_line_to_finetune(saved: Path) -> None:
@@ -38,3 +39,26 @@ def test_a_head_is_refused_otherwise_with_the_flag_that_helps(
     assert refused.returncode != 0
     assert f"{HEAD}: in the checkpoint, not in the model" in refused.log
     assert "--dist-ckpt-strictness log_all loads what both have" in refused.log
+
+
+@pytest.mark.parametrize("frozen", ["layers.0", "word_embeddings"])
+def test_state_of_parameters_that_are_frozen_now_is_refused_with_the_flag_that_helps(
+    saved: Path, frozen: str
+) -> None:
+    """Layers share a key with others, an embedding has its own: the same act, the same answer."""
+    head = "--untie-embeddings-and-output-weights"
+    refused = load(saved, f"frozen-{frozen}", head, FREEZE=frozen)
+    assert refused.returncode != 0
+    assert re.search(r"  exp_avg/\S+( \(in part\))?: in the checkpoint, not in the mo", refused.log)
+    assert "--no-load-optim loads the weights alone" in refused.log
+    flags = [head, "--dist-ckpt-strictness", "log_all"]
+    log = succeeded(load(saved, f"lenient-{frozen}", *flags, FREEZE=frozen)).log
+    assert re.search(r"unexpected state is not read: exp_avg/", log)
+    succeeded(load(saved, f"weights-{frozen}", head, "--no-load-optim", FREEZE=frozen))
+
+
+def test_a_model_of_another_type_is_loaded_to_finetune(saved: Path) -> None:
+    flags = ["--untie-embeddings-and-output-weights", "--load", str(saved / "S"), "--finetune"]
+    model = [flag for flag in MODEL if flag != "--bf16"]
+    log = succeeded(run_job(saved, "fp32", [*model, *flags], ranks=1)).log
+    assert "weights of type BF16 become F32" in log

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 
 from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
 from megatron_flashckpt.load.plan import plan_load
@@ -16,6 +18,7 @@ from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from tests.support.worlds import run, source, whole
 
 BOX = whole("w", WEIGHT, "F32", (8,), (0,), (8,))
@@ -35,12 +38,16 @@ class _Request(LoadRequest):
         return set()
 
 
-def test_a_missing_master_is_made_from_the_part_of_the_weight_that_covers_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A weight whose parts interleave in memory has several pieces in one box."""
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
     monkeypatch.setattr(parallel, "model_sizes", lambda: (1, 1, 1))
+
+
+def test_a_missing_master_is_made_from_the_part_of_the_weight_that_covers_it(
+    one_rank: None,
+) -> None:
+    """A weight whose parts interleave in memory has several pieces in one box."""
     weights = [LocalPiece(run(BOX, low, low + 4), torch.arange(low, low + 4.0)) for low in (0, 4)]
     masters = [
         LocalPiece(run(MASTER_BOX, low, high), torch.full((high - low,), -1.0))
@@ -52,3 +59,40 @@ def test_a_missing_master_is_made_from_the_part_of_the_weight_that_covers_it(
     request = _Request(model_state, chunks=[], optimizer=None, strict=False, wanted=wanted)
     plan_load(request, job, [], {}).finish()
     assert [master.tensor.tolist() for master in masters] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=["to fp32", "to bf16", "to fp16"],
+)
+def test_weights_of_another_type_are_converted_to_finetune(
+    one_rank: None, caplog: pytest.LogCaptureFixture, stored: torch.dtype, own: torch.dtype
+) -> None:
+    """The layers of a key may differ in type."""
+    content = torch.tensor([1.0, -0.1, 3.14159, 1 + 2**-8, 0, 7, 8, 9]).to(stored)
+    layers = [
+        whole("w", WEIGHT, dtype_name(dtype), (2, 8), (n, 0), (1, 8))
+        for n, dtype in enumerate((stored, own))
+    ]
+    job = SavedJob("the checkpoint", [source(0, layers)], [Coordinates()])
+    wanted = tuple(
+        LocalPiece(msgspec.structs.replace(layer, dtype=dtype_name(own)), torch.empty(8, dtype=own))
+        for layer in layers
+    )
+    state = ModelState(Replicated())
+    request = _Request(state, chunks=[], optimizer=None, strict=True, wanted=wanted)
+    with pytest.raises(MissingStateError, match="in the model"):
+        plan_load(request, job, [], {})
+    plan = plan_load(dataclasses.replace(request, finetune=True), job, [], {})
+    for read in plan.reads.reads[0]:
+        of_layer = content.to(own) if read.wanted else content
+        part = read, 0, memoryview(of_layer.view(torch.uint8).numpy())
+        assert plan.targets.place(read, 0, read.nbytes) is None or read.wanted
+        plan.targets.put([part])
+    assert all(torch.equal(local.tensor, content.to(own)) for local in wanted)
+    assert f"weights of type {dtype_name(stored)} become {dtype_name(own)}" in caplog.text

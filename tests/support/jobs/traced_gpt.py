@@ -19,6 +19,7 @@ Environment:
                   at every save, and after a load trace how they differ from their masters
     DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart
     MTP           give the model multi-token prediction (`--mtp-num-layers`)
+    FREEZE        do not train parameters whose name has this text
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a dry run
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
@@ -74,6 +75,18 @@ def trace(**event: Any) -> None:
 def iteration() -> int:
     """Return the iteration that is being trained, counted from 1 as in Megatron's log."""
     return int(get_args().curr_iteration) + 1
+
+
+def freezing(model_provider: Any) -> Any:
+    """Return `model_provider`, whose models do not train the parameters that `FREEZE` names."""
+
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        model = model_provider(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = os.environ["FREEZE"] not in name
+        return model
+
+    return provide
 
 
 class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -465,7 +478,7 @@ if __name__ == "__main__":
         step = reference_model.loading_step(step, os.environ["REFERENCE"])
     training.pretrain(
         tiny.datasets_provider,
-        tiny.model_provider,
+        freezing(tiny.model_provider) if "FREEZE" in os.environ else tiny.model_provider,
         tiny.ModelType.encoder_or_decoder,
         measuring_step(step) if os.environ.get("MEASURE") else step,
         args_defaults={"tokenizer_type": "NullTokenizer"},
