@@ -44,10 +44,8 @@ State = Literal["training", "finishing"]
 
 #: Seconds between two renewals.
 INTERVAL_S = 2.0
-#: A run that misses this many renewals is gone.
-_PATIENCE = 6
-#: Objects with a longer interval are damaged.
-_LONGEST_S = 3600.0
+#: A run that nobody renews for so many seconds is gone, whatever its object says.
+_PATIENCE_S = 6 * INTERVAL_S
 _LOOK_S = 0.1
 _NBYTES = 2**16
 
@@ -68,12 +66,6 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     """Start time of that process; see `RankProcess`."""
     machine: str
     """Boot and pid namespace in which `pid` is valid; see `this_machine`."""
-    interval_s: float = INTERVAL_S
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds without a renewal after which the run is gone."""
-        return _PATIENCE * self.interval_s
 
     @property
     def is_of_dead_process(self) -> bool:
@@ -134,8 +126,6 @@ def decode(encoded: bytes, place: str) -> Alive:
         alive = _ALIVE.decode(encoded)
         if not run_number(alive.run) or not alive.host.isprintable():
             raise ValueError("its run or host is no name")
-        if not 0 < alive.interval_s < _LONGEST_S:
-            raise ValueError(f"a renewal every {alive.interval_s} s")
         time.localtime(alive.renewed_at)
         return alive
     except (ValueError, OverflowError, OSError, *UNDECODABLE) as error:
@@ -215,9 +205,9 @@ class _Observation:
             self.renews = self._last is not None
             self._last, self._silent_s = alive, 0.0
         else:
-            self._silent_s += min(now - self._read_at, alive.interval_s)
+            self._silent_s += min(now - self._read_at, INTERVAL_S)
         self._read_at = now
-        return alive if self._silent_s <= alive.patience_s else None
+        return alive if self._silent_s <= _PATIENCE_S else None
 
 
 def is_live(store: Store) -> Alive | None:

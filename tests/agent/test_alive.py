@@ -203,11 +203,19 @@ def test_a_run_that_begins_during_the_wait_is_awaited_too(clock: Clock) -> None:
         start(store)
 
 
+def test_no_object_can_lengthen_the_wait_for_a_run_that_nobody_renews(clock: Clock) -> None:
+    """Objects told the interval of their renewals before: a start waited for six of them."""
+    store = MemoryStore()
+    fields = msgspec.to_builtins(elsewhere()) | {"interval_s": 3000.0}
+    store.put(alive_file(RUN), msgspec.json.encode(fields))
+    start(store)
+    assert clock.slept == pytest.approx(12.0, abs=0.5)
+
+
 @pytest.mark.parametrize(
     "contents",
     [
         b"garbage",
-        msgspec.json.encode(elsewhere(interval_s=1e9)),
         msgspec.json.encode(elsewhere(run="no run")),
         msgspec.json.encode(elsewhere(host="\x1b[2J")),
         msgspec.json.encode(elsewhere()).replace(b"training", b"sleeping"),
