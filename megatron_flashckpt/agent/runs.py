@@ -188,8 +188,19 @@ def grant_wish(store: Store, run: RunObject, facts: Facts | None) -> None:
 def why_overtaken(store: Store, later: RunObject) -> str:
     """Return why the saves of a run do not count any more, with place and remedy."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(later.opened_at))
+    cure = "end one of the two jobs"
+    if _has_ended(store, later.name):
+        cure = "that run has ended since: start this job again, which continues its checkpoint"
     return (
         f"{store.place}: run {later.name} on {later.host or 'another host'} ({when}) has taken "
-        "over this save directory, so the saves of this run do not count any more; end one of the "
-        "two jobs, or save elsewhere"
+        f"over this save directory, so the saves of this run do not count any more; {cure}, or "
+        "save elsewhere"
     )
+
+
+def _has_ended(store: Store, run: str) -> bool:
+    """Return whether a run has removed its sign of life; a killed run leaves it."""
+    try:
+        return alive.read(store, run) is None
+    except StorageError:  # unknown, and only a text depends on it
+        return False

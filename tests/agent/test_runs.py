@@ -254,8 +254,16 @@ def test_a_start_is_granted_that_the_tracker_was_removed(loads: bool) -> None:
     assert granted.save_id.startswith("000001-")
 
 
-def test_the_message_of_an_overtaken_run_names_the_later_run_and_the_remedy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_message_of_an_overtaken_run_names_the_later_run_and_the_remedy(
+    tmp_path: Path, *, trains: bool
+) -> None:
     run = RunObject(name="000009-abcd", host="node7", opened_at=0.0)
-    message = runs.why_overtaken(MemoryStore(str(tmp_path)), run)
-    for words in (str(tmp_path), "000009-abcd", "node7", "end one of the two jobs"):
+    store = MemoryStore(str(tmp_path))
+    if trains:
+        alive.put(store, alive.sign_of_life(run.name, "training", 1))
+    message = runs.why_overtaken(store, run)
+    for words in (str(tmp_path), "000009-abcd", "node7", "or save elsewhere"):
         assert words in message
+    assert ("end one of the two jobs" in message) is trains
+    assert ("has ended since: start this job again" in message) is not trains
