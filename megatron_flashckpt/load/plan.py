@@ -142,7 +142,8 @@ class _RankPlanner:
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
         has_same_tensor_ranks = job.model_sizes[0] == parallel.model_sizes()[0]
         self._copies = job.copies if has_same_tensor_ranks else {}
-        optimizer_kinds = job.optimizer_kinds if request.optimizer else set()
+        self._weights_alone = request.optimizer is None
+        optimizer_kinds = set() if self._weights_alone else job.optimizer_kinds
         self._kinds = {WEIGHT, BUFFER} | optimizer_kinds
 
     def plan(
@@ -224,7 +225,7 @@ class _RankPlanner:
 
     def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
         """Return the stored pieces that fill `wanted`."""
-        if not (self._job.derived_keys or self._copies or self._request.finetune):
+        if not (self._job.derived_keys or self._copies or self._weights_alone):
             return [local.piece for local in wanted]
         return [self._one_as_stored(local) for local in wanted]
 
@@ -232,14 +233,14 @@ class _RankPlanner:
         """Return the stored piece that fills `local`.
 
         If a weight is not stored, return the master from which the weight is derived. Of a weight
-        that is stored in another type of floats, a job that finetunes reads that type. If this
+        that is stored in another type of floats, a load of weights alone reads that type. If this
         rank's own copy is stored, return that copy.
         """
         piece, job = local.piece, self._job
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
         if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
-        elif self._request.finetune and piece.kind == WEIGHT:
+        elif self._weights_alone and piece.kind == WEIGHT:
             stored = job.type_of_weight(piece)
             if is_converted(stored, local.source):
                 piece = msgspec.structs.replace(piece, dtype=stored)

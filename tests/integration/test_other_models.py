@@ -57,8 +57,9 @@ def test_state_of_parameters_that_are_frozen_now_is_refused_with_the_flag_that_h
     succeeded(load(saved, f"weights-{frozen}", head, "--no-load-optim", FREEZE=frozen))
 
 
-def test_a_model_of_another_type_is_loaded_to_finetune(saved: Path) -> None:
-    flags = ["--untie-embeddings-and-output-weights", "--load", str(saved / "S"), "--finetune"]
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_weights_alone_are_loaded_into_a_model_of_another_type(saved: Path, flag: str) -> None:
+    flags = ["--untie-embeddings-and-output-weights", "--load", str(saved / "S"), flag]
     model = [flag for flag in MODEL if flag != "--bf16"]
-    log = succeeded(run_job(saved, "fp32", [*model, *flags], ranks=1)).log
+    log = succeeded(run_job(saved, f"fp32{flag}", [*model, *flags], ranks=1)).log
     assert "weights of type BF16 become F32" in log

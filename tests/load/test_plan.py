@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import MissingStateError
@@ -70,7 +71,7 @@ def test_a_missing_master_is_made_from_the_part_of_the_weight_that_covers_it(
     ],
     ids=["to fp32", "to bf16", "to fp16"],
 )
-def test_weights_of_another_type_are_converted_to_finetune(
+def test_weights_of_another_type_are_converted_if_no_optimizer_is_loaded(
     one_rank: None, caplog: pytest.LogCaptureFixture, stored: torch.dtype, own: torch.dtype
 ) -> None:
     """The layers of a key may differ in type."""
@@ -85,10 +86,11 @@ def test_weights_of_another_type_are_converted_to_finetune(
         for layer in layers
     )
     state = ModelState(Replicated())
-    request = _Request(state, chunks=[], optimizer=None, strict=True, wanted=wanted)
+    optimizer = ChainedOptimizer([])
+    request = _Request(state, chunks=[], optimizer=optimizer, strict=True, wanted=wanted)
     with pytest.raises(MissingStateError, match="in the model"):
         plan_load(request, job, [], {})
-    plan = plan_load(dataclasses.replace(request, finetune=True), job, [], {})
+    plan = plan_load(dataclasses.replace(request, optimizer=None), job, [], {})
     for read in plan.reads.reads[0]:
         of_layer = content.to(own) if read.wanted else content
         part = read, 0, memoryview(of_layer.view(torch.uint8).numpy())
