@@ -7,6 +7,7 @@ have left checkpoints.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from megatron_flashckpt.file_format.file_names import (
     parse_run_file,
     run_file,
     run_number,
+    run_of,
 )
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_facts
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run
@@ -233,6 +235,24 @@ def later_run(store: Store, number: int) -> RunObject | None:
         if (run := _read_objects(store, [other])[other]) is not None:
             return run
     return None
+
+
+def check_run_is_known(store: Store, save_id: str) -> None:
+    """Check that the directory is the one of a save's run, so that a missing name is missing there.
+
+    A mount point without its mount has no name of any save. The directory that has the object of a
+    run is that of the run. A save of a run that was never opened passes.
+
+    Raises:
+        StorageError: another directory is in its place, perhaps for a moment.
+    """
+    number = run_number(run_of(save_id))
+    if number and store.stat(run_file(number)) is None:
+        raise StorageError(
+            errno.ENOTCONN,
+            f"{store.place}: is away, or another directory is in its place, because it lacks "
+            f"{run_file(number)}: check this node's mount",
+        )
 
 
 def _objects_of(

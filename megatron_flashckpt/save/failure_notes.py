@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 
+from megatron_flashckpt.catalog.directory import check_run_is_known
 from megatron_flashckpt.errors import AlreadyExistsError
 from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
@@ -56,9 +57,11 @@ class FailureNotes:
                 logger.exception("rank %d: other nodes do not learn of this failure", self._rank)
 
     def _create_end(self, iteration: int, save_id: str, reason: str) -> None:
-        store = RetryingStore(open_store(self._root))
+        directory = open_store(self._root)
+        store = RetryingStore(directory)
         # Final: another attempt would lack this rank's part, too.
         failure = Failure(failed=f"rank {self._rank}: {reason}", is_final=True)
         name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
+        store.with_retries(lambda: check_run_is_known(directory, save_id))
         with contextlib.suppress(AlreadyExistsError):  # the save has ended without this rank
             store.create(name, encode_failure(failure))

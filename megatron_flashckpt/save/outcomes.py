@@ -19,6 +19,7 @@ import msgspec
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.directory import check_run_is_known
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
@@ -365,6 +366,7 @@ class PendingSaves:
             for past in history.read(store):
                 if past.save_id == save_id:
                     return msgspec.structs.replace(outcome, error=past.error)
+            check_run_is_known(store, save_id)
             return None
         except FlashCkptError as error:
             if may_pass(error):

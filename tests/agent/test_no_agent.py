@@ -5,8 +5,10 @@ Ranks with an agent are FakeTrainers. The rank without one has the objects of a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +16,12 @@ import pytest
 
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, outcomes
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.tracing import Recorder
@@ -29,6 +33,12 @@ END = f"{file_names.iteration_dir(5)}/{{}}.end"
 SOON_S = 15.0
 
 
+def open_run_of(root: Path, save_id: str) -> None:
+    run = file_names.run_of(save_id)
+    encoded = encode_run(RunObject(name=run))
+    PosixStore(root).put(file_names.run_file(file_names.run_number(run)), encoded)
+
+
 class Rank:
     """A rank of two, with its link to the agent of `node` and its saves, but without a model."""
 
@@ -36,6 +46,7 @@ class Rank:
         self.node, self.root, self.rank = node, root, rank
         self.link = NodeLink(str(root), rank, node.config())
         self.saves = PendingSaves(str(root), rank, self.link)
+        open_run_of(root, new_save_id())
 
     def stage(self, iteration: int, save_id: str) -> Slot:
         """Begin a save and stage its slot, without a message to the agent."""
@@ -102,6 +113,29 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
 
 
+@contextlib.contextmanager
+def bare_mount_point(root: Path) -> Iterator[None]:
+    """Let `root` be an empty directory in the context, as if its file system was not mounted."""
+    root.rename(root.with_name("away"))
+    root.mkdir()
+    yield
+    root.rmdir()
+    root.with_name("away").rename(root)
+
+
+def test_a_part_is_called_off_only_in_the_directory_of_its_run(root: Path) -> None:
+    save_id = new_save_id()
+    open_run_of(root, save_id)
+    notes = FailureNotes(str(root), 1)
+    with bare_mount_point(root):
+        notes.add(1, save_id, "no memory")
+        time.sleep(0.3)
+        assert list(root.iterdir()) == []
+    end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
+    eventually("the end of the save", end.exists)
+    notes.close()
+
+
 @pytest.fixture
 def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, str]]:
     """A rank whose agent has committed its save of iteration 5 and died, and the id of the save."""
@@ -140,6 +174,18 @@ def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
     assert (outcome.save_id, outcome.error) == (save_id, None)
     assert storage.errors == 0
     assert not rank.saves
+
+
+def test_nothing_is_known_of_a_save_while_its_file_system_is_not_mounted(
+    orphan: tuple[Rank, str], root: Path
+) -> None:
+    rank, save_id = orphan
+    with bare_mount_point(root):
+        for _ in range(20):
+            assert rank.saves.poll() == []
+            time.sleep(0.02)
+    (outcome,) = eventually("a result of the save", rank.saves.poll)
+    assert (outcome.save_id, outcome.error) == (save_id, None)
 
 
 def test_an_end_that_stays_unreadable_ends_the_wait(
