@@ -82,12 +82,14 @@ def open_run(
 ) -> RunObject:
     """Create the object of `run` under a number of its own; return it with its name.
 
-    The number is higher than that of every run that has left a name in the directory, and of every
-    save in memory. The number of requests does not depend on the number of earlier runs.
+    The number is higher than that of every run that has left a name in the directory, of every save
+    in memory, and of every earlier run of this job's processes. The number of requests does not
+    depend on the number of earlier runs.
 
     Args:
         agent_pid: agent of rank 0, which will renew the sign of life; 0: there is none.
-        held: the highest number of a run whose saves the agents hold.
+        held: the highest number of a run that this job's processes have opened, or whose saves the
+            agents hold.
 
     Raises:
         OtherWriterError: another run trains there; nothing was left behind.

@@ -13,6 +13,7 @@ from megatron_flashckpt.catalog.lineage import Facts, Save
 from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError
+from megatron_flashckpt.file_format.file_names import run_number
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.run import Run, opened_once
@@ -97,7 +98,7 @@ class RunOpener:
             OtherWriterError: another run has begun to train there meanwhile; nothing was changed.
             StorageError: the directory cannot be written.
         """
-        held = reduce_int(self._newest_held(), "max")
+        held = reduce_int(self._newest_known(), "max")
         self._begin(run_on_rank_0(lambda: self._opened(save, ancestors, source, held, facts)))
 
     def ensure(self) -> None:
@@ -110,7 +111,7 @@ class RunOpener:
         """Open a run as `ensure` does, but without a collective: the ranks may not have met."""
         if self.run.object is None:
             # First, because local rank 0, which starts the agent, may wait below for this rank.
-            held = self._newest_held()
+            held = self._newest_known()
             self._begin(
                 opened_once(
                     self._root,
@@ -120,13 +121,17 @@ class RunOpener:
             )
         self._tell_agent()
 
-    def _newest_held(self) -> int:
-        """Return the highest number of a run of which this node's agent knows saves; 0: none."""
+    def _newest_known(self) -> int:
+        """Return the highest number of a run that this process or its agent knows; 0: none.
+
+        The agent reports its number when this process connects.
+        """
+        own = 0 if self.run.name is None else run_number(self.run.name)
         try:
             facts = self._link.client().facts
         except AgentError:  # a save will connect to an agent, or report that there is none
-            return 0
-        return 0 if facts is None else facts.run_number
+            return own
+        return own if facts is None else max(own, facts.run_number)
 
     def _opened(
         self,

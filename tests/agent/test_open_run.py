@@ -7,11 +7,24 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.catalog.lineage import Save, descent
-from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.file_names import OWN, run_number, save_name
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.run_opener import RunOpener
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually
+from tests.support.trainer import FakeTrainer, eventually, remove_tree
+
+
+def test_a_process_gives_no_number_to_two_runs(node: Node, root: Path) -> None:
+    """`flashckpt/` was removed between two loads of one process, before the first save."""
+    link = NodeLink(str(root), 0, node.config())
+    opener = RunOpener(str(root), 0, 1, link, node.config())
+    for number in (1, 2, 3):
+        opener.open(None, (), "scratch")
+        assert run_number(opener.run.name or "") == number
+        remove_tree(root / OWN)
+    link.close(leave=True)
 
 
 def held(trainer: FakeTrainer) -> list[int]:
