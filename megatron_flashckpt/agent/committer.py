@@ -23,7 +23,7 @@ from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.lineage import History
-from megatron_flashckpt.error_classes import may_pass, will_last
+from megatron_flashckpt.error_classes import will_last
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
@@ -244,7 +244,7 @@ class Committer:
             logger.warning("iteration %d: trying again: %s", save.iteration, error)
             return core.Unseen(str(error))
         except (FlashCkptError, OSError) as error:
-            passes = may_pass(error) and not isinstance(error, CorruptCheckpointError)
+            passes = self._node.may_pass(error) and not isinstance(error, CorruptCheckpointError)
             if passes:
                 logger.warning("iteration %d: trying again: %s", save.iteration, error)
             return core.Trouble(str(error), passes, will_last(error))

@@ -26,7 +26,7 @@ from megatron_flashckpt.agent.shard_writer import (
 from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
-from megatron_flashckpt.error_classes import may_pass, will_last
+from megatron_flashckpt.error_classes import will_last
 from megatron_flashckpt.errors import (
     AgentError,
     CorruptCheckpointError,
@@ -262,7 +262,7 @@ class Saves:
             try:
                 return step()
             except OSError as error:
-                if not may_pass(error) or self._committer.is_over(save):
+                if not self._node.may_pass(error) or self._committer.is_over(save):
                     raise
                 logger.warning("rank %d: writing again in %.1f s: %s", number, pause_s, error)
             time.sleep(pause_s)

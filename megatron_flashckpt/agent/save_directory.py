@@ -81,6 +81,14 @@ def _shown(status: os.stat_result) -> str:
     return f"device {device}, inode {status.st_ino}"
 
 
+def _has_no_name(fd: int) -> bool:
+    """Return whether the open directory was removed."""
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError:  # a storage error, which may pass
+        return False
+
+
 class HeldDirectory:
     """The save directory of an agent, held open.
 
@@ -107,6 +115,7 @@ class HeldDirectory:
         self._asked = threading.Event()
         self._closing = False
         self._gone_since: float | None = None
+        self._is_removed = False
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
     def gone_s(self) -> float:
@@ -118,6 +127,15 @@ class HeldDirectory:
         self._asked.set()
         since = self._gone_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def is_removed(self) -> bool:
+        """Return whether the directory has no name left, so that it cannot come back.
+
+        A directory that is renamed or unmounted keeps its names. Starts another check without
+        waiting for storage.
+        """
+        self._asked.set()
+        return self._is_removed
 
     def close(self) -> None:
         """Let the thread close the directory, without waiting for storage."""
@@ -131,12 +149,16 @@ class HeldDirectory:
             try:
                 while not self._closing:
                     self._asked.wait()
-                    if not self._is_elsewhere():
+                    self._asked.clear()
+                    is_elsewhere = self._is_elsewhere()
+                    self._is_removed = is_elsewhere and _has_no_name(fd)
+                    if not is_elsewhere:
                         self._gone_since = None
                     elif (opened := self._returned()) is not None:
                         os.close(fd)
                         fd = opened
                         self.identity, self._gone_since = _shown(os.fstat(fd)), None
+                        self._is_removed = False
                         self.key = key_of(self._root, self.identity)
                         logger.info("%s is back (%s)", self._root, self.identity)
                     elif self._gone_since is None:
@@ -146,7 +168,6 @@ class HeldDirectory:
                             self._root,
                         )
                     time.sleep(_LOOK_S)
-                    self._asked.clear()
             finally:
                 os.close(fd)
 

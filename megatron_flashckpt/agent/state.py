@@ -21,6 +21,7 @@ from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.catalog.lineage import History, sort_key
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.file_format.file_names import run_file, run_number, run_of
 from megatron_flashckpt.file_format.run_object import RunObject, decode_run
 from megatron_flashckpt.storage.direct_io import DirectIo
@@ -135,6 +136,10 @@ class Node:
             self._opened_at = time.monotonic()
         self.leads = self.leads or (number == 0 and run == self.run)
         return is_new
+
+    def may_pass(self, error: BaseException) -> bool:
+        """Return whether a retry in the save directory may succeed: not if that was removed."""
+        return may_pass(error) and not self.held.is_removed()
 
     def trained_s(self, run: str) -> float | None:
         """Return for how many seconds a run has trained; None: it is not the newest one here.

@@ -7,11 +7,13 @@ import errno
 import os
 import resource
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent import commit_core
 from megatron_flashckpt.agent import process as process_module
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError
@@ -22,11 +24,29 @@ from tests.support.agents import agent_here
 from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_directory_that_is_removed_during_a_write_is_named_and_not_made_again(
+def test_a_save_is_not_lost_because_its_directory_is_away_for_a_moment(
     node: Node, root: Path
 ) -> None:
-    """A save into a mount point without its mount would count as a checkpoint."""
+    trainer, save_id = node.trainer(root), new_save_id()
+    away = root.with_name("away")
+    with blocked_shard(root, 1, 0, save_id) as unblock:
+        trainer.stage(1, save_id)
+        eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
+        root.rename(away)
+        unblock()
+    time.sleep(2.2)  # the agent looks at the path every 2 s
+    away.rename(root)
+    assert trainer.outcome().error is None
+
+
+def test_a_directory_that_is_removed_during_a_write_is_named_and_not_made_again(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the directory was only away, the error would come after 50 s.
+
+    A save into a mount point without its mount would count as a checkpoint.
+    """
+    monkeypatch.setattr(commit_core, "_LASTING_S", 0.5)
     with agent_here(node, root):
         trainer, save_id = node.trainer(root), new_save_id()
         with blocked_shard(root, 1, 0, save_id) as unblock:
