@@ -230,7 +230,7 @@ class Janitor:
         walk = _Pass(store, History(run.name, run.ancestors), None)
         with self._errors_logged("obsolete files"):
             self._end_and_clear(walk)
-            self._remove_signs(walk)
+            self._clear_own_directory(walk)
 
     def tidy(self, save: CommittedSave) -> None:
         """Remove unfinished saves that the commit of `save` has passed, and expired checkpoints."""
@@ -243,20 +243,23 @@ class Janitor:
             self._retire(walk, self._expired(save))
             hit("commit.done")
 
-    def _remove_signs(self, walk: _Pass) -> None:
-        """Remove the signs of life of overtaken runs, at which nobody looks any more.
+    def _clear_own_directory(self, walk: _Pass) -> None:
+        """Remove what overtaken runs have left in `flashckpt/`: signs of life, unfinished files.
 
-        An overtaken agent may put its own again until it ends.
+        An overtaken agent may put its sign again until it ends, and a write whose unfinished file
+        is gone begins again.
         """
-        alive = (entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False))
-        stale = [
-            file_names.alive_file(name)
-            for name in alive
-            if 0 < file_names.run_number(name) < walk.number
-        ]
-        if stale:
-            walk.look()
-            walk.store.delete(stale)
+
+        def is_overtaken(name: str) -> bool:
+            number = file_names.parse_run_file(name) or file_names.run_number(name)
+            return 0 < number < walk.number
+
+        walk.look()
+        alive = [entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False)]
+        walk.store.delete(map(file_names.alive_file, filter(is_overtaken, alive)))
+        walk.store.discard_unfinished(file_names.OWN, lambda name: True)
+        for directory in (file_names.ALIVE, file_names.RUNS):
+            walk.store.discard_unfinished(directory, is_overtaken)
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
         """Return what `tidy` would remove, with its files. Changes nothing; `prune` calls this."""

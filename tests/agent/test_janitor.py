@@ -35,6 +35,7 @@ from megatron_flashckpt.file_format.end import (
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
     RUNS,
+    TRACKED,
     TRACKER,
     alive_file,
     common_name,
@@ -51,6 +52,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.posix_files import parse_temporary_name, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
 
@@ -599,6 +601,20 @@ def test_a_start_removes_signs_of_life_of_former_runs(store: Store, clock: Clock
         store.put(alive_file(run(number)), b"{}")
     Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
     assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
+
+
+def test_a_start_removes_what_killed_writers_left_of_our_own_files(
+    clock: Clock, tmp_path: Path
+) -> None:
+    store = PosixStore(tmp_path)
+    for name in (TRACKED, *map(alive_file, map(run, (1, 2))), *map(run_file, (1, 2))):
+        store.put(name, b"{}")
+        whole = tmp_path / name
+        whole.with_name(temporary_name(whole.name)).write_bytes(b"{")
+    Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
+    left = {parse_temporary_name(path.name) for path in tmp_path.rglob(".*")}
+    assert left == {run(2), "000002.json"}, "the run of this start may write them"
+    assert store.stat(TRACKED) is not None
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -351,3 +351,25 @@ def test_what_killed_processes_left_unfinished_goes_by_its_final_name(tmp_path: 
     assert left == ["alive"]
     assert store.get("a/whole") == b"1"
     store.discard_unfinished("missing", lambda name: True)
+
+
+@pytest.mark.parametrize("write", [PosixStore.put, PosixStore.create])
+def test_a_write_whose_unfinished_file_is_removed_begins_again(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_links: bool,
+    write: Callable[[PosixStore, str, bytes], None],
+) -> None:
+    removed: list[int] = []
+    fsync = os.fsync
+
+    def remove_once(fd: int) -> None:
+        fsync(fd)
+        if not removed and ".tmp" in os.readlink(f"/proc/self/fd/{fd}"):
+            removed.append(fd)
+            PosixStore(root).discard_unfinished("d", lambda name: True)
+
+    monkeypatch.setattr(os, "fsync", remove_once)
+    write(PosixStore(root), "d/end", b"whole")
+    assert removed
+    assert PosixStore(root).get("d/end") == b"whole"
