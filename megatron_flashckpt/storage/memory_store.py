@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -52,7 +51,6 @@ class MemoryStore:
         """Contents by name; may be changed while `lock` is held."""
         self.lock = threading.RLock()
         self._place = place
-        self._identity = secrets.token_hex(8)
 
     @property
     def place(self) -> str:
@@ -142,6 +140,3 @@ class MemoryStore:
 
     def make_durable(self, name: str) -> None:
         check_name(name, self._place)
-
-    def identity(self) -> str | None:
-        return self._identity

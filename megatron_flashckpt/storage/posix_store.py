@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -34,8 +33,6 @@ from megatron_flashckpt.storage.store import Entry, Kind, check_name, parent_of
 
 _T = TypeVar("_T")
 
-#: Object that tells a directory from one that gets its inode number after it was removed.
-STORE_ID = "flashckpt/store-id"
 #: Times that a directory is made for one write, while other processes remove it as empty.
 _ATTEMPTS = 20
 #: Suffix of the directory that decides a name where a file system has no hard links.
@@ -59,8 +56,6 @@ class PosixStore:
         self._has_links: bool | None = None
         #: Inode number of the root, from the first time that this store has seen it.
         self._inode: int | None = None
-        #: Contents of `STORE_ID`, once known.
-        self._id: str | None = None
 
     @property
     def place(self) -> str:
@@ -118,36 +113,6 @@ class PosixStore:
                 return _fresh(path, lambda fd: {name for name in names if is_in(fd, name)})
             except FileNotFoundError:
                 return set()
-
-    def identity(self) -> str | None:
-        """Return the identity of the directory at the root; None if it is missing or a bare mount.
-
-        It consists of the inode number of the root and of the contents of `STORE_ID`, which the
-        first caller creates.
-
-        - Another mount of the same file system may have another device number, so that is left out.
-        - A copy (`cp -a`, `rsync`) has the object, too, but another inode number.
-        - A directory that is made again may get the inode number, but has another object.
-        - A mount point without its mount has another inode number and no object. None is created
-          there, because the store has seen another directory.
-        - If a person removes `flashckpt/`, a store that knows the object creates it again.
-
-        A file system without lasting inode numbers (some of FUSE) shows another directory after it
-        was mounted again. A restored image of a whole disk cannot be told from the original.
-        """
-        inode = self._look_at_root()
-        if inode is None:
-            return None
-        mark = self._stored_id()
-        if self._inode not in (None, inode):
-            return None if mark is None else f"{mark}-{inode}"
-        self._inode = inode
-        if mark is None:
-            with contextlib.suppress(AlreadyExistsError):
-                self.create(STORE_ID, f"{self._id or secrets.token_hex(8)}\n".encode())
-            mark = self.get(STORE_ID).decode(errors="replace").strip()
-        self._id = mark
-        return f"{mark}-{inode}"
 
     # ------------------------------------------------------------------ writes
 
@@ -315,12 +280,6 @@ class PosixStore:
                 return os.stat(f"{self._root}/.").st_ino  # "/.": mounts it, if that is automatic
             except FileNotFoundError:
                 return None
-
-    def _stored_id(self) -> str | None:
-        try:
-            return self.get(STORE_ID, 0, 64).decode(errors="replace").strip()
-        except FileNotFoundError:
-            return None
 
     def _removed_empty(self, path: Path) -> bool:
         """Remove a directory that has at most temporary names; return whether it is gone."""

@@ -163,9 +163,6 @@ class RetryingStore:
     def make_durable(self, name: str) -> None:
         self.with_retries(lambda: self._store.make_durable(name))
 
-    def identity(self) -> str | None:
-        return self.with_retries(self._store.identity)
-
     def with_retries(
         self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
     ) -> _T:

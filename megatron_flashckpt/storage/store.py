@@ -132,13 +132,6 @@ class Store(Protocol):
         died between creating the name and making it durable.
         """
 
-    def identity(self) -> str | None:
-        """Return a string that differs for every other directory or bucket; None while it is away.
-
-        On one node a directory keeps its identity, also if it was mounted again. A copy has another
-        one. See `PosixStore.identity` for what it consists of.
-        """
-
 
 def read_whole(store: Store, name: str, limit: int) -> bytes:
     """Return the contents of an object that never has more than `limit` bytes.

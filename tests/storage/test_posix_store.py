@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import megatron_flashckpt
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage import posix_store
 from megatron_flashckpt.storage.posix_files import temporary_name
-from megatron_flashckpt.storage.posix_store import STORE_ID, PosixStore
+from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry
 
 HOME = Path(megatron_flashckpt.__file__).parents[1]
@@ -268,15 +267,14 @@ def test_no_failed_operation_leaves_a_descriptor_open(
     assert [entry.name for entry in store.list("d")] == ["end", "sub"]
 
 
-# ---------------------------------------------------------------------- identity
+# ---------------------------------------------------------------------- the root
 
 
 def test_only_the_first_write_makes_the_root(store: PosixStore, root: Path) -> None:
     assert store.list("") == []
-    assert store.identity() is None
     assert not root.exists()
     store.create("d/end", b"x")
-    assert store.identity() == PosixStore(root).identity() is not None
+    assert root.is_dir()
 
 
 @pytest.mark.parametrize("write", ["put", "create", "writer", "delete"])
@@ -288,12 +286,10 @@ def test_a_root_that_is_away_is_not_made_again(store: PosixStore, root: Path, wr
         "delete": lambda: store.delete(["d/end"]),
     }
     store.create("d/end", b"x")
-    identity = store.identity()
     away = root.rename(root.with_name("away"))
     for is_mount_point in (False, True):
         if is_mount_point:
             root.mkdir()
-        assert store.identity() is None
         with pytest.raises(StorageError, match="is away") as caught:
             writes[write]()
         assert caught.value.errno == errno.ENOTCONN
@@ -301,26 +297,12 @@ def test_a_root_that_is_away_is_not_made_again(store: PosixStore, root: Path, wr
     root.rmdir()
     away.rename(root)
     writes[write]()
-    assert store.identity() == identity
 
 
-def test_a_copy_or_a_new_directory_is_another_one(store: PosixStore, root: Path) -> None:
-    store.create("d/end", b"x")
-    identity = store.identity()
-    copy = root.with_name("copy")
-    subprocess.run(["cp", "-a", str(root), str(copy)], check=True)
-    assert (copy / STORE_ID).read_bytes() == (root / STORE_ID).read_bytes()
-    assert PosixStore(copy).identity() != identity
-    shutil.rmtree(root)
-    PosixStore(root).create("d/end", b"x")
-    assert PosixStore(root).identity() != identity, "even if it has the same inode number"
-
-
-def test_a_directory_that_is_mounted_again_keeps_its_identity(
+def test_a_directory_that_is_mounted_again_is_the_same(
     store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.create("d/end", b"x")
-    identity = store.identity()
     look = os.stat
 
     def stat(*args: object, **named: object) -> os.stat_result:
@@ -329,16 +311,7 @@ def test_a_directory_that_is_mounted_again_keeps_its_identity(
         return os.stat_result(found)
 
     monkeypatch.setattr(os, "stat", stat)
-    assert store.identity() == PosixStore(root).identity() == identity
     store.create("d/other", b"x")
-
-
-def test_the_identity_outlives_a_removed_flashckpt_directory(store: PosixStore, root: Path) -> None:
-    store.create("d/end", b"x")
-    identity = store.identity()
-    shutil.rmtree(root / "flashckpt")
-    assert store.identity() == identity
-    assert PosixStore(root).identity() == identity
 
 
 def test_what_killed_processes_left_unfinished_goes_by_its_final_name(tmp_path: Path) -> None:

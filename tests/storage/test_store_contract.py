@@ -501,15 +501,6 @@ def test_odd_names_are_allowed(backend, name):
     assert backend.contents() == {}
 
 
-def test_the_identity_stays_while_the_contents_change(backend):
-    backend.store.create("d/end", b"x")
-    identity = backend.store.identity()
-    assert identity
-    backend.store.delete(["d/end"])
-    backend.store.put("tracker", b"1")
-    assert backend.store.identity() == identity
-
-
 # ---------------------------------------------------------------------- probe
 
 
