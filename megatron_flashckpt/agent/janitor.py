@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+from megatron_flashckpt.agent.proposals import create_end
 from megatron_flashckpt.catalog.directory import run_numbers
 from megatron_flashckpt.catalog.iteration_files import (
     IterationFiles,
@@ -40,11 +41,10 @@ from megatron_flashckpt.catalog.retention import (
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.error_classes import class_of, may_pass
-from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, for_listing
+from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import (
-    HEAD_NBYTES,
     End,
     Failure,
     encode_failure,
@@ -539,10 +539,8 @@ class Janitor:
 
 def _ended(store: Store, iteration: int, save_id: str, failure: Failure) -> End:
     """Create the failed end of a save unless it has an end; return what its end says."""
-    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(name, encode_failure(failure))
-    return kind_of(store.get(name, 0, HEAD_NBYTES))
+    head, _ = create_end(store, iteration, save_id, encode_failure(failure))
+    return kind_of(head)
 
 
 def remove_own(store: Store, iteration: int, save_id: str, ranks: Collection[int]) -> None:

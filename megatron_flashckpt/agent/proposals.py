@@ -6,6 +6,7 @@ create that raised may have taken effect; the next attempt finds its own bytes, 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -40,20 +41,6 @@ class MissingShardsError(CorruptCheckpointError):
     """Shards have records, but their files are not visible."""
 
 
-def create_once(store: Store, name: str, data: bytes) -> tuple[bytes, bool]:
-    """Create `name`, unless it exists.
-
-    Returns:
-        Its contents, and whether this call has made them durable. Contents that were there may be
-        those of an earlier attempt of this agent.
-    """
-    try:
-        store.create(name, data)
-    except AlreadyExistsError:
-        return store.get(name), False
-    return data, True
-
-
 # ---------------------------------------------------------------------- records
 
 
@@ -68,8 +55,8 @@ def create_records(store: Store, records: Sequence[CommitRecord]) -> None:
         own = [by_rank[rank] for rank in ranks]
         directory = file_names.iteration_dir(own[0].iteration)
         name = f"{directory}/{file_names.record_name(ranks, own[0].save_id)}"
-        with phase("commit record"):
-            create_once(store, name, encode_records(own))
+        with phase("commit record"), contextlib.suppress(AlreadyExistsError):
+            store.create(name, encode_records(own))
         hit("persist.record")
 
 
@@ -205,11 +192,24 @@ def _ended(head: bytes, *, is_durable: bool) -> Ended:
     return Ended(End.FAILED, failure, is_durable)
 
 
+def create_end(store: Store, iteration: int, save_id: str, end: bytes) -> tuple[bytes, bool]:
+    """Create the end of a save, unless it has one, perhaps of an earlier attempt of this agent.
+
+    Returns:
+        The head of the end that the save has, and whether this call has made its name durable.
+    """
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
+    try:
+        store.create(name, end)
+    except AlreadyExistsError:
+        return store.get(name, 0, ends.FAILED_NBYTES), False
+    return end, True
+
+
 def propose_failure(store: Store, iteration: int, save_id: str, failure: Failure) -> Ended:
     """Propose that a save failed; return the end that it has."""
-    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
-    found, is_durable = create_once(store, name, ends.encode_failure(failure))
-    return _ended(found, is_durable=is_durable)
+    head, is_durable = create_end(store, iteration, save_id, ends.encode_failure(failure))
+    return _ended(head, is_durable=is_durable)
 
 
 def propose_manifest(
@@ -250,12 +250,13 @@ def propose_manifest(
     with phase("check shards"):
         check_shards(store, iteration, records)
     with phase("manifest"):
-        create_once(store, f"{directory}/{file_names.common_name(save_id)}", meta.common)
+        with contextlib.suppress(AlreadyExistsError):
+            store.create(f"{directory}/{file_names.common_name(save_id)}", meta.common)
         hit("commit.common")
-        end = f"{directory}/{file_names.end_name(save_id)}"
-        found, is_durable = create_once(store, end, manifest.encode_manifest(merged))
+        encoded = manifest.encode_manifest(merged)
+        head, is_durable = create_end(store, iteration, save_id, encoded)
     hit("commit.end")
-    return _ended(found, is_durable=is_durable), merged
+    return _ended(head, is_durable=is_durable), merged
 
 
 def _listed(items: Sequence[tuple[int, str, int, str]]) -> str:
