@@ -3,13 +3,14 @@
 The agent's code commits the records that a job of this size would write. It lists the directory,
 reads, merges and checks the records, creates the manifest, and moves the tracker. Then it deletes
 the records. Shards are empty files of the right size, because the commit does not open them. A
-waiting node asks for the end of the save, as its agent does.
+waiting node asks for the end of the save as often as its agent does while the commit lasts.
 """
 
 from __future__ import annotations
 
 import argparse
 import builtins
+import math
 import shutil
 import time
 from collections import Counter
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from benchmarks.peak_memory import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
+from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.proposals import look, propose_manifest
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
@@ -30,13 +33,11 @@ from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix_store import PosixStore
-from megatron_flashckpt.storage.store import Entry
+from megatron_flashckpt.storage.store import Entry, Store
 
 ITERATION = 1000
 #: Tensor and pipeline parallel sizes, which stay the same; the number of replicas grows.
 TP, PP = 8, 8
-#: Polls of a waiting node before the commit, as in its first second.
-_LOOKS = 5
 #: Ranks of a node, which share a record file. 1: a record file for each rank.
 _PER_NODE = (1, 8)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=64)
@@ -148,17 +149,37 @@ class Commit(NamedTuple):
     requests: str
     """Requests of the committing node."""
     waiting_requests: str
-    """Requests of a waiting node, in `_LOOKS` polls before the commit and one after it."""
+    """Requests of a waiting node, from the last record until it has read the end."""
     waiting_nbytes: int
     """Bytes read by that node."""
 
 
-def committed(root: Path, meta: SlotMeta) -> Commit:
+def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
+    """Ask for the end of the committed save, as a node does that has waited for `seconds`."""
+    now = 0.0
+    machine = CommitCore(store.place, world_size, now, math.inf, store.pace)
+    for rank in range(world_size - per_node, world_size):
+        machine.note(now, core.Joined(rank))
+        machine.note(now, core.Durable(rank, is_recorded=True))
+    while now < seconds:
+        match machine.next(now):
+            case core.Wait(until):
+                now = until
+            case core.Look():
+                # As for a save that is not committed yet.
+                assert look(store, ITERATION, file_names.next_attempt(SAVE_ID)) is None
+                machine.note(now, core.Looked())
+            case action:
+                raise AssertionError(action)
+    ended = look(store, ITERATION, SAVE_ID)
+    assert ended is not None
+    assert ended.end is End.COMMITTED
+
+
+def committed(root: Path, meta: SlotMeta, per_node: int) -> Commit:
     """Commit the records in `root`, while another node waits."""
     store, distant = CountingStore(root), CountingStore(root)
     directory = file_names.iteration_dir(ITERATION)
-    for _ in range(_LOOKS):
-        assert look(distant, ITERATION, SAVE_ID) is None
 
     def commit() -> float:
         started = time.perf_counter()
@@ -169,9 +190,7 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
 
     seconds, peak_mb = with_peak_mb(commit)
     requests = store.counts
-    ended = look(distant, ITERATION, SAVE_ID)
-    assert ended is not None
-    assert ended.end is End.COMMITTED
+    wait(distant, meta.world_size, per_node, seconds)
     names = [entry.name for entry in store.list(directory, sizes=False)]
     records = file_names.records_of(names, SAVE_ID, meta.world_size)
     started = time.perf_counter()
@@ -233,7 +252,7 @@ def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], 
     """Return the row of a job of `ranks` ranks, and the seconds of its commit."""
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.record")]
-    commit = committed(where, meta)
+    commit = committed(where, meta, per_node)
     (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
     shutil.rmtree(where)
     row = (

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Collection
 
 from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.storage.store import Pace
 
 #: Seconds for which the node of rank 0 retries storage errors that may pass, so that a dead disk
 #: does not block slots for the whole commit timeout. Other nodes wait for its decision.
@@ -27,14 +28,6 @@ _RETRY_S = (0.5, 8.0)
 #: Seconds for which an end is proposed against an error that does not pass.
 _LASTING_S = 5.0
 _SHOWN = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """Pauses between two looks of a node for the end of a save, which double up to the longest."""
-
-    shortest_s: float = 0.02
-    longest_s: float = 1.0
 
 
 # ---------------------------------------------------------------------- observations
@@ -211,6 +204,7 @@ class CommitCore:
         world_size: number of ranks of the job.
         staged_at: when the first rank of this node had its part in host memory.
         timeout_s: seconds after which this node proposes that the save failed.
+        pace: the store's; nodes that wait keep to it.
     """
 
     def __init__(
@@ -376,7 +370,9 @@ class CommitCore:
             self._next_at, self._pause_s = now, self._pace.shortest_s
 
     def _later(self, now: float) -> None:
-        self._next_at = now + self._pause_s
+        # Other nodes have as many ranks as this one, give or take.
+        nodes = self._world_size / max(len(self.ranks), 1)
+        self._next_at = now + max(self._pause_s, nodes / self._pace.most_per_s)
         self._pause_s = min(2 * self._pause_s, self._pace.longest_s)
 
     def next(self, now: float) -> Action:

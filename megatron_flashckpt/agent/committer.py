@@ -14,7 +14,7 @@ import time
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.runs import why_overtaken
@@ -93,7 +93,7 @@ class Committer:
             store = self._node.store_at(meta.root)
             place = f"{store.place}/{file_names.iteration_dir(header.iteration)}"
             timeout_s = self._node.options.commit_timeout_s
-            machine = CommitCore(place, meta.world_size, now, timeout_s, Pace())
+            machine = CommitCore(place, meta.world_size, now, timeout_s, store.pace)
             save = PendingSave(store, header.iteration, save_id, header.save_id, now, machine)
             self.pending[save_id] = save
         save.metas[number] = meta

@@ -5,12 +5,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
-from megatron_flashckpt.storage.store import Entry, Kind, check_name, parent_of
+from megatron_flashckpt.storage.store import Entry, Kind, Pace, check_name, parent_of
 
 
 class MemoryWriter:
@@ -45,6 +46,8 @@ class MemoryWriter:
 
 class MemoryStore:
     """See `storage.store.Store`. Directories are the prefixes of names."""
+
+    pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=math.inf)
 
     def __init__(self, place: str = "memory:") -> None:
         self.objects: dict[str, bytes] = {}

@@ -29,7 +29,7 @@ from megatron_flashckpt.storage.posix_files import (
 )
 from megatron_flashckpt.storage.posix_writer import PosixWriter
 from megatron_flashckpt.storage.scatter_read import KeptFiles, OpenFile, Seen, read_parts
-from megatron_flashckpt.storage.store import Entry, Kind, check_name, parent_of
+from megatron_flashckpt.storage.store import Entry, Kind, Pace, check_name, parent_of
 
 _T = TypeVar("_T")
 
@@ -47,6 +47,9 @@ class PosixStore:
     Incomplete objects have temporary names, which `list` leaves out. Those of killed processes are
     removed with their directory, when it holds nothing else.
     """
+
+    # Each look is an open and a lookup at a metadata server, which is busy with shards meanwhile.
+    pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=5_000)
 
     def __init__(self, root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> None:
         """Touch nothing. `direct_io` decides whether writers bypass the page cache."""

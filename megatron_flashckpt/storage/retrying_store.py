@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from megatron_flashckpt import error_classes
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
-from megatron_flashckpt.storage.store import Entry, Store, Writer
+from megatron_flashckpt.storage.store import Entry, Pace, Store, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ class RetryingStore:
     @property
     def place(self) -> str:
         return self._store.place
+
+    @property
+    def pace(self) -> Pace:
+        return self._store.pace
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         return self.with_retries(lambda: self._store.get(name, offset, nbytes))

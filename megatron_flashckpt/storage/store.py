@@ -31,6 +31,17 @@ class Entry(NamedTuple):
     kind: Kind
 
 
+class Pace(NamedTuple):
+    """How often nodes that wait for a name ask whether it exists."""
+
+    shortest_s: float
+    """First pause of a node, in seconds; the next ones double."""
+    longest_s: float
+    """Longest pause of a node, in seconds, in a job of few nodes."""
+    most_per_s: float
+    """Requests per second that all nodes of a job together may send."""
+
+
 class Writer(Protocol):
     """One large object being written; its contents do not count before `finish` has returned."""
 
@@ -50,6 +61,10 @@ class Store(Protocol):
     @property
     def place(self) -> str:
         """The root, for messages."""
+
+    @property
+    def pace(self) -> Pace:
+        """The pace of waiting nodes, which this kind of store bears, or which its requests cost."""
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the object."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_flashckpt.agent import commit_core as core
-from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.file_format.end import Failure
+from megatron_flashckpt.storage.posix_store import PosixStore
 
 TIMEOUT_S = 3600.0
 
@@ -18,7 +19,7 @@ def node_with(
     *ranks: int, durable: tuple[int, ...] = (), at: float = 0.0, world_size: int = 4
 ) -> CommitCore:
     """Return a save of a node with these ranks, of which some have written their shards."""
-    machine = CommitCore("here", world_size, 0.0, TIMEOUT_S, Pace())
+    machine = CommitCore("here", world_size, 0.0, TIMEOUT_S, PosixStore.pace)
     for rank in ranks:
         machine.note(0.0, core.Joined(rank))
     for rank in durable:
@@ -26,9 +27,9 @@ def node_with(
     return machine
 
 
-def recorded(*ranks: int) -> CommitCore:
+def recorded(*ranks: int, world_size: int = 4) -> CommitCore:
     """Return a save of a node whose ranks have their records."""
-    machine = node_with(*ranks)
+    machine = node_with(*ranks, world_size=world_size)
     for rank in ranks:
         machine.note(0.0, core.Durable(rank, is_recorded=True))
     return machine
@@ -100,6 +101,12 @@ def test_a_waiting_node_asks_for_one_name_once_a_second_at_most() -> None:
     actions = waits(recorded(1), 100.0, core.Looked())
     assert set(actions) == {core.Look(records=False)}
     assert len(actions) < 110
+
+
+def test_the_nodes_of_a_large_job_together_keep_to_the_rate_of_the_store() -> None:
+    nodes, seconds = round(8 * PosixStore.pace.most_per_s), 100.0
+    of_one = len(waits(recorded(1, world_size=nodes), seconds, core.Looked()))
+    assert 1 < of_one <= 1 + PosixStore.pace.most_per_s * seconds / nodes
 
 
 def test_only_the_node_of_rank_0_lists_records() -> None:

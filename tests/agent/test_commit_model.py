@@ -24,8 +24,9 @@ from hypothesis.stateful import (
 )
 
 from megatron_flashckpt.agent import commit_core as core
-from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.storage.memory_store import MemoryStore
 
 EXAMPLES = int(os.environ.get("FLASHCKPT_EXAMPLES", "400"))
 NODES = ((0, 1), (2,), (3,))
@@ -43,7 +44,7 @@ class Node:
 
     def __init__(self, number: int, now: float, *, is_adopter: bool = False) -> None:
         self.number = number
-        self.core = CommitCore("place", WORLD, now, TIMEOUT_S, Pace())
+        self.core = CommitCore("place", WORLD, now, TIMEOUT_S, MemoryStore.pace)
         self.doing: _Steps | None = None
         self.action: core.Action | None = None
         self.result: core.Conclude | None = None

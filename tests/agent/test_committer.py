@@ -12,7 +12,7 @@ import pytest
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import committer as committer_module
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit_core import CommitCore, Pace
+from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format.end import End
@@ -49,7 +49,7 @@ def pending(
     janitor: Any = None
     committer = Committer(node, janitor)
     staged_at = time.monotonic() - age_s
-    machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, Pace())
+    machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, MemoryStore.pace)
     save = PendingSave(MemoryStore(), 10, SAVE, SAVE, staged_at, machine)
     meta: Any = SimpleNamespace(world_size=world_size)
     save.metas[0] = meta
