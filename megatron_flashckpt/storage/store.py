@@ -1,7 +1,8 @@
 """The contract of a store: named byte strings below one root, on a file system or in a bucket.
 
-Names are relative, `/`-separated, and never leave the root. A name that others rely on is created
-once and never replaced, so writers that are late or doubled cannot change what was decided.
+Names are relative, `/`-separated, and never leave the root. A store may refuse a name with a
+backslash or a control character. A name that others rely on is created once and never replaced, so
+writers that are late or doubled cannot change what was decided.
 
 Every method may be called from several threads. Failures are `StorageError` (with errno) or
 `FileNotFoundError`; the message names the object and what to do.
@@ -123,7 +124,8 @@ class Store(Protocol):
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
         """Return those of `names` that are in `directory` ("": the root), as other nodes see it.
 
-        Does not list the directory: thousands of nodes ask for thousands of names each.
+        A file system does not list the directory: thousands of nodes ask for thousands of names
+        each. A bucket does, because one request lists more names than another one asks for.
         """
 
     def delete(self, names: Iterable[str]) -> None:

@@ -20,17 +20,21 @@ import pytest
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage import retrying_store
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.object_store import ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.scatter_read import KeptFiles
 from megatron_flashckpt.storage.store import Entry, Store
 from megatron_flashckpt.storage.store_probe import probe_store
+from tests.support.object_server import DROP, LOSE, SLOW_DOWN
 
 
 class Backend(Protocol):
     """A store under test, with functions that bypass it."""
 
     store: Store
+    refuses: str
+    """Characters that the store keeps in no name."""
 
     def plant(self, name: str, data: bytes) -> None:
         """Write `data` under `name` without the store."""
@@ -42,7 +46,9 @@ class Backend(Protocol):
 class PosixBackend:
     """A root inside an outer directory, so that the tests see files written outside the root."""
 
-    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = ""
+
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
         self._outer = outer
         self._root = outer / "root"
         self.store: Store = PosixStore(self._root)
@@ -63,17 +69,19 @@ class PosixBackend:
 class LinklessBackend(PosixBackend):
     """The same on a file system without hard links (SMB, some FUSE, BeeGFS)."""
 
-    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(outer, monkeypatch)
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
+        super().__init__(outer, request)
 
         def refuse(*args: object, **named: object) -> None:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-        monkeypatch.setattr(os, "link", refuse)
+        request.getfixturevalue("monkeypatch").setattr(os, "link", refuse)
 
 
 class MemoryBackend:
-    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = ""
+
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
         self._memory = MemoryStore(str(outer))
         self.store: Store = self._memory
 
@@ -109,18 +117,61 @@ class FaultyStore:
         return call
 
 
+def never_sleep(request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("monkeypatch").setattr(retrying_store.time, "sleep", lambda _: None)
+
+
 class FaultyBackend(MemoryBackend):
-    def __init__(self, outer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(outer, monkeypatch)
-        monkeypatch.setattr(retrying_store.time, "sleep", lambda _: None)
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
+        super().__init__(outer, request)
+        never_sleep(request)
         self.store = RetryingStore(FaultyStore(self._memory))  # type: ignore[arg-type]
 
 
-BACKENDS: dict[str, Callable[[Path, pytest.MonkeyPatch], Backend]] = {
+class ObjectBackend:
+    """A prefix of a bucket of a real S3 server, inside an outer prefix."""
+
+    refuses = "\\\n"
+
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
+        url = request.getfixturevalue("s3_url")
+        self.store: Store = ObjectStore(url)
+        from obstore.store import from_url
+
+        outer_url, _, self._root = url.rpartition("/")
+        endpoint = f"http://127.0.0.1:{request.getfixturevalue('s3_port')}"
+        self._bucket = from_url(outer_url, config={"aws_endpoint": endpoint})
+
+    def plant(self, name: str, data: bytes) -> None:
+        self._bucket.put(f"{self._root}/{name}", data)
+
+    def contents(self) -> dict[str, bytes]:
+        listed = [stored["path"] for page in self._bucket.list() for stored in page]
+        return {
+            os.path.relpath(path, self._root): bytes(self._bucket.get(path).bytes())
+            for path in listed
+        }
+
+
+class FaultyObjectBackend(ObjectBackend):
+    """The same with requests that fail, as `FaultyStore` does; uploads in parts are left alone."""
+
+    def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
+        super().__init__(outer, request)
+        never_sleep(request)
+        proxy = request.getfixturevalue("s3_proxy")
+        self._faults = itertools.cycle((DROP, LOSE, SLOW_DOWN, None, None))
+        proxy.fault_of = lambda method, path: None if "upload" in path else next(self._faults)
+        self.store = RetryingStore(self.store)
+
+
+BACKENDS: dict[str, Callable[[Path, pytest.FixtureRequest], Backend]] = {
     "posix": PosixBackend,
     "posix without links": LinklessBackend,
     "memory": MemoryBackend,
     "retrying": FaultyBackend,
+    "s3": ObjectBackend,
+    "s3 with faults": FaultyObjectBackend,
 }
 DATA = bytes(range(256)) * 40
 #: Represents an absolute name inside the test's directory, where a faulty store does no harm.
@@ -128,11 +179,18 @@ ABSOLUTE = "absolute"
 ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Backend:
-    return BACKENDS[request.param](tmp_path, monkeypatch)
+#: Backends that start a server.
+SECOND_TIER = ("s3", "s3 with faults")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.second_tier] if name in SECOND_TIER else [])
+        for name in BACKENDS
+    ]
+)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    return BACKENDS[request.param](tmp_path, request)
 
 
 def names_in(store: Store, directory: str) -> list[str]:
@@ -376,6 +434,9 @@ def test_delete_removes_these_objects_only(backend):
 
 
 def test_delete_removes_directories_that_became_empty(backend):
+    if isinstance(backend, ObjectBackend):
+        # S3 has no directories. This server has, and keeps them for minutes.
+        pytest.skip("SeaweedFS lists a prefix whose last object was deleted")
     for name in ("iter_1/a", "iter_1/b", "iter_10/a", "x/y/z"):
         backend.store.create(name, b"x")
     backend.store.delete(["iter_1/a", "x/y/z"])
@@ -493,7 +554,12 @@ def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation, name):
 
 
 @pytest.mark.parametrize("name", ["..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"])
-def test_odd_names_are_allowed(backend, name):
+def test_odd_names_are_kept(backend, name):
+    if set(name) & set(backend.refuses):
+        with pytest.raises(StorageError, match="keep no such name"):
+            backend.store.create(f"d/{name}", DATA)
+        assert backend.contents() == {}
+        return
     backend.store.create(f"d/{name}", DATA)
     assert names_in(backend.store, "d") == [name]
     assert backend.contents() == {f"d/{name}": DATA}
