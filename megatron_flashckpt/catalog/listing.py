@@ -29,7 +29,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
-from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.opening import is_url, open_path_or_url
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Entry, Store
 
@@ -77,7 +77,11 @@ class IterationEntry:
 def save_directory(directory: str) -> Store:
     """Return the store of a save directory; it retries reads after transient errors.
 
+    Args:
+        directory: a path, or the URL of a copy in an object store.
+
     Raises:
+        ConfigError: `directory` is a URL that cannot be opened.
         NotCommittedError: `directory` is not a save directory, or is one checkpoint inside one.
     """
     if not directory.strip():
@@ -85,17 +89,17 @@ def save_directory(directory: str) -> Store:
         raise NotCommittedError(
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
-    path = Path(directory)
-    store = RetryingStore(open_store(path), total_s=load_patience_s())
-    if not store.with_retries(path.is_dir):
+    store = RetryingStore(open_path_or_url(directory), total_s=load_patience_s())
+    if not is_url(directory) and not store.with_retries(Path(directory).is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"
         )
-    iteration = file_names.parse_iteration_dir(path.absolute().name)
+    parent, _, name = store.place.rpartition("/")
+    iteration = file_names.parse_iteration_dir(name)
     if iteration is not None and not store.present("", [file_names.TRACKER]):
         raise NotCommittedError(
             f"{directory}: is one checkpoint; give its save directory: "
-            f"{path.absolute().parent} --iteration {iteration}"
+            f"{parent} --iteration {iteration}"
         )
     return store
 

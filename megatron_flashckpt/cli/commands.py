@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     directory = argparse.ArgumentParser(add_help=False)
-    directory.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
+    directory.add_argument(
+        "directory", metavar="DIR", help="save directory (Megatron's --save), or the URL of a copy"
+    )
     iteration_help = "iteration to read; default: the one that the tracker names, else the newest"
 
     ls.add_parser(subparsers, directory)
