@@ -16,7 +16,6 @@ from typing import TypeVar
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.endings import KILLED
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -26,7 +25,13 @@ from megatron_flashckpt.agent.run_messages import (
     HeldSlab,
 )
 from megatron_flashckpt.agent.settings import AgentSettings
-from megatron_flashckpt.agent.silent_agent import await_answer, end_agent, last_copies_wait_s, runs
+from megatron_flashckpt.agent.silent_agent import (
+    KILLED,
+    await_answer,
+    end_agent,
+    last_copies_wait_s,
+    runs,
+)
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.file_format.run_object import RunObject

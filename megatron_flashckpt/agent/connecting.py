@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import resource
+import signal
 import socket
+import subprocess
 import time
+from pathlib import Path
 
 from megatron_flashckpt import forks
+from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.client import AgentClient, ClosedError, close_socket
-from megatron_flashckpt.agent.launcher import MOVE_PAUSE_S, MovingAgent, start_agent
-from megatron_flashckpt.agent.place import place_of
+from megatron_flashckpt.agent.place import Place, place_of
+from megatron_flashckpt.agent.run_messages import describe_slabs
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import settings_of
+from megatron_flashckpt.agent.silent_agent import KILLED, last_copies
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
 
+logger = logging.getLogger(__name__)
+
 _RETRY_S = 0.02
+#: Longest wait for an agent that moves: it looks at the directory every 2 s.
+_MOVE_S = 8.0
+_MOVE_PAUSE_S = 0.1
 
 
 def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
@@ -29,7 +43,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     """
     start_s = config.agent.start_timeout_s
     deadline = time.monotonic() + start_s
-    moving = MovingAgent(root)
+    moving = _MovingAgent(root)
     ensure(root)
     while True:
         place = place_of(root, config.runtime_dir)
@@ -59,9 +73,9 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             )
         pause_s = _RETRY_S
         if local_rank == 0 and moving.is_expected(place):
-            pause_s = MOVE_PAUSE_S
+            pause_s = _MOVE_PAUSE_S
         elif local_rank == 0:
-            start_agent(place, root, config)
+            _start_agent(place, root, config)
         time.sleep(pause_s)
 
 
@@ -82,3 +96,88 @@ def _new_socket() -> socket.socket:
             f"{limit} files; raise its limit ('ulimit -n')"
         ) from error
     return sock
+
+
+class _MovingAgent:
+    """Waits for an agent with last copies whose directory had another identity: before a remount.
+
+    Such an agent finds the object of its run in the directory and moves to where trainers look.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._until = time.monotonic() + _MOVE_S
+
+    def is_expected(self, place: Place) -> bool:
+        """Return whether to wait `_MOVE_PAUSE_S` for such an agent instead of starting another.
+
+        Args:
+            place: where this process looks for its agent.
+        """
+        agents = [pid for pid in place.agents_elsewhere() if last_copies(pid)]
+        if not agents or time.monotonic() > self._until:
+            for pid in agents:
+                logger.warning(
+                    "agent %d of this node holds %s of another directory that was at %s; this job "
+                    "does not use that memory, which the agent frees after 'agent.grace_s': end "
+                    "the agent to free it now",
+                    *(pid, describe_slabs(last_copies(pid)), self._root),
+                )
+            return False
+        return True
+
+
+def _start_agent(place: Place, root: str, config: Config) -> None:
+    """Return when an agent listens at `place` (or another one is starting or leaving there).
+
+    The agent has a session of its own and no parent, so it survives the trainers. Its Slurm step,
+    container or systemd unit still ends it: see `agent/life.py`.
+
+    Raises:
+        AgentError: the agent could not be started; the message has its last log line.
+    """
+    with open(place.open_log(), "ab") as log:
+        begun = log.tell()
+        try:
+            status = subprocess.run(
+                process.command(place, root, config),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=process.environment(os.environ, config.agent.environment),
+                start_new_session=True,
+                cwd="/",
+                check=False,
+            ).returncode
+        except OSError as error:
+            remedy = (
+                "if this node has no process left, end others, or raise its limit ('ulimit -u', or "
+                "that of the control group)"
+            )
+            if class_of(error).kind == "scarce":
+                remedy = class_of(error).remedy
+            raise AgentError(
+                f"the agent could not be started ({error.strerror}); {remedy}"
+            ) from error
+    if status:
+        raise AgentError(_why_not_started(status, place.log, begun))
+
+
+def _why_not_started(status: int, log: Path, begun: int) -> str:
+    """Return the reason why an agent did not start.
+
+    Args:
+        status: the agent's exit status; negative: the signal that ended it.
+        log: the agent's log; its own lines begin at position `begun`.
+    """
+    try:
+        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
+    except OSError:  # removed meanwhile
+        lines = []
+    if status > 0 and lines:
+        return f"the agent ended with status {status}: {lines[-1]}; its log: {log}"
+    cause = f"status {status}"
+    if status < 0:
+        with contextlib.suppress(ValueError):  # a signal without a name
+            cause = signal.Signals(-status).name
+    return f"the agent was ended by {cause} while it started and logged nothing to {log}; {KILLED}"

@@ -12,10 +12,9 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.freeing import in_background
-from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab
+from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.state import Node, Trainer
-from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -82,14 +81,14 @@ class DepartedRanks:
 
     def _release(self) -> None:
         freed: list[Slab] = []
-        lines = []
+        described: list[HeldSlab] = []
         for number in self._departed():
             rank = self._node.ranks[number]
             if self._is_needed(number, rank):
                 continue
             if rank.slots is not None:
                 freed.append(rank.slots.slab)
-                lines.append(_freed_line(number, rank.slots))
+                described.append(self._described(number, rank.slots))
             del self._node.ranks[number]
         if self._node.ranks:
             # The first rank is part of the names of this node's trace files; a departed rank may
@@ -97,9 +96,8 @@ class DepartedRanks:
             self._node.traces.first_rank = min(self._node.ranks)
         if freed:
             logger.info(
-                "freed %s of host memory of ranks that are not of the run on this node: %s",
-                shown(sum(slab.geometry.nbytes for slab in freed)),
-                ", ".join(lines),
+                "freed the host memory of ranks that the run on this node does not have: %s",
+                describe_slabs(described),
             )
             self._closing += 1
             in_background(functools.partial(self._close, freed))
@@ -135,12 +133,3 @@ class DepartedRanks:
             slots.is_persisting
             or any(number in save.metas for save in self._committer.pending.values()),
         )
-
-
-def _freed_line(number: int, slots: RankSlots) -> str:
-    """Return the part of the log line about one rank whose memory is freed."""
-    offers = slots.offers()
-    if not offers:
-        return f"rank {number} (empty)"
-    stored = "in storage" if offers[0].durable else "in memory only: the run does not continue it"
-    return f"rank {number} (iteration {offers[0].iteration}, {stored})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,3 +85,11 @@ def unit_of(cgroups: str, pid_namespace: int, environ: Mapping[str, str]) -> Enc
         if units:
             return EnclosingUnit("systemd unit", units[-1])
     return EnclosingUnit()
+
+
+def clock(after_s: float) -> str:
+    """Return the local time in `after_s` seconds, with the date if that is not today."""
+    now = time.time()
+    then, today = time.localtime(now + after_s), time.localtime(now)
+    is_today = then[:3] == today[:3]
+    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", then)

@@ -11,9 +11,9 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversations import TrainerConnections
-from megatron_flashckpt.agent.endings import clock
 from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.janitor import Janitor
+from megatron_flashckpt.agent.life import clock
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.place import AgentSocket
 from megatron_flashckpt.agent.process import AgentProcess

@@ -1,4 +1,4 @@
-"""Writes one rank's staged bytes as one shard file, and creates its commit record."""
+"""Writes one rank's staged bytes as one shard file, and makes its commit record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.proposals import create_records
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.failpoints import hit
@@ -140,25 +139,6 @@ def _check_unchanged(
             "changed after it was digested; host memory is damaged, or another process writes "
             "to the slot"
         )
-
-
-def write_shard(
-    store: Store,
-    iteration: int,
-    save_id: str,
-    meta: SlotMeta,
-    chunks: Iterator[memoryview],
-    cost: RankCost | None = None,
-    flow: Flow = Flow(),  # noqa: B008, a frozen one
-) -> tuple[str, ...]:
-    """Make one rank's shard durable, then its commit record; return the chunk digests.
-
-    See `durable_shard`.
-    """
-    shard = durable_shard(store, iteration, save_id, meta, chunks, cost, flow)
-    assert shard.record is not None
-    create_records(store, [shard.record])
-    return shard.digests
 
 
 def durable_shard(

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 _WAIT_FACTOR = 10
 #: Parts into which a wait for an answer is divided; see `_answers_within`.
 _PATIENCE_PARTS = 10
+#: Cause and remedy if an agent ended without logging a reason.
+KILLED = (
+    "it was killed: by the kernel, if the node or a control group lacked memory (see dmesg; lower "
+    "'slots' or give the job more memory), or by a scheduler that ends all processes of a job"
+)
 
 
 def last_copies_wait_s(settings: AgentConfig) -> float:
@@ -71,12 +76,6 @@ def _with_checkpoint(slabs: Iterable[tuple[str, str]]) -> Iterator[HeldSlab]:
                 departed=False,
                 in_use=False,
             )
-
-
-def loss_with(pid: int) -> str:
-    """Return the part of a message about the end of agent `pid` that names what is lost with it."""
-    slabs = last_copies(pid)
-    return f"; lost with it: {describe_slabs(slabs)}" if slabs else ""
 
 
 def await_answer(sock: socket.socket, wait_s: float, last_copies_s: float) -> None:
@@ -125,7 +124,8 @@ def end_agent(sock: socket.socket, answer_s: float) -> None:
     """Kill the agent, which did not answer within `answer_s`."""
     pid = frames.peer(sock).pid
     if pid > 0:  # 0: the agent runs in a pid namespace that is not visible here
-        loss = loss_with(pid)
+        slabs = last_copies(pid)
+        loss = f"; lost with it: {describe_slabs(slabs)}" if slabs else ""
         logger.error("agent %d did not answer within %g s: killed%s", pid, answer_s, loss)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

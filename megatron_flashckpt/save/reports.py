@@ -11,8 +11,7 @@ import os
 import platform
 from collections.abc import Hashable, Sequence
 
-from megatron_flashckpt.agent.endings import clock
-from megatron_flashckpt.agent.life import EnclosingUnit
+from megatron_flashckpt.agent.life import EnclosingUnit, clock
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.agent_config import AgentConfig

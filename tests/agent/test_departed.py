@@ -19,25 +19,15 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
-from tests.agent.test_resources import open_files
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.processes import MIB, memory_nbytes, open_files
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id, run_after
-
-MIB = 2**20
 
 
 def slabs(agent: int) -> list[int]:
     """Return the ranks whose slabs an agent has open."""
     paths = {path for path in open_files(agent) if "memfd:flashckpt-" in path}
     return sorted(int(path.partition("flashckpt-")[2].split(" ")[0]) for path in paths)
-
-
-def shared_nbytes(pid: int) -> int:
-    """Return the resident shared memory of a process in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"process {pid} has no memory")
 
 
 def log(node: Node, root: Path) -> str:
@@ -75,7 +65,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     agent = first[0].client.agent_pid
     committed(first, 1)
     crash(first)
-    before = shared_nbytes(agent)
+    before = memory_nbytes(agent, "RssShmem")
     assert before > 4 * 6 * 2 * MIB, "the agent has read one slot of each rank"
     second, run = started(node, root, range(2)), run_after(None)
     for trainer in second:
@@ -89,10 +79,11 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     begin(second)
     assert [held.rank for held in second[0].client.held(60.0)] == [0, 1]
     assert slabs(agent) == [0, 1]
-    assert shared_nbytes(agent) < 0.6 * before
+    assert memory_nbytes(agent, "RssShmem") < 0.6 * before
     message = next(line for line in log(node, root).splitlines() if "freed" in line)
-    assert "MiB of host memory of ranks that are not of the run" in message
-    assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in message
+    assert "freed the host memory of ranks that the run on this node does not have: " in message
+    for rank in (2, 3):
+        assert f"MiB of rank {rank} (iteration 1, in storage, of an earlier run)" in message
 
 
 def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects(

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import connecting, launcher, save_directory
+from megatron_flashckpt.agent import connecting, save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
+from tests.support.processes import open_files
+from tests.support.stored import stored
 from tests.support.trainer import eventually, is_alive, new_save_id
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
@@ -31,11 +32,6 @@ def mounted(directory: Path, path: Path) -> tuple[str, ...]:
     """Return a command prefix that mounts `directory` at `path` in a new namespace."""
     shell = ("sh", "-c", _SCRIPT, "sh", str(directory), str(path))
     return ("unshare", "--mount", "--propagation", "private", *shell)
-
-
-def holds_open(agent: int, directory: Path) -> bool:
-    opened = [os.readlink(fd) for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.exists()]
-    return str(directory) in opened
 
 
 def logs(node: Node) -> list[str]:
@@ -97,7 +93,7 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     first = node.trainer(root, config=node.config(grace_s=3.0))
     assert first.save(1).error is None
     agent = first.client.agent_pid
-    eventually("the directory is held", lambda: holds_open(agent, root))
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
     root.rename(tmp_path / "away")
     second = node.trainer(root)
     assert second.client.agent_pid != agent
@@ -116,7 +112,7 @@ def test_memory_outlives_a_directory_that_is_away_for_a_moment(
     """As of an automounter, or a file system that is mounted again."""
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    eventually("the directory is held", lambda: holds_open(agent, root))
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
     trainer.hang_up()
@@ -138,7 +134,7 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
     trainer.open_run()
-    eventually("the directory is held", lambda: holds_open(agent, root))
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
     trainer.hang_up()
@@ -165,10 +161,10 @@ def test_a_job_prints_which_memory_of_another_directory_it_does_not_use(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(launcher, "_MOVE_S", 0.1)
+    monkeypatch.setattr(connecting, "_MOVE_S", 0.1)
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    eventually("the directory is held", lambda: holds_open(agent, root))
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
     assert trainer.keep(12).kept
     trainer.hang_up()
     root.rename(tmp_path / "away")
@@ -184,7 +180,7 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
 ) -> None:
     trainer = node.trainer(root)
     agent, own = trainer.client.agent_pid, identity_of(str(root))
-    eventually("the directory is held", lambda: holds_open(agent, root))
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
     monkeypatch.setattr(connecting, "identity_of", lambda root: "device 7:7, inode 7")
     with pytest.raises(AgentError) as refused:
         node.trainer(root)

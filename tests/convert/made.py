@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flashckpt.agent.proposals import propose_manifest
-from megatron_flashckpt.agent.shard_writer import write_shard
+from megatron_flashckpt.agent.proposals import create_records, propose_manifest
+from megatron_flashckpt.agent.shard_writer import durable_shard
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
@@ -193,7 +193,10 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
             description={},
         )
         data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in pieces)
-        write_shard(store, made.iteration, SAVE_ID, meta, iter([memoryview(data)]))
+        chunks = iter([memoryview(data)])
+        shard = durable_shard(store, made.iteration, SAVE_ID, meta, chunks)
+        assert shard.record is not None
+        create_records(store, [shard.record])
         metas.append(meta)
     directory = iteration_dir(made.iteration)
     names = [entry.name for entry in store.list(directory)]

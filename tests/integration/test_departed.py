@@ -36,7 +36,7 @@ def test_a_job_with_fewer_ranks_frees_the_memory_of_departed_ranks(tmp_path: Pat
         eventually("rank 1's memory is freed", lambda: slabs(agent) == [0])
         agent_log = place_of(str(save), str(tmp_path / "run")).log.read_text()
         assert re.search(
-            r"freed .* not of the run .*: rank 1 \(iteration 3, in storage\)", agent_log
+            r"freed .* of rank 1 \(iteration 3, in storage, of an earlier run\)", agent_log
         )
     finally:
         os.kill(agent, signal.SIGTERM)

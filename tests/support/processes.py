@@ -1,0 +1,61 @@
+"""What `/proc` tells of a process: its descriptors, slabs, threads and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MIB = 2**20
+
+
+def open_files(pid: int | str = "self") -> list[str]:
+    """Return the targets of the open descriptors of a process."""
+    targets = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed after the listing
+            targets.append(os.readlink(path))
+    return targets
+
+
+def slabs_of(pid: int | str) -> list[int]:
+    """Return the inodes of slabs that a process has open or mapped; a slab counts once for both."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    inodes = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "memfd:flashckpt-" in os.readlink(path):
+                inodes.append(path.stat().st_ino)
+    return inodes
+
+
+def sockets_of(pid: int | str) -> list[str]:
+    return [target for target in open_files(pid) if target.startswith("socket:")]
+
+
+def status_of(pid: int | str, field: str) -> str:
+    """Return a field of `/proc/PID/status`."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return line.split()[1]
+    raise AssertionError(f"process {pid} has no {field}")
+
+
+def memory_nbytes(pid: int, field: str = "VmRSS") -> int:
+    """Return the resident memory of a process in bytes, or a part of it."""
+    return int(status_of(pid, field)) * 1024
+
+
+def thread_count(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def at_rest(count: Callable[[], int], within_s: float = 0.5) -> int:
+    """Return the lowest count within a while: an agent tidies after it reports a result."""
+    counts, deadline = [count()], time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        counts.append(count())
+    return min(counts)
