@@ -40,7 +40,6 @@ SECOND = (
     "agent/test_resources.py",
     "agent/test_second_attempt.py",
     "agent/test_second_start.py",
-    "agent/test_signals.py",
     "agent/test_succession.py",
     "agent/test_survival.py",
     "agent/test_trace_files.py",

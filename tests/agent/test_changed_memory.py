@@ -28,7 +28,7 @@ from tests.support.agents import agent_here
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
-    blocked_open,
+    blocked_shard,
     content,
     eventually,
     kill_agent,
@@ -55,8 +55,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
     node: Node, root: Path
 ) -> None:
     save_id = new_save_id()
-    shard = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
-    with blocked_open(shard) as unblock:
+    with blocked_shard(root, 7, 0, save_id) as unblock:
         crashed = node.process(root, iterations=[7], save_id=save_id, stop="staged")
         crashed.stopped()
         crashed.kill()

@@ -29,8 +29,8 @@ from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
-from tests.support.trainer import blocked_open, eventually
+from tests.support.stored import stored
+from tests.support.trainer import blocked_shard, eventually
 
 #: Number of elements in one tensor.
 NUMEL = 1_500_000
@@ -227,11 +227,8 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
         agent=msgspec.structs.replace(config.agent, commit_timeout_s=15.0),
     )
     job = make(config)
-    shards = [
-        root / file_names.iteration_dir(n) / file_names.shard_name(0, job.save_id(n))
-        for n in (1, 2)
-    ]
-    with blocked_open(shards[0]), blocked_open(shards[1]):
+    first, second = (blocked_shard(root, n, 0, job.save_id(n)) for n in (1, 2))
+    with first, second:
         for iteration in (1, 2):
             job.checkpointer.save(job.request(iteration))
             job.checkpointer.link.stager.wait()

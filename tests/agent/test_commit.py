@@ -1,16 +1,27 @@
-"""The commit: what ranks hear of it, and what the tracker names after it."""
+"""Commits: what they leave in storage, what ranks hear of them, and what the tracker names."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.agent.test_shard_writer import stored
+from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,
+    content,
     eventually,
     is_alive,
     new_save_id,
@@ -18,9 +29,64 @@ from tests.support.trainer import (
 )
 
 
-def iterations_in(root: Path) -> list[int]:
-    iterations = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
-    return sorted(iteration for iteration in iterations if iteration is not None)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_commit_writes_shards_manifest_common_state_and_tracker(
+    node: Node, root: Path, world_size: int
+) -> None:
+    trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
+    run = trainers[0].open_run()
+    for trainer in trainers[1:]:
+        trainer.join(run)
+    save_id = trainers[0].new_save_id()
+    for trainer in trainers:
+        trainer.stage(7, save_id)
+    for trainer in trainers:
+        outcome = trainer.outcome()
+        assert (outcome.iteration, outcome.save_id, outcome.error) == (7, save_id, None)
+        assert outcome.seconds > 0
+        assert trainer.client.poll().pending == 0
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
+    shards = {file_names.shard_name(rank, save_id) for rank in range(world_size)}
+    assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
+        file_names.end_name(save_id),
+        file_names.common_name(save_id),
+    }
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert {p.name for p in root.iterdir()} == {
+        "iter_0000007",
+        file_names.TRACKER,
+        file_names.OWN,
+    }
+    common = root / "iter_0000007" / file_names.common_name(save_id)
+    assert common.read_bytes() == f"common of 7 by {save_id}".encode()
+
+
+def test_a_slot_of_several_chunks_gets_one_digest_per_chunk(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, numel=2 * CHUNK_NBYTES // 6 + 5)
+    assert 2 * CHUNK_NBYTES < trainer.layout.nbytes < 3 * CHUNK_NBYTES
+    data = trainer.stage(1, new_save_id())
+    assert trainer.outcome().error is None
+    expected = tuple(
+        chunk_digest(data[start : start + CHUNK_NBYTES])
+        for start in range(0, len(data), CHUNK_NBYTES)
+    )
+    assert len(expected) == 3
+    assert stored(root, 1).shard(0).digests == expected
+    assert read_rank(stored(root, 1), trainer) == data
+    (offer,) = trainer.take()
+    assert offer.digests == expected, "the agent offers the digests for a restart from memory"
+    assert offer.durable
+
+
+def test_a_rank_without_pieces_takes_part(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, 0, 2), node.trainer(root, 1, 2, numel=0)]
+    save_id = new_save_id()
+    data = [trainer.stage(5, save_id) for trainer in trainers]
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert data[1] == b""
+    checkpoint = stored(root, 5)
+    assert checkpoint.shard(1).template.items == ()
+    assert read_rank(checkpoint, trainers[0]) == data[0]
 
 
 def test_an_older_save_of_an_iteration_that_ends_last_does_not_replace_the_newer_one(
@@ -69,3 +135,49 @@ def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, ro
         trainer.stage(1, save_id)
     assert [trainer.outcome().save_id for trainer in again] == [save_id] * 2
     assert is_alive(again[0].client.agent_pid)
+
+
+def _tar(source: Path, copy: Path) -> None:
+    copy.mkdir()
+    command = f"tar -C '{source}' -cf - . | tar -C '{copy}' -xf -"
+    subprocess.run(["sh", "-c", command], stderr=subprocess.DEVNULL, check=False)
+
+
+def _file_by_file(source: Path, copy: Path) -> None:
+    """Copy as `rsync` and `cp` do: files that disappear meanwhile are left out."""
+    with contextlib.suppress(shutil.Error):
+        shutil.copytree(source, copy)
+
+
+@pytest.mark.parametrize("take", [_tar, _file_by_file])
+def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
+    node: Node, root: Path, tmp_path: Path, take: Callable[[Path, Path], None]
+) -> None:
+    trainer = node.trainer(root, numel=2**18)
+    assert trainer.save(1).error is None
+    stop = threading.Event()
+
+    def train() -> None:
+        iteration = 1
+        while not stop.is_set():
+            iteration += 1
+            assert trainer.save(iteration).error is None
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(
+            "the commit of iteration 3",
+            lambda: list((root / file_names.iteration_dir(3)).glob("*.end")),
+        )
+        take(root, tmp_path / "copy")
+    finally:
+        stop.set()
+        training.join()
+    iterations = listing.committed_iterations(PosixStore(tmp_path / "copy"))
+    assert iterations[:2] == [1, 2]
+    for iteration in iterations:
+        checkpoint = stored(tmp_path / "copy", iteration)
+        assert verify(checkpoint) == []
+        expected = content(0, iteration, trainer.layout.nbytes)
+        assert read_rank(checkpoint, trainer) == expected

@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
+from tests.support.stored import stored
 from tests.support.trainer import (
     PATIENCE_S,
     blocked_open,

@@ -9,28 +9,17 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.end import End, kind_of
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
-    blocked_open,
     blocked_shard,
     config_of,
     content,
     eventually,
     new_save_id,
+    save_all,
 )
-
-
-def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
-    """Save on all ranks; return the error of each rank."""
-    save_id = trainers[0].new_save_id()
-    for trainer in trainers:
-        trainer.stage(iteration, save_id)
-    outcomes = [trainer.outcome() for trainer in trainers]
-    assert {(o.iteration, o.save_id) for o in outcomes} == {(iteration, save_id)}
-    return [outcome.error for outcome in outcomes]
 
 
 def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Path) -> None:
@@ -57,30 +46,6 @@ def obstruct(root: Path, iteration: int, rank: int, save_id: str) -> Path:
     obstacle = root / file_names.iteration_dir(iteration) / file_names.shard_name(rank, save_id)
     obstacle.mkdir(parents=True)
     return obstacle
-
-
-def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
-    """Assert that the tracker names `iteration`, and that every rank's bytes are verified."""
-    assert (root / file_names.TRACKER).read_text() == str(iteration)
-    for trainer in trainers:
-        expected = content(trainer.rank, iteration, trainer.layout.nbytes)
-        assert read_rank(stored(root, iteration), trainer) == expected
-
-
-def files_of_ours(root: Path) -> list[str]:
-    """Return the tracker and all files of checkpoints below `root`, but no ends of failed saves."""
-    # os.walk skips a directory that an agent removes meanwhile; Path.rglob raises an error.
-    files = [
-        os.path.join(directory, name)
-        for directory, _, names in os.walk(root)
-        for name in names
-        if Path(directory, name).relative_to(root).parts[0] != file_names.OWN
-    ]
-    return sorted(os.path.relpath(file, root) for file in files if not is_failed_end(Path(file)))
-
-
-def is_failed_end(file: Path) -> bool:
-    return file.suffix == ".end" and kind_of(file.read_bytes()) is End.FAILED
 
 
 def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node: Node) -> None:
@@ -128,16 +93,15 @@ def test_a_rank_that_stages_after_a_failure_gets_the_same_error(node: Node, root
 def test_a_shard_under_way_is_removed_after_its_save_has_failed(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    directory = root / file_names.iteration_dir(1)
-    with blocked_open(directory / file_names.shard_name(1, save_id)) as unblock:
+    with blocked_shard(root, 1, 1, save_id) as unblock:
         trainers[1].stage(1, save_id)
-        (directory / file_names.shard_name(0, save_id)).mkdir()
+        obstacle = obstruct(root, 1, 0, save_id)
         trainers[0].stage(1, save_id)
         unblock()
         errors = [trainer.outcome().error for trainer in trainers]
         assert errors[0] is not None
         assert errors == [errors[0]] * 2
-    (directory / file_names.shard_name(0, save_id)).rmdir()
+    obstacle.rmdir()
     eventually("the removal of the files of the other rank", lambda: files_of_ours(root) == [])
     assert save_all(trainers, 1) == [None, None]
 
@@ -222,11 +186,9 @@ def test_the_first_slow_rank_gets_the_warning_for_its_node(node: Node, root: Pat
     config = config_of(node.runtime_dir, slow_save_s=0.2)
     trainers = [node.trainer(root, rank, 3, config=config) for rank in (1, 2)]
     save_id = new_save_id()
-    directory = root / file_names.iteration_dir(1)
     with contextlib.ExitStack() as held:
         for trainer in trainers:
-            shard = directory / file_names.shard_name(trainer.rank, save_id)
-            held.enter_context(blocked_open(shard))
+            held.enter_context(blocked_shard(root, 1, trainer.rank, save_id))
             trainer.stage(1, save_id)
         (notice,) = eventually("a notice", lambda: trainers[0].client.poll(0.5).notices)
         assert "still being written" in notice.text

@@ -20,8 +20,8 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
 from tests.support.agents import agent_here
+from tests.support.stored import assert_intact
 from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 #: System calls of a save, by their names in Python.

@@ -18,8 +18,8 @@ from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
 from megatron_flashckpt.save import joining
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
-from tests.agent.test_signals import watched
+from tests.agent.test_survival import watched
+from tests.support.stored import assert_intact
 from tests.support.trainer import blocked_shard, eventually, is_alive, new_save_id
 
 #: A long limit, because other tests may keep the machine busy.

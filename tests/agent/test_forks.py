@@ -6,7 +6,6 @@ trainer from the agent.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -36,6 +35,7 @@ from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
+from tests.support.processes import slabs_of, sockets_of
 from tests.support.trainer import PATIENCE_S, blocked_shard
 
 
@@ -55,25 +55,6 @@ def in_child(work: Callable[[], Any]) -> Any:
         output = pipe.read()
     os.waitpid(child, 0)
     return json.loads(output)
-
-
-def slabs_of(pid: int | str) -> list[int]:
-    """Return the inodes of slabs that a process has open or mapped; a slab counts once for both."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    inodes = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the process has closed the file
-            if "memfd:flashckpt-" in os.readlink(path):
-                inodes.append(path.stat().st_ino)
-    return inodes
-
-
-def sockets_of(pid: int | str) -> list[str]:
-    sockets = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            sockets.append(os.readlink(path))
-    return [link for link in sockets if link.startswith("socket:")]
 
 
 class Descriptors:

@@ -24,10 +24,10 @@ from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.agent.test_shard_writer import stored
 from tests.simulated_gpu import Node as GpuNode
 from tests.simulated_gpu import simulated_gpus
 from tests.support.mapped import times_mapped
+from tests.support.stored import stored
 from tests.support.trainer import PATIENCE_S, eventually
 
 
@@ -75,25 +75,6 @@ def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode)
     gpus.refusals.clear()
     for created in made:
         created.checkpointer.close(leave=False)
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize("local_rank", [0, 5])
-def test_every_local_rank_stores_its_own_bytes(
-    make: Any, root: Path, gpus: GpuNode, local_rank: int, pinned: bool
-) -> None:
-    """A thread prepares the memory; without care, its current device would be 0."""
-    job = make(local_rank, pinned=pinned)
-    job.checkpointer.link.prepare(25_000_000)
-    for iteration in (1, 2, 3):
-        job.step()
-        assert job.save(iteration) is None
-        job.assert_stored(root, iteration)
-    assert job.checkpointer.link.stager.device == local_rank
-    registered = {device for _, _, device in gpus.runtime.registered_by}
-    assert registered == ({local_rank} if pinned else set())
-    ours = [call for call in gpus.calls if call.thread.startswith("flashckpt-")]
-    assert {call.device for call in ours if call.name != "set_device"} == {local_rank}
 
 
 def test_a_slot_marked_staged_holds_all_its_bytes(

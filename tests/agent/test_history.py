@@ -13,7 +13,7 @@ from megatron_flashckpt.file_format.file_names import HISTORY, shard_name
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
+from tests.support.stored import stored
 from tests.support.trainer import new_save_id
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.signals import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.support.trainer import blocked_open, blocked_shard, eventually, new_save_id
+from tests.support.trainer import blocked_shard, eventually, new_save_id
 
 ITERATIONS = 100
 
@@ -64,12 +62,6 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
     return shared[0], shared[1].signals
 
 
-def blocked(job: Job, root: Path, iteration: int) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the agent cannot write the job's save of `iteration`."""
-    name = file_names.shard_name(0, job.save_id(iteration))
-    return blocked_open(root / file_names.iteration_dir(iteration) / name)
-
-
 @pytest.mark.usefixtures("patient")
 def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     job: Job, root: Path, requests: list[str]
@@ -80,7 +72,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     assert [iterate(job) for _ in range(ITERATIONS)] == [[]] * ITERATIONS
     assert requests == []
     _, signals = counters(job)
-    with blocked(job, root, 2):
+    with blocked_shard(root, 2, 0, job.save_id(2)):
         former = signals.news
         stage(job, 2)
         eventually("the notice of a slow save", lambda: signals.news > former)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_flashckpt.load.node_slots import LentSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
+from tests.support.processes import open_files
 from tests.support.trainer import FakeTrainer, content, new_save_id
 
 SAVE_ID = new_save_id()
@@ -40,20 +40,16 @@ def read(slot: LentSlot, rank: int) -> bytes:
     return bytes(data)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_rank_reads_the_slot_of_another_rank_also_of_one_that_is_gone(
     ranks: list[FakeTrainer],
 ) -> None:
-    before = descriptors()
+    before = len(open_files())
     slot = LentSlot(*lent(ranks[0], 1), 1)
     assert read(slot, 1) == content(1, 1, ranks[1].layout.nbytes)
     slot.verify(1, 0)
-    assert descriptors() == before + 1
+    assert len(open_files()) == before + 1
     del slot
-    assert descriptors() == before
+    assert len(open_files()) == before
     with pytest.raises(CorruptCheckpointError, match="belongs to rank 1"):
         LentSlot(*lent(ranks[0], 1), 0)
     ranks[1].hang_up()

@@ -14,9 +14,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_commit import iterations_in
-from tests.agent.test_failures import assert_intact
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import assert_intact, iterations_in, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,

@@ -19,9 +19,8 @@ from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
-from tests.agent.test_failures import save_all
 from tests.support.agents import agent_here
-from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree
+from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree, save_all
 
 
 def test_a_save_is_not_lost_because_its_directory_is_away_for_a_moment(

@@ -13,12 +13,10 @@ import pytest
 
 import megatron_flashckpt
 from megatron_flashckpt.agent.place import Place
-from megatron_flashckpt.file_format.file_names import iteration_dir
+from megatron_flashckpt.file_format.file_names import HISTORY
 from tests.agent.conftest import Node
+from tests.agent.test_places import NOBODY, as_root
 from tests.support.trainer import FakeTrainer, eventually
-
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 #: A script that tries all accesses to the given paths, and prints those that succeed.
 INTRUDER = """
@@ -80,7 +78,7 @@ def open_up(path: Path) -> None:
         path = path.parent
 
 
-@needs_root
+@as_root
 def test_another_user_reaches_neither_socket_slab_nor_log(
     node: Node, root: Path, trainer: FakeTrainer
 ) -> None:
@@ -95,22 +93,38 @@ def test_another_user_reaches_neither_socket_slab_nor_log(
 
 
 @pytest.mark.parametrize(
-    ("umask", "file", "directory"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750)]
+    ("umask", "file", "directory", "group"),
+    [
+        (0o077, 0o600, 0o700, None),
+        (0o027, 0o640, 0o750, None),
+        pytest.param(0o002, 0o664, 0o2775, 12345, marks=as_root, id="shared by a group"),
+    ],
 )
-def test_files_get_the_modes_that_the_umask_leaves(
-    node: Node, root: Path, umask: int, file: int, directory: int
+def test_files_get_the_modes_that_the_umask_leaves_and_the_group_of_their_directory(
+    node: Node, root: Path, umask: int, file: int, directory: int, group: int | None
 ) -> None:
     former = os.umask(umask)
     try:
-        assert node.trainer(root).save(1).error is None
+        root.mkdir()
+        if group is not None:
+            try:
+                os.chown(root, -1, group)
+            except OSError as error:
+                pytest.skip(f"this machine refuses groups: {error}")
+            root.chmod(directory)
+        trainer = node.trainer(root)  # the agent inherits this umask
+        trainer.open_run()
+        assert trainer.save(1).error is None
     finally:
         os.umask(former)
-    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
-    for path, mode in modes.items():
-        assert mode == (directory if path.is_dir() else file), path
+    eventually("the history", (root / HISTORY).exists)
+    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
+    for path in [root, *root.rglob("*")]:
+        status = path.lstat()
+        assert stat.S_IMODE(status.st_mode) == (directory if path.is_dir() else file), path
+        assert group in (None, status.st_gid), path
     for path in (node.runtime_dir, node.log(root)):
         assert stat.S_IMODE(path.lstat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert stat.S_IMODE((root / iteration_dir(1)).stat().st_mode) == directory
 
 
 def test_only_converters_and_collectives_use_pickle() -> None:

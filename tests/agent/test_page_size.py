@@ -14,8 +14,8 @@ from pathlib import Path
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import header_nbytes
-from tests.agent.test_shard_writer import stored
 from tests.support.checkpoints import SAVE_ID
+from tests.support.stored import stored
 
 LARGE = 2**16
 REPOSITORY = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
-from tests.support.trainer import config_of, kill_agent, new_save_id
+from tests.support.trainer import config_of, new_save_id
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -116,13 +116,6 @@ def test_without_a_setting_all_processes_of_a_user_find_one_place(
     finally:
         made.leave(keep_log=False)
     assert found.listener() is None
-
-
-def test_a_killed_agent_leaves_no_socket_behind(node: Node, root: Path) -> None:
-    agent = node.trainer(root).client.agent_pid
-    kill_agent(agent)
-    assert node.place(root).listener() is None
-    AgentSocket(node.place(root)).leave(keep_log=False)
 
 
 def test_a_place_has_one_agent(tmp_path: Path) -> None:

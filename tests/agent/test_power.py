@@ -17,8 +17,8 @@ from megatron_flashckpt.agent import commit_core
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
 from tests.support.agents import agent_here
+from tests.support.stored import stored
 from tests.support.trainer import new_save_id
 
 SAVE = new_save_id()

@@ -17,6 +17,7 @@ from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent import process
 from tests.agent.conftest import Node
 from tests.agent.test_foreground import Foreground, foreground
+from tests.support.processes import status_of
 from tests.support.trainer import eventually
 
 __all__ = ["foreground"]
@@ -34,15 +35,6 @@ def bound(cpus: set[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, former)
-
-
-def cpus_of(pid: int) -> str:
-    (line,) = (
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("Cpus_allowed_list")
-    )
-    return line.split()[1]
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -71,7 +63,7 @@ def test_an_agent_runs_on_the_cpus_of_the_setting_that_the_kernel_allows(
 ) -> None:
     with bound({0}):
         agent = node.trainer(root, config=node.config(cpus=cpus)).client.agent_pid
-    assert cpus_of(agent) == cpu_list.shown(expected)
+    assert status_of(agent, "Cpus_allowed_list") == cpu_list.shown(expected)
     log = log_of(node, root)
     assert log.count("agent.cpus") == log.count(refusal or "agent.cpus") == (refusal is not None)
 
@@ -86,7 +78,7 @@ def test_an_agent_in_a_partial_slurm_allocation_keeps_the_cpus_of_its_ranks(
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", allotted)
     with bound({0}):
         agent = node.trainer(root).client.agent_pid
-    assert cpus_of(agent) == cpu_list.shown({0} if stays else ALL)
+    assert status_of(agent, "Cpus_allowed_list") == cpu_list.shown({0} if stays else ALL)
     assert ("Slurm gave this job 1 CPUs of this node and no cpuset" in log_of(node, root)) is stays
 
 

@@ -23,7 +23,8 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
+from tests.support.processes import open_files
+from tests.support.stored import assert_intact
 from tests.support.trainer import FakeTrainer, eventually, new_save_id
 
 Pair = tuple[socket.socket, socket.socket]
@@ -38,18 +39,16 @@ def pair() -> Iterator[Pair]:
 
 
 def open_fds(pid: int | str = "self", save_dir: Path | None = None) -> list[str]:
-    """Return the targets of the open descriptors of a process, without files in `save_dir`.
+    """Return the open descriptors of a process, without files in `save_dir`.
 
     An agent tidies its save directory after it has reported a result, so its descriptors there
     change at any time.
     """
-    targets = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor was closed after the listing
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            if save_dir is None or not target.startswith(f"{save_dir}/"):
-                targets.append(target)
-    return sorted(targets)
+    return sorted(
+        target
+        for target in open_files(pid)
+        if save_dir is None or not target.startswith(f"{save_dir}/")
+    )
 
 
 # ---------------------------------------------------------------------- frames

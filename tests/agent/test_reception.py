@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.reception import MOST_SILENT, Acceptor, SilentConn
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
-from tests.agent.test_resources import open_files, thread_count
+from tests.support.processes import open_files, sockets_of, thread_count
 from tests.support.trainer import FakeTrainer, content, eventually, is_alive
 
 PATIENCE_S = 60.0
@@ -95,7 +95,7 @@ def test_memory_of_dead_trainers_survives_a_flood_of_connections(
 
 def agent_connections(pid: int) -> int:
     # The listening socket is one of these descriptors.
-    return sum(path.startswith("socket:") for path in open_files(pid)) - 1
+    return len(sockets_of(pid)) - 1
 
 
 def test_a_rank_learns_that_a_lack_of_descriptors_refused_its_slab(

@@ -5,47 +5,13 @@ The figures are printed (`pytest -rP`); only generous bounds are asserted.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
+from tests.support.processes import MIB, at_rest, memory_nbytes, open_files, thread_count
+from tests.support.stored import assert_intact
 from tests.support.trainer import blocked_shard, eventually, new_save_id
-
-MIB = 2**20
-
-
-def rss_nbytes(pid: int) -> int:
-    """Return the resident memory of a process in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"process {pid} has no memory")
-
-
-def open_files(pid: int) -> list[str]:
-    paths = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            paths.append(os.readlink(path))
-    return paths
-
-
-def thread_count(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
-
-
-def at_rest(count: Callable[[], int], within_s: float = 0.5) -> int:
-    """Return the lowest count within a while: an agent tidies after it reports a result."""
-    counts, deadline = [count()], time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        time.sleep(0.01)
-        counts.append(count())
-    return min(counts)
 
 
 def test_50_saves_and_20_reconnects_leak_no_descriptor_thread_or_memory(
@@ -55,7 +21,7 @@ def test_50_saves_and_20_reconnects_leak_no_descriptor_thread_or_memory(
     agent = trainer.client.agent_pid
     for iteration in range(1, 11):  # permanent allocations exist after these saves
         assert trainer.save(iteration).error is None
-    files, memory = at_rest(lambda: len(open_files(agent))), rss_nbytes(agent)
+    files, memory = at_rest(lambda: len(open_files(agent))), memory_nbytes(agent)
     threads = at_rest(lambda: thread_count(agent))
     for iteration in range(11, 61):
         assert trainer.save(iteration).error is None
@@ -66,7 +32,7 @@ def test_50_saves_and_20_reconnects_leak_no_descriptor_thread_or_memory(
         assert [offer.iteration for offer in trainer.take()] == [60, 59]
     eventually("as many descriptors as before", lambda: len(open_files(agent)) == files)
     eventually("as many threads as before", lambda: thread_count(agent) == threads)
-    growth = rss_nbytes(agent) - memory
+    growth = memory_nbytes(agent) - memory
     print(f"agent: {growth // 1024} KiB more after 50 saves and 20 reconnects")
     assert growth < 8 * MIB
     assert memory < 120 * MIB

@@ -11,8 +11,7 @@ from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import assert_intact, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,

@@ -15,15 +15,16 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.test_memory_only import assert_the_agent_leaves
 from tests.support.agents import agent_here
+from tests.support.stored import assert_intact, files_of_ours
 from tests.support.trainer import (
     FakeTrainer,
     content,
     eventually,
     is_alive,
     run_after,
+    save_all,
 )
 
 

@@ -22,7 +22,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import (
     PATIENCE_S,
     eventually,

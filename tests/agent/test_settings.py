@@ -21,12 +21,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.save import peer_setup
 from tests.agent.conftest import Node
-from tests.support.trainer import (
-    FakeTrainer,
-    blocked_open,
-    eventually,
-    new_save_id,
-)
+from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id
 
 #: Settings of the section `agent` that trainers use, each run its own.
 OF_TRAINERS = {"start_timeout_s", "answer_timeout_s", "environment"}
@@ -101,11 +96,12 @@ def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
     assert [name for name in names_of_settings() if f"{name} from " not in changes] == []
     assert f"settings changed: {changes}" in node.log(root).read_text()
 
-    save_id, directory = new_save_id(), root / file_names.iteration_dir(1)
-    with blocked_open(directory / file_names.shard_name(0, save_id)):
+    save_id = new_save_id()
+    with blocked_shard(root, 1, 0, save_id):
         for rank in ranks:
             rank.stage(1, save_id)
-        record = directory / file_names.record_name(range(1, 2), save_id)
+        name = file_names.record_name(range(1, 2), save_id)
+        record = root / file_names.iteration_dir(1) / name
         eventually("rank 1 does not wait for rank 0", record.exists)
         eventually("the notice of a slow save", lambda: ranks[0].client.poll().notices)
     save(ranks, 2, new_save_id(), staged=save_id)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.slot_table import RankSlots, only_in_memory
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, Slot, SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_resources import open_files
-from tests.support.trainer import PATIENCE_S, blocked_shard, new_save_id
+from tests.support.processes import open_files
+from tests.support.trainer import PATIENCE_S, blocked_shard, eventually, new_save_id
 
 
 @contextlib.contextmanager
@@ -232,6 +233,23 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
         assert trainer.client.acquire(2, new_save_id(), 20.0) == 0
         let_go_second()
         assert trainer.outcome().error is None
+
+
+def test_with_one_slot_a_save_waits_for_the_commit_of_the_previous_one(
+    node: Node, root: Path
+) -> None:
+    """The shard of this rank is not enough, because the shard of the other rank may fail."""
+    first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
+    save_id = new_save_id()
+    with blocked_shard(root, 1, 1, save_id) as unblock:
+        for trainer in (first, second):
+            trainer.stage(1, save_id)
+        record = root / file_names.iteration_dir(1) / file_names.record_name(range(1), save_id)
+        eventually("the commit record", record.exists)
+        assert first.client.acquire(2, new_save_id(), 0.2) == -1
+        unblock()
+        assert first.client.acquire(2, new_save_id(), 60.0) == 0
+    assert (root / file_names.TRACKER).read_text() == "1"
 
 
 def test_the_number_of_uncommitted_saves_is_limited(

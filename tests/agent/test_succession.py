@@ -11,7 +11,7 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
+from tests.support.stored import assert_intact
 from tests.support.trainer import (
     blocked_shard,
     eventually,

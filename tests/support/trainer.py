@@ -307,6 +307,16 @@ class FakeTrainer:
             self.slab = None
 
 
+def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
+    """Save on all ranks; return the error of each rank."""
+    save_id = trainers[0].new_save_id()
+    for trainer in trainers:
+        trainer.stage(iteration, save_id)
+    outcomes = [trainer.outcome() for trainer in trainers]
+    assert {(o.iteration, o.save_id) for o in outcomes} == {(iteration, save_id)}
+    return [outcome.error for outcome in outcomes]
+
+
 class TrainerProcess:
     """A rank in a process of its own, which stops at `stop` and waits to be killed."""
 

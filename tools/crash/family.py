@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from pathlib import Path
 
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import FakeTrainer, content
 from tools.crash.job import CellError
 from tools.crash.truth import committed

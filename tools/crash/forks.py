@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tests.agent.test_forks import slabs_of, sockets_of
+from tests.support.processes import slabs_of, sockets_of
 from tests.support.trainer import is_alive
 from tools.crash import trouble
 from tools.crash.cells import LOADING, SAVING

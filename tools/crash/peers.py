@@ -26,8 +26,8 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.load.offers import held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id, run_after
 from tools.crash import trouble
 from tools.crash.job import CellError, eventually, state_of, wake

@@ -29,7 +29,7 @@ from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.offers import held_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive
 from tools.crash import trouble
 from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in

@@ -27,7 +27,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.opening import open_store
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import stored
+from tests.support.stored import stored
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content
 from tools.crash import trouble
 from tools.crash.job import CellError, agent_at, eventually, wake

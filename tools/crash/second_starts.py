@@ -24,7 +24,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import common_name, iteration_dir, save_name
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank
+from tests.support.stored import read_rank
 from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of
 from tools.crash import trouble
 from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in

@@ -22,8 +22,8 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER, save_name
 from tests.agent.conftest import Node
-from tests.agent.test_shard_writer import read_rank, stored
 from tests.faulty_storage.preload import FaultyStorage, fail, late
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import FakeTrainer, content, is_alive
 from tools.crash import trouble
 from tools.crash.family import FamilyCell

@@ -18,8 +18,8 @@ from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
-from tests.agent.test_resources import MIB, at_rest, open_files, rss_nbytes, thread_count
 from tests.support.cluster import Cluster, cluster
+from tests.support.processes import MIB, at_rest, memory_nbytes, open_files, thread_count
 from tests.support.trainer import FakeTrainer, eventually, is_alive, suspend
 
 
@@ -220,14 +220,14 @@ def test_25_saves_leak_no_descriptor_thread_or_memory(tmp_path: Path) -> None:
             save_all(made, iteration)
         made.await_held(10, 2)
         (agent,) = made.nodes[0].agents()
-        files, memory = at_rest(lambda: len(open_files(agent))), rss_nbytes(agent)
+        files, memory = at_rest(lambda: len(open_files(agent))), memory_nbytes(agent)
         threads = at_rest(lambda: thread_count(agent))
         for iteration in range(11, 36):
             save_all(made, iteration)
         made.await_held(35, 2)
         eventually("as many threads", lambda: thread_count(agent) == threads)
         eventually("as many descriptors", lambda: len(open_files(agent)) == files)
-        growth = rss_nbytes(agent) - memory
+        growth = memory_nbytes(agent) - memory
         print(f"agent: {growth // 1024} KiB more after 25 saves with parity")
         assert growth < 8 * MIB
 

@@ -17,8 +17,8 @@ import pytest
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.test_shard_writer import read_rank, stored
 from tests.support.cluster import Cluster, cluster
+from tests.support.stored import read_rank, stored
 from tests.support.trainer import blocked_open, content, eventually, new_save_id, run_after, suspend
 
 SCHEMES = [
@@ -264,3 +264,24 @@ def test_a_late_recovery_does_not_replace_the_slots_of_the_next_trainer(tmp_path
             outcome = trainer.outcome()
             assert (outcome.iteration, outcome.error) == (20, None)
         assert (made.root / file_names.TRACKER).read_text() == "20"
+
+
+@pytest.mark.parametrize("scheme", ["copy", "xor"])
+def test_a_lost_node_with_one_slot_gets_its_only_checkpoint_from_others(
+    tmp_path: Path, scheme: str
+) -> None:
+    with cluster(tmp_path, (1, 1, 1), slots=1) as job:
+        job.start(scheme, 3)
+        for iteration in (1, 2):
+            for trainer in job.trainers.values():
+                if iteration == 2:
+                    trainer.outcome()
+            save_id = job.stage(iteration)
+            job.await_held(iteration, 1 if scheme == "copy" else 2)
+        job.lose(0)
+        job.start(scheme, 3)
+        back = job.trainers[0]
+        back.client.recover((save_id,))
+        (offer,) = back.take()
+        assert offer.iteration == 2
+        assert back.bytes_in(offer.slot) == content(0, 2, back.layout.nbytes)
