@@ -207,8 +207,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Last saves, and last starts of the job, that `flashckpt/history.jsonl` in the save directory
-    records for `flashckpt report`, one line each. 0: the file is not written."""
+    """Last saves, and last starts of the job, that stay in `flashckpt/history.jsonl` in the save
+    directory for `flashckpt report`, one line each. A start of the job removes older ones. 0: the
+    file is not written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()

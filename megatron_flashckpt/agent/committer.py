@@ -407,7 +407,8 @@ class Committer:
             world_size=save.world_size,
             cost=save.cost,
         )
-        append(save.store, past, self._node.options.history)
+        if self._node.options.history:
+            append(save.store, past)
 
     def _conclude(self, save: PendingSave, failure: Failure | None) -> None:
         """Mark the slots and queue the result for trainers, once. The caller holds the lock."""

@@ -1,15 +1,17 @@
 """History of a job: its last saves and its starts, one line each in `flashckpt/history.jsonl`.
 
 Manifests hold the timings of committed saves. The history also records saves that failed, or that
-retention has removed since, and from where each run has resumed. The agent of rank 0 replaces the
-file; `flashckpt report` reads it. No load and no commit depends on it, so its errors are only
-logged.
+retention has removed since, and from where each run has resumed. The agent of rank 0 appends saves,
+rank 0 itself appends starts, and `flashckpt report` reads them. Each line is one append, so no
+process overwrites the line of another one. No load and no commit depends on the file, so its errors
+are only logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
+from collections.abc import Iterator
 
 import msgspec
 
@@ -23,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: Bytes to read of the file, at most; only long histories have more.
 _MAX_NBYTES = 2**24
-#: Held while a thread of this agent replaces the file.
-_APPENDING = threading.Lock()
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="save"):
@@ -74,21 +74,32 @@ class PastStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 _EVENT = msgspec.json.Decoder(PastSave | PastStart)
 
 
-def append(store: Store, event: PastSave | PastStart, keep: int) -> None:
-    """Add a save or a start to the history, which keeps the last `keep` of each (0: no history).
+def append(store: Store, event: PastSave | PastStart) -> None:
+    """Add a line to the history. Logs errors: a failed note must not fail a checkpoint."""
+    with _errors_logged(store):
+        store.append(HISTORY, msgspec.json.encode(event) + b"\n")
 
-    Logs errors and never raises: a failed note must not fail a checkpoint.
+
+def shorten(store: Store, keep: int) -> None:
+    """Keep the last `keep` saves and the last `keep` starts. Logs errors.
+
+    Called at a start of the job, when few processes append. A line that another one appends while
+    the file is replaced is lost.
     """
-    if not keep:
-        return
-    try:
-        with _APPENDING:
-            past = [*_read(store), event]
-            # Many starts in a row, of a job that crashes at once, must not push out the saves.
-            starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
-            saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
-            kept = sorted([*starts[-keep:], *saves[-keep:]])
+    with _errors_logged(store):
+        past = _read(store)
+        # Many starts in a row, of a job that crashes at once, must not push out the saves.
+        starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
+        saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
+        kept = sorted([*starts[-keep:], *saves[-keep:]])
+        if len(kept) < len(past):
             store.put(HISTORY, b"".join(msgspec.json.encode(past[n]) + b"\n" for n in kept))
+
+
+@contextlib.contextmanager
+def _errors_logged(store: Store) -> Iterator[None]:
+    try:
+        yield
     except (FlashCkptError, OSError) as error:
         logger.warning("%s/%s was not updated: %s", store.place, HISTORY, error)
 

@@ -155,7 +155,9 @@ class RunOpener:
         agent_pid = agent_pid if self._rank == 0 else 0
         opened = runs.open_run(self._admission, run, agent_pid=agent_pid, held=held)
         runs.grant_wish(self._store, opened, facts)
-        history.append(self._store, PastStart.of(opened), self._config.history)
+        if self._config.history:
+            history.shorten(self._store, self._config.history)
+            history.append(self._store, PastStart.of(opened))
         return opened
 
     def _begin(self, opened: RunObject) -> None:

@@ -143,6 +143,12 @@ class ObjectStore:
         with self._errors(name, "write", writes=True):
             self._client.put(name, data, use_multipart=False)
 
+    def append(self, name: str, data: bytes) -> None:
+        self._check(name)
+        raise StorageError(
+            errno.EOPNOTSUPP, f"{self._url}/{name}: a bucket cannot append; only directories can"
+        )
+
     def create(self, name: str, data: bytes) -> None:
         from obstore import exceptions
 

@@ -78,6 +78,22 @@ def replace_file(path: Path, data: bytes) -> None:
     hit("put.renamed")
 
 
+def append_to(path: Path, data: bytes) -> None:
+    """Add `data` durably at the end of the file at `path`, which is made if it is missing.
+
+    Raises:
+        OSError: for example because `path` is no file, or the disk is full after a part of `data`.
+    """
+    fd = open_nofollow(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        # One write: the kernel puts it behind those of other processes, in one piece.
+        if os.write(fd, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def link_file(path: Path, data: bytes) -> None:
     """Give `path`, which must not exist, a file that holds `data`, which is durable.
 
@@ -118,7 +134,8 @@ def write_new(path: Path, data: bytes) -> None:
 def open_nofollow(path: str, flags: int) -> int:
     """Return a descriptor of a file or directory; raise OSError for a link, FIFO or device."""
     # O_NONBLOCK: opening a FIFO must not wait for a writer. Regular files ignore the flag.
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    # The mode is that of `open`: a new file is no program.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         os.close(fd)

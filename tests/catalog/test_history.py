@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.trainer import PATIENCE_S
 
 RUN = "000002-abcd"
 
@@ -45,22 +48,21 @@ def test_saves_and_starts_stand_in_the_order_in_which_they_happened() -> None:
     )
     start = PastStart.of(run)
     for event in (past(10), start, past(20)):
-        history.append(store, event, 10)
+        history.append(store, event)
     assert history.events(store) == [past(10), start, past(20)]
     assert [save.iteration for save in history.read(store)] == [10, 20]
     assert (start.save_id, start.source, start.started_at) == (run.save_id, "memory", 5.0)
 
 
-def test_the_newest_saves_are_kept_however_often_the_job_starts() -> None:
+def test_a_start_keeps_the_newest_saves_however_often_the_job_starts() -> None:
     store = MemoryStore()
     for number in range(5):
-        history.append(store, past(number), 3)
+        history.append(store, past(number))
     for number in range(9):
-        history.append(store, PastStart(run=RUN, started_at=float(number)), 3)
+        history.append(store, PastStart(run=RUN, started_at=float(number)))
+    history.shorten(store, 3)
     assert [save.iteration for save in history.read(store)] == [2, 3, 4]
     assert [event.started_at for event in history.events(store)[3:]] == [6.0, 7.0, 8.0]
-    history.append(store, past(9), 0)
-    assert len(history.events(store)) == 6, "the setting turns it off"
 
 
 def test_a_history_that_is_too_long_to_read_keeps_the_last_saves(
@@ -69,11 +71,41 @@ def test_a_history_that_is_too_long_to_read_keeps_the_last_saves(
     monkeypatch.setattr(history, "_MAX_NBYTES", 1000)
     store = MemoryStore()
     for iteration in range(1, 31):
-        history.append(store, past(iteration), 10**9)
+        history.append(store, past(iteration))
         assert history.read(store)[-1].iteration == iteration
-    assert len(store.objects[HISTORY]) < 1500
     iterations = [save.iteration for save in history.read(store)]
     assert iterations == list(range(31 - len(iterations), 31))
+
+
+_APPENDS = """
+import sys
+from pathlib import Path
+from megatron_flashckpt.catalog.history import PastStart, append
+from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.trainer import PATIENCE_S
+sys.stdin.read()
+for number in range(100):
+    append(PosixStore(Path(sys.argv[1])), PastStart(run=sys.argv[2], started_at=number))
+"""
+
+
+def test_lines_of_two_processes_that_append_at_once_all_stand(tmp_path: Path) -> None:
+    """The agent of an earlier run and rank 0 of the next one both write."""
+    names = ["000001-aaaa", "000002-bbbb"]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _APPENDS, str(tmp_path), name], stdin=subprocess.PIPE
+        )
+        for name in names
+    ]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.close()  # both begin
+    assert [writer.wait(PATIENCE_S) for writer in writers] == [0, 0]
+    events = history.events(PosixStore(tmp_path))
+    starts = [event for event in events if isinstance(event, PastStart)]
+    for name in names:
+        assert [start.started_at for start in starts if start.run == name] == list(range(100))
 
 
 def test_lines_that_cannot_be_decoded_are_skipped() -> None:
@@ -100,7 +132,8 @@ def test_what_stands_in_its_place_is_no_history_and_stays(
             os.mkfifo(path)
     store = PosixStore(tmp_path)
     assert history.read(store) == []
-    history.append(store, past(1), 10)
+    history.append(store, past(1))
+    history.shorten(store, 1)
     assert f"{HISTORY} was not updated" in caplog.text
     assert not path.is_file() or path.is_symlink()
 
@@ -115,9 +148,9 @@ def test_an_error_of_storage_loses_no_history(caplog: pytest.LogCaptureFixture) 
             return super().get(name, offset, nbytes)
 
     store = Away()
-    history.append(store, past(1), 10)
+    history.append(store, past(1))
     store.is_away = True
-    history.append(store, past(2), 10)
+    history.shorten(store, 1)
     assert history.read(store) == []
     assert "the history of saves cannot be read" in caplog.text
     store.is_away = False

@@ -52,7 +52,7 @@ def saves(tmp_path: Path) -> Path:
             world_size=4,
             cost=None if failed else cost_of(iteration),
         )
-        append(PosixStore(root), past, 1000)
+        append(PosixStore(root), past)
         if failed:
             fail(root, iteration, save_id, REASON)
             continue
@@ -145,7 +145,7 @@ def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
 def test_starts_are_listed_and_are_no_saves(saves: Path, capsys: pytest.CaptureFixture) -> None:
     origin = {"save_id": save_name(RUN, 2), "iteration": 2, "source": "memory"}
     start = PastStart(run="000002-beef", started_at=2.5, world_size=4, **origin)
-    append(PosixStore(saves), start, 1000)
+    append(PosixStore(saves), start)
     rows = json.loads(report(capsys, saves, "--json"))
     assert [row["state"] for row in rows][:3] == ["removed", "committed", "started"]
     assert (rows[2]["iteration"], rows[2]["save_id"]) == (2, save_name(RUN, 2))
