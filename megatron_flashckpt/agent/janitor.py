@@ -17,13 +17,12 @@ import contextlib
 import dataclasses
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from megatron_flashckpt.agent.proposals import create_end
+from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import run_numbers
 from megatron_flashckpt.catalog.iteration_files import (
     IterationFiles,
@@ -172,7 +171,7 @@ class Janitor:
         deadline_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Touch nothing; `start` starts the thread.
+        """Touch nothing.
 
         Args:
             pending: returns the saves that this agent has pending, of whatever run.
@@ -182,8 +181,7 @@ class Janitor:
         self._pending = pending
         self._deadline_s = deadline_s
         self._clock = clock
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="janitor", daemon=True)
+        self._worker = Worker("janitor", "obsolete files were not removed")
         self._looks: dict[int, _Look] = {}
         self._manifests: KnownManifests = {}
         #: Since when ends are known to be failed, and checkpoints to lack files, by save.
@@ -197,29 +195,17 @@ class Janitor:
 
     # ------------------------------------------------------------------ the thread
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
     def after_commit(self, save: CommittedSave) -> None:
         """Have the thread tidy up after a commit by the agent of rank 0 of the newest run."""
-        self._work.put(lambda: self.tidy(save))
+        self._worker.add(lambda: self.tidy(save))
 
     def after_start(self, store: Store, run: RunObject) -> None:
         """Have the thread tidy up after an agreed load, in the agent of the run's rank 0."""
-        self._work.put(lambda: self.tidy_after_start(store, run))
+        self._worker.add(lambda: self.tidy_after_start(store, run))
 
     def close(self, within_s: float) -> None:
         """Return when all work is done, or after `within_s`."""
-        self._work.put(None)
-        self._thread.join(within_s)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception:  # otherwise all later removals would be lost
-                logger.exception("obsolete files were not removed")
+        self._worker.close(within_s)
 
     # ------------------------------------------------------------------ what is done
 

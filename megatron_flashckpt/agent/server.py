@@ -70,7 +70,6 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until all trainers have left, or none has returned within the grace time."""
-        self._janitor.start()
         self._committer.start()
         self._heartbeat.start()
         while not self._may_leave():

@@ -914,12 +914,13 @@ def test_the_thread_outlives_an_error_and_does_not_hold_up_the_end(
     put_bulk(store, dead)
     commit(store, last)
     janitor = Janitor(set, 0.0, clock)
-    janitor.start()
     janitor.after_commit(committed(Broken(), last))
     janitor.after_commit(committed(store, last))
     assert begun.wait(60.0)
+    removing = janitor._worker._thread
+    assert removing is not None
     janitor.close(0.0)
     go_on.set()
-    janitor._thread.join(60.0)
+    removing.join(60.0)
     assert not names_of(store, dead)
     assert "obsolete files were not removed" in caplog.text

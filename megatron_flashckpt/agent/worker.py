@@ -1,0 +1,49 @@
+"""A thread that does queued work, for callers that must not wait for storage."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Does work in order, in a thread that begins with the first work. Any thread may add work."""
+
+    def __init__(self, name: str, failure: str) -> None:
+        """Start nothing.
+
+        Args:
+            failure: what is logged if work raises an error; the work behind it is done all the
+                same.
+        """
+        self._name = name
+        self._failure = failure
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Have the thread call `work`."""
+        self._work.put(work)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self, within_s: float) -> None:
+        """Return when all work is done, or after `within_s`; then the work still goes on."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.put(None)
+            thread.join(within_s)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:  # otherwise all later work would be lost
+                logger.exception("%s", self._failure)
