@@ -113,8 +113,6 @@ def _request(call: SaveCall, margs: Any) -> SaveRequest:
         memory_only=call.non_persistent,
         blocking=wait == "staged" or must_copy,
         must_wait=until_durable,
-        # With `durable` the loop waits for the shard, so the shard must not wait for the loop.
-        in_loop=session.loop_timer.is_running and not until_durable,
     )
 
 

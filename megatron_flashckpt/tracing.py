@@ -20,17 +20,11 @@ from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 SAVE = "save"
 #: Time that the training loop waits for a save, including Megatron's timers and barriers.
 LOOP = "save as the training loop sees it"
-#: Copies that end before the save returns.
-EARLY = "early copies"
 #: Wait for copies: inside the save (`staging: blocking`), or before an optimizer step.
 WAIT = "wait for copies"
-#: Wait of an optimizer step for copies on the GPU, while the training thread continues.
-STEP = "wait of the step on the GPU"
 
 #: Spans per name, at most: a shard of 100 GB has thousands of chunks.
 _MOST = 256
-#: Recorders of open saves, at most; exceeded only if a caller never asks for results.
-_MOST_OPEN = 16
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -48,30 +42,36 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """Phases of one save on one rank. Thread-safe."""
+    """The record of one save on one rank: its phases. Thread-safe.
 
-    def __init__(self, *, in_loop: bool = False) -> None:
+    The trainer sends the record once, with the "staged" message. Its timings go from there to the
+    commit record, the manifest, the history and the result; its phases go to the trace.
+    """
+
+    def __init__(self, call: str = SAVE) -> None:
         """Start the clock.
 
         Args:
-            in_loop: the caller calls `seen_by_loop` when the training loop continues.
+            call: the outermost phase for which training waits.
         """
-        self.started = time.monotonic()
-        self.started_at = time.time()
-        """Seconds since 1970."""
+        self.call = call
         self.spans: list[Span] = []
         """Spans in the order of their ends; the first 256 of each name."""
         self.seconds: dict[str, float] = {}
-        """Total seconds of all phases, by name."""
-        self.is_known = False
-        """True if the agent knows the save; it drops spans of unknown saves."""
+        """Total seconds of all phases that have ended, by name."""
+        self.step_on_gpu_s = 0.0
+        """Seconds for which the optimizer's step waited for copies on the GPU alone."""
         self._counts: dict[str, int] = {}
-        self._sent = 0
+        #: Phases that run now: name, thread and start, by an object of each.
+        self._running: dict[object, tuple[str, str, float]] = {}
         self._lock = threading.Lock()
-        self._loop_s: float | None = None
         self._has_returned = threading.Event()
-        if not in_loop:
-            self._has_returned.set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the age of the save from now on: its call follows work of the training loop."""
+        self._started = time.monotonic()
+        self._started_at = time.time()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -85,112 +85,73 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the time from entering the context to leaving it, also by an exception."""
-        started = time.monotonic()
+        key, thread, started = object(), threading.current_thread().name, time.monotonic()
+        with self._lock:
+            self._running[key] = (name, thread, started)
         try:
             yield
         finally:
-            self._note(name, started, time.monotonic() - started)
-
-    def _note(self, name: str, started: float, seconds: float) -> None:
-        with self._lock:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            self._counts[name] = self._counts.get(name, 0) + 1
-            if self._counts[name] <= _MOST:
-                thread = threading.current_thread().name
-                self.spans.append(Span(name, thread, started, seconds))
+            span = Span(name, thread, started, time.monotonic() - started)
+            with self._lock:
+                del self._running[key]
+                self.seconds[name] = self.seconds.get(name, 0.0) + span.seconds
+                self._counts[name] = self._counts.get(name, 0) + 1
+                if self._counts[name] <= _MOST:
+                    self.spans.append(span)
+            if name == self.call:
+                self._has_returned.set()
 
     @property
     def age_s(self) -> float:
         """Seconds since the call of the save."""
-        return time.monotonic() - self.started
+        return time.monotonic() - self._started
 
-    def seen_by_loop(self, started: float, seconds: float) -> None:
-        """Record the wait of the training loop for this save, after the save has returned."""
-        self._loop_s = seconds
-        self._note(LOOP, started, seconds)
-        self._has_returned.set()
+    def record(
+        self, staged_s: float, plan: PlanOrigin, wait_s: float
+    ) -> tuple[RankCost, tuple[Span, ...]]:
+        """Return timings and phases of this rank's part of the save, which is staged.
 
-    def await_loop(self, timeout_s: float) -> None:
-        """Return when the training loop continues, at once without `in_loop`, or at the timeout."""
-        self._has_returned.wait(timeout_s)
-
-    def staged_cost(self, staged_s: float, plan: PlanOrigin, *, blocking: bool) -> RankCost:
-        """Return the timings of this rank's part of the save, up to the staged slot.
+        A phase that still runs ends now: copies have ended, so a wait for them is over.
 
         Args:
             staged_s: seconds from the call until this rank's part was in host memory.
             plan: origin of this rank's plan.
-            blocking: True if training waited for all copies; else only for the early ones.
+            wait_s: longest wait for the call to return, because the record has its duration.
         """
-        blocked_s = self._loop_s
-        if blocked_s is None:
-            returned = [span.end for span in self.spans if span.name == EARLY and not blocking]
-            blocked_s = returned[0] - self.started if returned else staged_s
-        return RankCost(
-            started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s, plan=plan
+        self._has_returned.wait(wait_s)
+        with self._lock:
+            now = time.monotonic()
+            running = [
+                Span(name, thread, started, now - started)
+                for name, thread, started in self._running.values()
+            ]
+            spans = (*self.spans, *running)
+        blocked_s = sum(span.seconds for span in spans if span.name == self.call)
+        cost = RankCost(
+            started_at=self._started_at, blocked_s=blocked_s, staged_s=staged_s, plan=plan
         )
+        return cost, spans
 
-    def first_sent(self) -> tuple[Span, ...]:
-        """Return all spans, for the first message to the agent about this save."""
-        self.is_known = True
-        return self.unsent()
-
-    def unsent(self) -> tuple[Span, ...]:
-        """Return the spans since the last call."""
-        with self._lock:
-            spans = tuple(self.spans[self._sent :])
-            self._sent += len(spans)
-            return spans
-
-    def waited(self, name: str, seconds: float) -> None:
-        """Add a wait that was measured outside of this process's threads, as on the GPU."""
-        with self._lock:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    @property
+    def call_s(self) -> float:
+        """Seconds for which training waited in the call."""
+        return self.seconds.get(self.call, 0.0)
 
     @property
     def step_s(self) -> float:
-        """Seconds for which optimizer steps waited for copies, after the save had returned."""
-        waited_s = self.seconds.get(STEP, 0.0)
-        for call in self._outer_calls():
-            waits = [span for span in self.spans if (span.name, span.thread) == (WAIT, call.thread)]
-            waited_s += sum(wait.seconds for wait in waits if wait.start >= call.end)
-        return waited_s
+        """Seconds for which optimizer steps waited for copies, after the call had returned."""
+        calls = [span for span in self.spans if span.name == self.call][:1]
+        return self.step_on_gpu_s + sum(
+            wait.seconds
+            for call in calls
+            for wait in self.spans
+            if (wait.name, wait.thread) == (WAIT, call.thread) and wait.start >= call.end
+        )
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that the save has blocked training.
-
-        The sum of the loop's wait (the call's, if the loop was not measured) and of the waits of
-        later steps."""
-        return self.seconds.get(self._outer_name(), 0.0) + self.step_s
-
-    def _outer_name(self) -> str:
-        return LOOP if self._loop_s is not None else SAVE
-
-    def _outer_calls(self) -> list[Span]:
-        return [span for span in self.spans if span.name == self._outer_name()][:1]
-
-
-class OpenTraces:
-    """Recorders of a rank's saves whose result has not been reported yet."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, Recorder] = {}
-
-    def begin(self, save_id: str, recorder: Recorder) -> None:
-        self._open[save_id] = recorder
-        while len(self._open) > _MOST_OPEN:
-            del self._open[next(iter(self._open))]
-
-    def unsent(self) -> dict[str, tuple[Span, ...]]:
-        """Return by save the spans since the last call, for saves that the agent knows."""
-        known = {save_id: recorder for save_id, recorder in self._open.items() if recorder.is_known}
-        unsent = {save_id: item.unsent() for save_id, item in known.items()}
-        return {save_id: spans for save_id, spans in unsent.items() if spans}
-
-    def end(self, save_id: str) -> Recorder | None:
-        """Remove the recorder of a save and return it."""
-        return self._open.pop(save_id, None)
+        """Seconds that the save has blocked training: the call, and the waits of later steps."""
+        return self.call_s + self.step_s
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("flashckpt_recorder", default=None)

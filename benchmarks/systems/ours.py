@@ -39,6 +39,7 @@ from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.tracing import Recorder
 
 #: Replacement of Megatron's arguments.
 _ARGS = argparse.Namespace(**COMMON)
@@ -99,6 +100,8 @@ class Ours(System):
             agent=AgentConfig(grace_s=120.0),
         )
         self._checkpointer: Checkpointer | None = None
+        #: Of saves that are not complete, by iteration.
+        self._recorders: dict[int, Recorder] = {}
         #: Phases of complete saves, by iteration.
         self._phases: dict[int, dict[str, float]] = {}
 
@@ -121,14 +124,16 @@ class Ours(System):
         self._checkpointer.start_run()
 
     def save(self, step: int, state: State) -> bool:
-        return not self._checkpointer.save(
+        report = self._checkpointer.save(
             SaveRequest(
                 iteration=step,
                 chunks=[self._weights],
                 optimizer=self._optimizer,
                 args=_ARGS,
             )
-        ).skipped
+        )
+        self._recorders[step] = report.recorder
+        return not report.skipped
 
     def settle(self, step: int) -> None:
         self._optimizer.step()
@@ -144,8 +149,7 @@ class Ours(System):
         for outcome in outcomes:
             if outcome.error is not None:
                 raise RuntimeError(outcome.error)
-            recorder = self._checkpointer.saves.traces.end(outcome.save_id)
-            self._phases[outcome.iteration] = {} if recorder is None else recorder.seconds
+            self._phases[outcome.iteration] = self._recorders.pop(outcome.iteration).seconds
 
     def load(self, state: State) -> int:
         self._loads(state)

@@ -9,7 +9,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -253,15 +252,9 @@ class AgentClient:
         """Share a template with the other ranks of this node."""
         self._ask(p.PutTemplate(fingerprint, encoded), p.Done)
 
-    def poll(
-        self, wait_s: float = 0.0, spans: Mapping[str, tuple[Span, ...]] | None = None
-    ) -> p.Outcomes:
-        """Return unreported results; with `wait_s`, wait for one while saves are pending.
-
-        Args:
-            spans: the trainer's work since the "staged" message, by save.
-        """
-        return self._ask(p.Poll(wait_s, dict(spans or {})), p.Outcomes, None, wait_s)[0]
+    def poll(self, wait_s: float = 0.0) -> p.Outcomes:
+        """Return unreported results; with `wait_s`, wait for one while saves are pending."""
+        return self._ask(p.Poll(wait_s), p.Outcomes, None, wait_s)[0]
 
     def has_hung_up(self) -> bool:
         """Return whether the agent has died or ended this connection; 1 us, without a request.

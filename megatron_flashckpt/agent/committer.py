@@ -6,6 +6,7 @@ asked while it is held.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -20,6 +21,7 @@ from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.runs import why_overtaken
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.lineage import History
@@ -33,6 +35,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store
+from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class Committer:
         self._failed: dict[str, set[int]] = {}
         #: The last attempt whose end is known to be a failure, by the id in the slots.
         self._ended: dict[str, str] = {}
+        #: Appends to the history, for which no trainer and no save waits.
+        self._history = Worker("history", "an ended save is not in the history")
         self._thread = threading.Thread(target=self._drive, name="commit", daemon=True)
 
     def start(self) -> None:
@@ -75,7 +80,10 @@ class Committer:
             self._node.changed.notify_all()
         if not self.pending and not self._node.is_stuck():
             self._thread.join(_TIDY_S)
-            self._janitor.close(_TIDY_S)
+            deadline = time.monotonic() + _TIDY_S
+            self._history.close(deadline - time.monotonic())
+            self._node.traces.close(deadline - time.monotonic())
+            self._janitor.close(deadline - time.monotonic())
 
     # ------------------------------------------------------------------ what others report
 
@@ -333,10 +341,8 @@ class Committer:
             # Free the space before trainers learn the result: on a full disk the next save needs
             # it.
             self._remove_own(save)
-        is_again = save.save_id != save.staged_as
-        if save.core.holds_rank_0 and not save.is_given_up and not (is_again and failure):
-            self._enter_into_history(save, failure)
-        with self._node.changed:
+        traced = self._node.traces.recording(save.iteration, save.save_id, None)
+        with traced, phase("report result"), self._node.changed:
             written = set(save.core.durable)
             if end is End.FAILED:
                 self._ended[save.staged_as] = save.save_id
@@ -344,10 +350,11 @@ class Committer:
                     del self._ended[next(iter(self._ended))]
             self._conclude(save, failure)
             is_late = save.core.durable != written
+        self._enter_into_history(save, failure)
+        self._node.traces.write(save.save_id)
         if end is End.FAILED and is_late:
             # These shards were written while the others were being removed.
             self._remove_own(save)
-        self._node.traces.write(save.save_id)
         if end is End.COMMITTED and failure is None and save.core.holds_rank_0:
             self._tidy_after(save, previous)
 
@@ -397,7 +404,12 @@ class Committer:
             remove_own(save.store, save.iteration, save.save_id, frozenset({number}))
 
     def _enter_into_history(self, save: PendingSave, failure: Failure | None) -> None:
-        """Append the result of a save to the history, for people."""
+        """Have the result of a save appended to the history, for people."""
+        is_again = save.save_id != save.staged_as
+        if not (save.core.holds_rank_0 and self._node.options.history):
+            return
+        if save.is_given_up or (is_again and failure is not None):
+            return
         past = PastSave(
             iteration=save.iteration,
             save_id=save.save_id,
@@ -407,8 +419,7 @@ class Committer:
             world_size=save.world_size,
             cost=save.cost,
         )
-        if self._node.options.history:
-            append(save.store, past)
+        self._history.add(functools.partial(append, save.store, past))
 
     def _conclude(self, save: PendingSave, failure: Failure | None) -> None:
         """Mark the slots and queue the result for trainers, once. The caller holds the lock."""

@@ -70,8 +70,6 @@ class TrainerConnections:
                     except FlashCkptError as error:
                         answer = (p.Refused(str(error)),)
                 frames.send(connection, *answer)
-                if isinstance(request, p.Poll):
-                    self._node.traces.write_reported()
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError, FlashCkptError) as error:

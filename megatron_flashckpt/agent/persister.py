@@ -161,6 +161,7 @@ class Saves:
             staged_s = 0.0 if message is None or message.cost is None else message.cost.staged_s
             kept = p.Outcome(header.iteration, header.save_id, None, staged_s, kept=True)
             self._committer.queue_result(self._node.ranks[number], kept)
+            self._node.traces.write(header.save_id)
         self._node.changed.notify_all()
         return header.save_id
 

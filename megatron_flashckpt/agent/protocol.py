@@ -149,7 +149,7 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     slot: int
     cost: RankCost | None = None
     spans: tuple[Span, ...] = ()
-    """Work of the save so far."""
+    """The trainer's phases of the save."""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
@@ -190,8 +190,6 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """
 
     wait_s: float = 0.0
-    spans: dict[str, tuple[Span, ...]] = {}
-    """The trainer's work since the "staged" message, by save."""
 
 
 class Notice(msgspec.Struct, frozen=True):

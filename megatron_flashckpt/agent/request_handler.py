@@ -101,7 +101,6 @@ class RequestHandler:
                     self._templates.put(request.fingerprint, request.encoded)
                     return (p.Done(),)
                 case p.Poll():
-                    self._node.traces.add_later(number, request.spans)
                     return (self._poll(number, request.wait_s, process),)
                 case p.OpenPeers():
                     return (self._open_peers(request),)
@@ -310,7 +309,5 @@ class RequestHandler:
                 break
             self._served(number, process)
         outcomes, rank.unreported = tuple(rank.unreported), []
-        for outcome in outcomes:
-            self._node.traces.note_reported(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
         return p.Outcomes(outcomes, len(self._committer.open_saves(number)), notices)

@@ -41,7 +41,7 @@ from megatron_flashckpt.save.run_opener import RunOpener
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
 from megatron_flashckpt.storage.opening import refuse_url
-from megatron_flashckpt.tracing import SAVE, Recorder, phase
+from megatron_flashckpt.tracing import SAVE, Recorder, phase, recorder
 
 _BUSY = (
     "previous saves are still being written and 'busy' is 'skip'; save less often or set "
@@ -156,28 +156,33 @@ class Checkpointer:
         Raises:
             UnsupportedError: the job holds state that cannot be saved; nothing was staged.
         """
-        recorder = Recorder(in_loop=request.in_loop)
-        with recorder.recording(), recorder.phase(SAVE):
-            return self._save(request, recorder)
+        # The training loop's recorder also measures what Megatron does around this call. If the
+        # loop waits until the save is durable, the record is sent before the loop continues.
+        of_loop = None if request.must_wait else recorder()
+        own = of_loop or Recorder()
+        own.restart()
+        with own.recording(), own.phase(SAVE):
+            return self._save(request, own)
 
-    def _save(self, request: SaveRequest, recorder: Recorder) -> SaveReport:
+    def _save(self, request: SaveRequest, record: Recorder) -> SaveReport:
         iteration = request.iteration
         if self._is_repeat(request):
-            return SaveReport(iteration, 0.0, 0, recorder, skipped=True, is_repeat=True)
+            return SaveReport(iteration, 0.0, 0, record, skipped=True, is_repeat=True)
         save_id = self._begin(request)
         plan = self._planned(request, save_id)
         self._last = self._state_identity(request)
         if (refusal := self._skipped_by_all(request, plan)) is not None:
-            return SaveReport(iteration, recorder.age_s, 0, recorder, skipped=True, refusal=refusal)
+            return SaveReport(iteration, record.age_s, 0, record, skipped=True, refusal=refusal)
         if isinstance(plan, _SkipReason):
-            return SaveReport(iteration, recorder.age_s, 0, recorder, skipped=True)
+            return SaveReport(iteration, record.age_s, 0, record, skipped=True)
         if not request.memory_only:
             reported.clear()
-        self.saves.begin(save_id, iteration, recorder)
-        copies = self._stage(request, plan, recorder)
+        self.saves.begin(save_id, iteration)
+        copies = self._stage(request, plan, record)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
-        return SaveReport(iteration, recorder.age_s, plan.layout.nbytes, recorder, copies=copies)
+        nbytes = plan.layout.nbytes
+        return SaveReport(iteration, record.age_s, nbytes, record, save_id, copies=copies)
 
     def _state_identity(self, request: SaveRequest) -> tuple[int, int, bool]:
         """Return the identity of the state that `request` saves."""
@@ -268,7 +273,7 @@ class Checkpointer:
                 return _PlannedSave(pieces, layout, slot)
         raise AssertionError
 
-    def _stage(self, request: SaveRequest, plan: _PlannedSave, recorder: Recorder) -> CopyFigures:
+    def _stage(self, request: SaveRequest, plan: _PlannedSave, record: Recorder) -> CopyFigures:
         """Begin to copy; the copy thread hands over the slot after the last copy."""
         blocking = self._is_blocking(request)
         hand_over = HandOver(
@@ -278,10 +283,9 @@ class Checkpointer:
             slot=plan.slot,
             header=plan.slot.header,
             layout=plan.layout,
-            recorder=recorder,
+            recorder=record,
             plan=self.planner.take_origin(),
             memory_only=request.memory_only,
-            blocking=blocking,
         )
         data_offset = plan.slot.data_offset
         # Training waits for early copies, so this thread makes them: no other has to wake up.
@@ -318,9 +322,7 @@ class Checkpointer:
         self._slots.ends_at = time.monotonic() + self.config.drain_timeout_s
         if not self.link.stager.wait(self.config.drain_timeout_s):
             return None  # a GPU hangs; `wait` reports this
-        return self.save(
-            dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
-        )
+        return self.save(dataclasses.replace(request, memory_only=False, must_wait=True))
 
     def end_saves(self) -> None:
         """Wait until no save is pending; `wait` and `saves.poll` report the outcomes later.

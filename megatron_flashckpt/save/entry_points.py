@@ -24,6 +24,7 @@ from megatron_flashckpt.megatron_lm.job_flags import (
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import refuse_url
+from megatron_flashckpt.tracing import LOOP, Recorder
 
 
 def watch() -> None:
@@ -79,6 +80,9 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
 def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     """Call Megatron's own function and measure how long the training loop waits for it.
 
+    Megatron stops timers before and after its `save_checkpoint`. Each stop synchronizes the GPU
+    and, until core 0.19, all ranks; training waits.
+
     Before a save, core 0.17 returns all cached GPU memory to the driver, for the worker process of
     its own asynchronous saves. A save of this package takes no GPU memory, so the cache stays:
     otherwise the next step has to allocate it again.
@@ -86,7 +90,8 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     margs = stock.checkpointing().get_args()
     is_ours = _saves(margs) and not converts_format(margs)
     keeping_cache = cuda.cache_kept() if is_ours else contextlib.nullcontext()
-    with session.loop_timer.measure(), keeping_cache:
+    recorder = Recorder(LOOP)
+    with recorder.recording(), recorder.phase(LOOP), keeping_cache:
         return stock.original("training", "save_checkpoint_and_time")(*args, **kwargs)
 
 

@@ -19,12 +19,12 @@ from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.tracing import Recorder, phase
+from megatron_flashckpt.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait of a staged slot for the training loop, whose blocked time goes into the record.
-#: The loop continues within milliseconds, except if other ranks are late.
+#: Longest wait of a staged slot for the call of the save, whose duration goes into the record.
+#: Training continues within milliseconds, except if other ranks are late.
 _LOOP_S = 1.0
 
 
@@ -42,7 +42,6 @@ class HandOver:
     recorder: Recorder
     plan: PlanOrigin
     memory_only: bool
-    blocking: bool
 
     def __call__(self, seconds: float, error: BaseException | None) -> None:
         """Mark the slot as staged and notify the agent; the stager calls this once.
@@ -92,12 +91,9 @@ class HandOver:
         hit("stage.staged")
 
     def _notify_agent(self) -> None:
-        """Send the "staged" message with the timings of this rank's part."""
-        staged_s = self.recorder.age_s
-        self.recorder.await_loop(_LOOP_S)
-        cost = self.recorder.staged_cost(staged_s, self.plan, blocking=self.blocking)
-        with phase("doorbell"):
-            self.client.staged(self.slot.index, cost, self.recorder.first_sent())
+        """Send the "staged" message with the record of this rank's part."""
+        record = self.recorder.record(self.recorder.age_s, self.plan, _LOOP_S)
+        self.client.staged(self.slot.index, *record)
 
     def _log(self, seconds: float) -> None:
         logger.debug(

@@ -29,7 +29,6 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.storage.opening import open_store
-from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class PendingSaves:
         self._rank = rank
         self._link = link
         self._watch = AgentWatch()
-        self.traces = OpenTraces()
         #: Iterations of pending saves, by save id.
         self._open: dict[str, int] = {}
         #: Saves to memory only, of which no other node waits for this rank's part.
@@ -98,10 +96,9 @@ class PendingSaves:
         if memory_only:
             self._memory_only.add(save_id)
 
-    def begin(self, save_id: str, iteration: int, trace: Recorder) -> None:
+    def begin(self, save_id: str, iteration: int) -> None:
         """Note a save that has a slot, and will therefore have an outcome."""
         self._open[save_id] = iteration
-        self.traces.begin(save_id, trace)
 
     def handed_over(self, save_id: str) -> None:
         """Note that an agent owes the outcome of a save. Called by the copy thread."""
@@ -184,7 +181,7 @@ class PendingSaves:
             return Outcomes((), 0)
         if not self._watch.must_ask(self._link.shared, handed_over) and not wait_s:
             return None
-        reply = client.poll(wait_s, self.traces.unsent())
+        reply = client.poll(wait_s)
         self._watch.answered(reply.pending)
         for notice in reply.notices:
             logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)

@@ -36,8 +36,6 @@ class SaveRequest:
     """Copy everything before `save` returns, independent of `staging`."""
     must_wait: bool = False
     """Wait for a free slot, even with `busy: skip`. Equal on all ranks."""
-    in_loop: bool = False
-    """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +47,8 @@ class SaveReport:
     """Duration of the call."""
     nbytes: int
     recorder: Recorder
+    save_id: str = ""
+    """Empty if nothing was staged."""
     skipped: bool = False
     """True if nothing was staged."""
     copies: CopyFigures | None = None

@@ -23,7 +23,6 @@ from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.loop_timer import LoopTimer
 from megatron_flashckpt.save.reports import SaveReports, node_count, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
@@ -31,6 +30,7 @@ from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class _OpenCheckpointer:
     announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
     staged: list[StagedSave] = dataclasses.field(default_factory=list)
     """Saves whose figures are not reported yet, in order."""
+    recorders: dict[str, Recorder] = dataclasses.field(default_factory=dict)
+    """Of saves whose outcomes are not reported yet, by save id."""
     unwritten: announcements.AnnouncedSave | None = None
     """The last save if it was skipped or is for memory only; else None."""
 
@@ -95,7 +97,6 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.loop_timer = LoopTimer()
         self._open: dict[str, _OpenCheckpointer] = {}
         #: Save directories, as given, whose startup is complete. Looked up in every iteration.
         self._ready: set[str] = set()
@@ -197,19 +198,10 @@ class Session:
         opened.unwritten = save if memory_only or report.refusal is not None else None
         if report.copies is None:
             return
-        where = self._measured_wait(report, until_durable=until_durable)
-        opened.staged.append(StagedSave(report, report.copies, memory_only, where))
+        opened.recorders[report.save_id] = report.recorder
+        opened.staged.append(StagedSave(report, report.copies, memory_only, until_durable))
         if not memory_only:
             opened.announced[save.iteration] = save
-
-    def _measured_wait(self, report: SaveReport, *, until_durable: bool) -> str:
-        """Have the training loop's wait measured, if it can be; return a phrase that names it."""
-        if until_durable:
-            return "in save_checkpoint before its wait for a durable checkpoint"
-        if not self.loop_timer.is_running:
-            return "in save_checkpoint"
-        self.loop_timer.saved(report.recorder)
-        return "as the training loop sees it"
 
     def wait_copied(self) -> None:
         """Wait until no copy is running: then the state of the model may change."""
@@ -261,12 +253,15 @@ class Session:
             return
         opened.unwritten = None
         try:
-            if opened.checkpointer.write_last() is None:
-                return
+            report = opened.checkpointer.write_last()
         except UnsupportedError as error:
             opened.reports.requested(save.iteration)
             opened.reports.skipped(save.iteration, str(error))
             return
+        if report is None:
+            return
+        if not report.skipped:
+            opened.recorders[report.save_id] = report.recorder
         opened.reports.requested(save.iteration)
         opened.announced[save.iteration] = save
         say(
@@ -276,7 +271,7 @@ class Session:
 
     def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
         """Log one outcome; return True for a success."""
-        own = opened.checkpointer.saves.traces.end(outcome.save_id)
+        own = opened.recorders.pop(outcome.save_id, None)
         failures = opened.reports.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.request import SaveReport
-from megatron_flashckpt.tracing import STEP
+from megatron_flashckpt.tracing import LOOP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,20 +16,22 @@ class StagedSave:
     report: SaveReport
     copies: CopyFigures
     memory_only: bool
-    where: str
-    """Phrase that names the wait that counts as blocked."""
+    until_durable: bool
+    """True if `save_checkpoint` has waited for the commit, too."""
 
     def line(self) -> str:
         """Return the line for the log. Called once, when the figures of the copies are known."""
         recorder = self.report.recorder
-        recorder.waited(STEP, self.copies.step_wait_s())
-        step_s = recorder.step_s
+        recorder.step_on_gpu_s = self.copies.step_wait_s()
+        where = "as the training loop sees it" if recorder.call == LOOP else "in save_checkpoint"
+        if self.until_durable:
+            where += " before its wait for a durable checkpoint"
         kept = " for host memory only" if self.memory_only else ""
         return (
             f"iteration {self.report.iteration} staged{kept}, "
             f"{self.report.nbytes / 2**20:.1f} MiB on rank 0, "
-            f"blocked {1000 * (recorder.blocked_s - step_s):.1f} ms {self.where}, then "
-            f"{1000 * step_s:.1f} ms for the copies; {_copied(self.copies)}"
+            f"blocked {1000 * recorder.call_s:.1f} ms {where}, then "
+            f"{1000 * recorder.step_s:.1f} ms for the copies; {_copied(self.copies)}"
         )
 
 

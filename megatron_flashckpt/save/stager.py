@@ -33,7 +33,7 @@ from megatron_flashckpt.memory.runs import Copy, Run, runs
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.copy_pace import CopyPace, timed_event
-from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
+from megatron_flashckpt.tracing import WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Stager:
         job = _Job(late, finish, recorder() or Recorder(), figures)
         try:
             self._check_devices(copies)
-            with phase(EARLY):
+            with phase("early copies"):
                 self._copy_early([copy for copy in copies if copy.early])
             hit("stage.half")
         except Exception as failure:

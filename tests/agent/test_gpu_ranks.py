@@ -22,6 +22,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.pinning import unlock_closed
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
+from megatron_flashckpt.tracing import LOOP, SAVE, Recorder
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.simulated_gpu import Node as GpuNode
@@ -181,15 +182,26 @@ def test_the_agent_gets_the_blocked_time_of_the_training_loop(
         staged(slot, cost, spans)
 
     monkeypatch.setattr(client, "staged", ring)
-    recorder = job.checkpointer.save(job.request(2, in_loop=True)).recorder
     slots = job.checkpointer.link._slab.slots
-    eventually(
-        "all tensors are copied",
-        lambda: SlotState.STAGED in {entry.header.state for entry in slots},
-    )
-    recorder.seen_by_loop(recorder.started, 7.5)
+    recorder = Recorder(LOOP)
+    with recorder.recording(), recorder.phase(LOOP):
+        assert job.checkpointer.save(job.request(2)).recorder is recorder
+        eventually(
+            "all tensors are copied",
+            lambda: SlotState.STAGED in {entry.header.state for entry in slots},
+        )
     assert [outcome.error for outcome in job.checkpointer.wait()] == [None]
-    assert reported == [7.5]
+    assert reported == [recorder.seconds[LOOP]]
+
+
+def test_a_save_that_the_loop_waits_for_does_not_wait_for_the_loop(make: Any) -> None:
+    job = make(5)
+    loop = Recorder(LOOP)
+    with loop.recording(), loop.phase(LOOP):
+        report = job.checkpointer.save(job.request(1, must_wait=True))
+        assert [outcome.error for outcome in job.checkpointer.wait()] == [None]
+    assert report.recorder.blocked_s < loop.blocked_s
+    assert report.recorder.call == SAVE
 
 
 def test_a_slot_whose_staged_message_failed_is_marked_failed(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.history import PastSave
@@ -13,8 +16,9 @@ from megatron_flashckpt.file_format.file_names import HISTORY, shard_name
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.agents import agent_here
 from tests.support.stored import stored
-from tests.support.trainer import new_save_id
+from tests.support.trainer import eventually, new_save_id
 
 
 def saves_in(root: Path) -> list[PastSave]:
@@ -36,7 +40,7 @@ def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path)
     assert 0 < timings.persisted_s <= timings.durable_s <= time.time() - called
     assert timings.slowest in (0, 1)
     assert [outcome.cost for outcome in outcomes] == [timings, timings]
-    (line,) = saves_in(root)
+    (line,) = eventually("the line of the save", lambda: saves_in(root))
     assert (line.iteration, line.save_id, line.error, line.world_size) == (7, save_id, None, 2)
     assert line.cost == timings
 
@@ -51,6 +55,7 @@ def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path)
     (root / "iter_0000003" / shard_name(0, save_id)).mkdir(parents=True)
     failed = trainer.save(3, save_id)
     assert failed.error is not None
+    eventually("the line of the failure", lambda: len(saves_in(root)) == 3)
     assert [(line.iteration, line.error) for line in saves_in(root)] == [
         (1, None),
         (2, None),
@@ -65,3 +70,31 @@ def test_a_history_may_be_turned_off_or_be_unwritable(node: Node, root: Path) ->
     other = root.with_name("other")
     (other / HISTORY).mkdir(parents=True)
     assert node.trainer(other).save(1).error is None
+
+
+def test_a_history_or_traces_that_hang_delay_no_result(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    class Hanging(PosixStore):
+        def append(self, name: str, data: bytes) -> None:
+            go_on.wait()
+            super().append(name, data)
+
+    class HangingTraces(type(Path())):  # type: ignore[misc]
+        def mkdir(self, *args: Any, **more: Any) -> None:
+            go_on.wait()
+            super().mkdir(*args, **more)
+
+    with agent_here(node, root, history=9) as agent:
+        monkeypatch.setattr(agent._node, "store_at", Hanging)
+        agent._node.traces._directory = HangingTraces(root / "traces")
+        trainer = node.trainer(root)
+        try:
+            assert [trainer.save(iteration).error for iteration in (1, 2)] == [None, None]
+            assert saves_in(root) == []
+        finally:
+            go_on.set()
+        eventually("the lines", lambda: [line.iteration for line in saves_in(root)] == [1, 2])
+        eventually("the traces", lambda: len(list((root / "traces").glob("*.json"))) == 2)

@@ -24,7 +24,6 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
-from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id
 
@@ -53,7 +52,7 @@ class Rank:
         slab = self.link.ensure_slab(4096, 4096)
         slot = slab.slots[self.link.client().acquire(iteration, save_id, 1.0)]
         self.saves.expect(save_id, memory_only=False)
-        self.saves.begin(save_id, iteration, Recorder())
+        self.saves.begin(save_id, iteration)
         slot.set_header(SlotHeader(SlotState.STAGED, iteration, save_id, 0, 4096))
         return slot
 

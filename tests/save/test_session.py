@@ -12,7 +12,9 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
+from megatron_flashckpt.tracing import Recorder
 
 
 def expects_save(monkeypatch: pytest.MonkeyPatch, requested: list[int], **args: Any) -> bool:
@@ -37,9 +39,9 @@ class _Checkpointer:
         self.written = 0
         self.saves = SimpleNamespace(poll=list)
 
-    def write_last(self) -> object:
+    def write_last(self) -> SaveReport:
         self.written += 1
-        return object()
+        return SaveReport(5, 0.0, 1, Recorder(), "id")
 
 
 @pytest.mark.parametrize(
