@@ -131,11 +131,16 @@ def ranks(tmp_path: Path) -> Iterator[Callable[[int, int], Ranks]]:
 Make = Callable[[int, int], Ranks]
 
 
-def test_digests_of_several_threads_are_those_of_the_chunks_in_order(ranks: Make) -> None:
+@pytest.mark.parametrize("state", [SlotState.KEPT, SlotState.FAILED])
+def test_digests_of_several_threads_are_those_of_the_chunks_in_order(
+    ranks: Make, state: SlotState
+) -> None:
+    """A write that failed may have digested nothing."""
     job = ranks(1, 8)
     index = job.keep(0, 1)
     slots = job.trainers[0].slots
     assert slots is not None
+    slots.slab.slots[index].set_state(state)
     with slots.slab.slots[index].data() as data:
         for number in range(CHUNKS):
             data[number * CHUNK_NBYTES] = number + 1

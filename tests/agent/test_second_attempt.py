@@ -12,7 +12,6 @@ import pytest
 from megatron_flashckpt.agent import server
 from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_memory_only import assert_the_agent_leaves
@@ -103,9 +102,7 @@ def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
     again = node.trainer(root, config=config)
     newest = again.take()[0]
     assert (again.client.agent_pid, newest.iteration, newest.durable) == (agent, 2, False)
-    data = content(0, 2, again.layout.nbytes)
-    assert again.bytes_in(newest.slot) == data
-    assert newest.digests == (chunk_digest(memoryview(data)),), "digested at the hang-up"
+    assert again.bytes_in(newest.slot) == content(0, 2, again.layout.nbytes)
     again.client.open_run(run_after(newest.save_id, 2))
     assert again.save(3).error is None
     again.hang_up(leave=True)
