@@ -16,9 +16,17 @@ from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format.end import End
-from megatron_flashckpt.file_format.file_names import TRACKER, run_file, run_number, save_name
+from megatron_flashckpt.file_format.file_names import (
+    TRACKER,
+    run_file,
+    run_number,
+    save_name,
+    shard_name,
+)
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from tests.support.checkpoints import persist
+from tests.support.trainer import pieces_of
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 SAVE = save_name(RUN.name, 1)
@@ -99,3 +107,17 @@ def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
     vars(committer._node.options)["commit_timeout_s"] = 1.0
     committer.watch()
     assert rank.told == []
+
+
+def test_a_shard_that_is_not_visible_yet_only_delays_the_commit() -> None:
+    """Its record came from another node, and names may be late."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    committer._node.trained_s = lambda _: None
+    save.metas[0] = persist(save.store, 10, SAVE, 0, 1, pieces_of(0, 1, "a weight", 10))
+    name = f"{save.directory}/{shard_name(0, SAVE)}"
+    shard = save.store.objects.pop(name)
+    seen = committer._carried_out(save, core.Commit())
+    assert seen == core.Unseen(seen.text)  # type: ignore[union-attr]
+    assert f"{shard_name(0, SAVE)} is missing" in seen.text
+    save.store.objects[name] = shard
+    assert committer._carried_out(save, core.Commit()) == core.Ended(End.COMMITTED, None, True)
