@@ -73,7 +73,10 @@ class TrainerConnections:
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
-            self._log_ended(number, error)
+            if number is None:
+                self._silent.log_refused(f"no greeting ({error})")
+            else:
+                logger.warning("rank %d: connection ended (%s)", number, error)
         except Exception:  # a defect must end this connection only
             logger.exception("rank %s: connection ended", number)
         finally:
@@ -82,13 +85,19 @@ class TrainerConnections:
     def _end(self, number: int | None, connection: socket.socket) -> None:
         self._silent.remove(connection)
         connection.close()
-        self._disconnected(number, connection)
-
-    def _log_ended(self, number: int | None, error: Exception) -> None:
-        if number is None:
-            self._silent.log_refused(f"no greeting ({error})")
-        else:
-            logger.warning("rank %d: connection ended (%s)", number, error)
+        with self._node.changed:
+            self.connections -= 1
+            self.last_seen = time.monotonic()
+            rank = self._node.ranks.get(-1 if number is None else number)
+            # If a successor of the rank has connected already, the slots belong to the successor.
+            if number is not None and rank is not None and rank.connection is connection:
+                rank.connection = None
+                self._handler.release(number)
+                self._handler.inherit(number)
+                rank.forget_saves()
+                if not rank.left:
+                    self._saves.digester.digest(rank)
+            self._node.changed.notify_all()
 
     def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
         body, fd = frames.receive(connection, GREETING_NBYTES)
@@ -148,18 +157,3 @@ class TrainerConnections:
         if self._node.peers is not None:
             self._node.peers.begin_trainer(number)
         self._node.changed.notify_all()
-
-    def _disconnected(self, number: int | None, connection: socket.socket) -> None:
-        with self._node.changed:
-            self.connections -= 1
-            self.last_seen = time.monotonic()
-            rank = self._node.ranks.get(-1 if number is None else number)
-            # If a successor of the rank has connected already, the slots belong to the successor.
-            if number is not None and rank is not None and rank.connection is connection:
-                rank.connection = None
-                self._handler.release(number)
-                self._handler.inherit(number)
-                rank.forget_saves()
-                if not rank.left:
-                    self._saves.digester.digest(rank)
-            self._node.changed.notify_all()

@@ -170,7 +170,10 @@ class RequestHandler:
                 for former in request.formers:
                     slots.note_former(RankProcess(*former))
                 self._node.replace_slots(rank, slots)
-                self._protect(number)
+                if self._node.peers is not None:
+                    # Other nodes get the slots that they do not hold already.
+                    for offer in reversed(slots.offers()):
+                        self._node.peers.staged(number, slots, offer.slot)
                 self._saves.look_up_digests(number)
             return self.inherit(number)
 
@@ -191,14 +194,6 @@ class RequestHandler:
             rank.retired.remove(slots)
         # In the foreground: the rank needs the memory back before it allocates a larger slab.
         slots.slab.close()
-
-    def _protect(self, number: int) -> None:
-        """Send the slots of a new slab to other nodes that do not hold them already."""
-        slots = self._node.ranks[number].slots
-        if slots is None or self._node.peers is None:
-            return
-        for offer in reversed(slots.offers()):
-            self._node.peers.staged(number, slots, offer.slot)
 
     def inherit(self, number: int) -> tuple[str, ...]:
         """Persist all staged slots of a rank, announced or not; drop half-copied slots.

@@ -6,12 +6,9 @@ repeats what this package last wrote, so that a lower tracker is recognized as a
 
 from __future__ import annotations
 
-import contextlib
-
 from megatron_flashckpt.catalog import directory
 from megatron_flashckpt.catalog.lineage import History, Save, Tracked
-from megatron_flashckpt.catalog.tracker import tracked_iteration
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.store import Store
@@ -31,7 +28,7 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
         The iteration that the tracker named before; None if none, or if it stays.
 
     Raises:
-        StorageError: the tracker cannot be written.
+        StorageError: the tracker cannot be read or written.
     """
     former = directory.tracked(store)
     if former is not None:
@@ -39,9 +36,7 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
         is_of_history = named.run == save.run or (history is not None and history.holds(named))
         if is_of_history and named.order > save.order:
             return None
-    previous = None
-    with contextlib.suppress(FlashCkptError):  # a link or a directory in its place
-        previous = tracked_iteration(store)
+    previous = tracked_before_commit(store)
     with phase("tracker"):
         # Only this thread writes it while the run is the newest one.
         store.discard_unfinished("", lambda name: name == file_names.TRACKER)
