@@ -26,8 +26,6 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
         *("--train-iters", str(LEAKY), "--save", str(where / "save")),
     ]
     env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}", "PYTHONMALLOC": "malloc"}
-    # The agent holds the whole history while it adds a line: the history must have its full length.
-    env["FLASHCKPT_HISTORY"] = str(WARM // 2)
     env["AGENT_METER"] = str(where / "meter")
     env["FLASHCKPT_AGENT__ENVIRONMENT"] = "[AGENT_METER]"
     os.mkfifo(where / "meter")
