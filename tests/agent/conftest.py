@@ -104,6 +104,27 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def make_job(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make ranks with tensors and a `Checkpointer`; see `tests.support.rank_job`."""
+    from tests.support.rank_job import Job  # needs torch; others import this file for `Node`
+
+    made: list[Job] = []
+
+    def job(config: Config) -> Job:
+        made.append(Job(root, config, monkeypatch))
+        return made[-1]
+
+    yield job
+    for created in made:
+        created.checkpointer.close(leave=False)
+
+
+@pytest.fixture
+def job(node: Node, make_job: Any) -> Any:
+    return make_job(node.config())
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB. Request this fixture before `node`, whose agents write to it."""
     path = tmp_path / "disk"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +12,16 @@ import pytest
 import torch
 
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.end import decode_failure
-from megatron_flashckpt.file_format.file_names import save_name
-from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.megatron_lm import parallel, side_state
-from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
-from tests.support.stored import stored
+from tests.support.rank_job import NUMEL, Job
 from tests.support.trainer import blocked_shard, eventually
-
-#: Number of elements in one tensor.
-NUMEL = 1_500_000
-
-
-#: The arguments of Megatron that a save of such a job reads.
-ARGS = argparse.Namespace(no_save_rng=True)
-
-
-class Job:
-    """A rank with four tensors and no model."""
-
-    def __init__(self, root: Path, config: Config, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(parallel, "coordinates", Coordinates)
-        patch.setattr(side_state, "rank_state", self._rank_state)
-        #: State of this rank in addition to its tensors.
-        self.side_state: Callable[[], dict[str, Any]] = lambda: {"seed": 1}
-        self.tensors = [torch.rand(NUMEL) for _ in range(4)]
-        self.checkpointer = Checkpointer(str(root), config)
-        patch.setattr(self.checkpointer.model_state, "owned", self._owned)
-
-    def _owned(self, *_: Any) -> list[LocalPiece]:
-        return [
-            LocalPiece(
-                Piece(f"w{n}", MASTER, "F32", (NUMEL,), (0,), (NUMEL,), 0, NUMEL), self.tensors[n]
-            )
-            for n in range(len(self.tensors))
-        ]
-
-    def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return self.side_state()
-
-    def save_id(self, sequence: int) -> str:
-        """Return the name of a save of this job, from 1."""
-        self.checkpointer.runs.ensure()
-        assert self.checkpointer.runs.run.name is not None
-        return save_name(self.checkpointer.runs.run.name, sequence)
-
-    def request(self, iteration: int, **more: Any) -> SaveRequest:
-        return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
-
-    def save(self, iteration: int, **more: Any) -> str | None:
-        """Save and wait; return the error, or None."""
-        self.checkpointer.save(self.request(iteration, **more))
-        self.checkpointer.link.stager.wait()
-        (outcome,) = eventually("a result of the save", lambda: self.checkpointer.saves.poll(0.1))
-        return outcome.error
-
-    def assert_stored(self, root: Path, iteration: int) -> None:
-        checkpoint = stored(root, iteration)
-        assert verify(checkpoint) == []
-        shard = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
-        data = next(shard).read_bytes()
-        for tensor in self.tensors:
-            assert tensor.numpy().tobytes() in data
 
 
 @pytest.fixture
@@ -93,24 +29,11 @@ def config(node: Node) -> Config:
     return node.config()
 
 
-@pytest.fixture
-def make(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made: list[Job] = []
-
-    def job(config: Config) -> Job:
-        made.append(Job(root, config, monkeypatch))
-        return made[-1]
-
-    yield job
-    for created in made:
-        created.checkpointer.close(leave=False)
-
-
 @pytest.mark.parametrize("staging", ["deferred", "blocking"])
 def test_every_save_is_stored_bit_for_bit(
-    make: Any, config: Config, root: Path, staging: str
+    make_job: Any, config: Config, root: Path, staging: str
 ) -> None:
-    job = make(msgspec.structs.replace(config, staging=staging))
+    job = make_job(msgspec.structs.replace(config, staging=staging))
     for iteration in (1, 2, 3):
         assert job.save(iteration) is None
         job.assert_stored(root, iteration)
@@ -130,10 +53,10 @@ class _Optimizer:
 
 
 def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteration(
-    make: Any, config: Config, root: Path
+    make_job: Any, config: Config, root: Path
 ) -> None:
     """The end of training writes the last memory-only save, unless the weights have changed."""
-    job = make(config)
+    job = make_job(config)
     optimizer = _Optimizer(job.tensors)
     job.checkpointer.save(job.request(1, stepped_by=optimizer, memory_only=True))
     optimizer.step()
@@ -145,8 +68,8 @@ def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteratio
     assert not (root / file_names.iteration_dir(1)).exists()
 
 
-def test_another_agent_reports_no_kept_save_again(make: Any, config: Config) -> None:
-    job = make(config)
+def test_another_agent_reports_no_kept_save_again(make_job: Any, config: Config) -> None:
+    job = make_job(config)
     assert job.save(1, memory_only=True) is None
     assert job.save(2, memory_only=True) is None
     former = job.checkpointer.link.client()
@@ -165,9 +88,9 @@ def test_another_agent_reports_no_kept_save_again(make: Any, config: Config) -> 
 
 
 def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(
-    make: Any, config: Config, root: Path
+    make_job: Any, config: Config, root: Path
 ) -> None:
-    job = make(config)
+    job = make_job(config)
     whole = job.tensors
     assert job.save(1) is None
     job.tensors = [*whole[:3], torch.empty(NUMEL, device="meta")]  # a meta tensor has no bytes
@@ -183,13 +106,13 @@ def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(
 
 
 def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
-    make: Any,
+    make_job: Any,
     config: Config,
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = make(config)
+    job = make_job(config)
     checkpointer = job.checkpointer
     checkpointer.save(job.request(1, memory_only=True))
     checkpointer.link.stager.wait()
@@ -218,7 +141,7 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
 
 
 def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
-    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+    make_job: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = msgspec.structs.replace(
         config,
@@ -226,7 +149,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
         drain_timeout_s=1.0,
         agent=msgspec.structs.replace(config.agent, commit_timeout_s=15.0),
     )
-    job = make(config)
+    job = make_job(config)
     first, second = (blocked_shard(root, n, 0, job.save_id(n)) for n in (1, 2))
     with first, second:
         for iteration in (1, 2):
@@ -243,10 +166,10 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
 
 
 def test_a_state_that_all_ranks_skip_for_a_busy_one_is_saved_by_a_later_call(
-    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+    make_job: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This rank gets a slot each time; its earlier checkpoint stays in memory."""
-    job = make(msgspec.structs.replace(config, busy="skip"))
+    job = make_job(msgspec.structs.replace(config, busy="skip"))
     assert job.save(1) is None
     others = [1]
     monkeypatch.setattr(
@@ -277,9 +200,9 @@ def session_of(job: Job, config: Config) -> tuple[Session, SaveReports]:
 
 @pytest.mark.parametrize("has_agent", [True, False])
 def test_an_error_promises_a_late_write_only_if_an_agent_runs(
-    make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
+    make_job: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
 ) -> None:
-    job = make(config)
+    job = make_job(config)
     if has_agent:
         assert job.save(1) is None
     session, reports = session_of(job, config)
@@ -292,7 +215,7 @@ def test_an_error_promises_a_late_write_only_if_an_agent_runs(
 
 @pytest.mark.parametrize(("nodes", "place"), [(None, ""), ("ab", " of 2 nodes")])
 def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
-    make: Any,
+    make_job: Any,
     config: Config,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -300,7 +223,7 @@ def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
     place: str,
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    job = make(config)
+    job = make_job(config)
     root = Path(job.checkpointer.root)
     assert job.save(1) is None
     (root / "iter_0000002" / file_names.shard_name(0, job.save_id(2))).mkdir(parents=True)
@@ -322,10 +245,10 @@ class _Unsupported:
 
 
 def test_a_rank_that_cannot_save_still_joins_the_collectives(
-    make: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+    make_job: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`busy: skip` costs one collective; without this rank, the other ranks would hang in it."""
-    job = make(msgspec.structs.replace(config, busy="skip"))
+    job = make_job(msgspec.structs.replace(config, busy="skip"))
     reduced: list[tuple[int, str]] = []
 
     def reduce(value: int, how: str) -> int:
@@ -347,10 +270,10 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
 
 
 def test_the_agent_of_a_rank_that_cannot_save_notifies_the_other_nodes(
-    make: Any, config: Config, root: Path
+    make_job: Any, config: Config, root: Path
 ) -> None:
     """Without this end, other nodes would wait for this rank until `commit_timeout_s`."""
-    job = make(config)
+    job = make_job(config)
     assert job.save(1) is None
     whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}
     with pytest.raises(UnsupportedError):

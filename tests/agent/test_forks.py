@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,9 +33,8 @@ from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
-from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import Job
 from tests.support.processes import slabs_of, sockets_of
+from tests.support.rank_job import Job
 from tests.support.trainer import PATIENCE_S, blocked_shard
 
 
@@ -71,13 +70,6 @@ class Descriptors:
         """Return the descriptors and mappings through which a process keeps any part of the tie."""
         slabs = [inode for inode in slabs_of(pid) if inode == self.inode]
         return [*slabs, *(link for link in sockets_of(pid) if link == self.socket)]
-
-
-@pytest.fixture
-def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    made = Job(root, node.config(), monkeypatch)
-    yield made
-    made.checkpointer.close(leave=False)
 
 
 def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None:

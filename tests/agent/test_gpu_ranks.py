@@ -24,10 +24,10 @@ from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
 from megatron_flashckpt.tracing import LOOP, SAVE, Recorder
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import Job
 from tests.simulated_gpu import Node as GpuNode
 from tests.simulated_gpu import simulated_gpus
 from tests.support.mapped import times_mapped
+from tests.support.rank_job import Job
 from tests.support.stored import stored
 from tests.support.trainer import PATIENCE_S, eventually
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.memory.signals import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import Job
+from tests.support.rank_job import Job
 from tests.support.trainer import blocked_shard, eventually, new_save_id
 
 ITERATIONS = 100
@@ -40,15 +39,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    made = Job(root, node.config(answer_timeout_s=1.0, slow_save_s=0.2), monkeypatch)
-    yield made
-    made.checkpointer.close(leave=False)
-
-
-def stage(job: Job, iteration: int) -> None:
-    job.checkpointer.save(job.request(iteration))
-    job.checkpointer.link.stager.wait()
+def job(node: Node, make_job: Any) -> Any:
+    return make_job(node.config(answer_timeout_s=1.0, slow_save_s=0.2))
 
 
 def iterate(job: Job) -> list[Outcome]:
@@ -74,7 +66,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     _, signals = counters(job)
     with blocked_shard(root, 2, 0, job.save_id(2)):
         former = signals.news
-        stage(job, 2)
+        job.stage(2)
         eventually("the notice of a slow save", lambda: signals.news > former)
         assert iterate(job) == []
         requests.clear()
@@ -85,7 +77,7 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
 @pytest.mark.usefixtures("patient")
 def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str]) -> None:
     for iteration in range(1, 6):
-        stage(job, iteration)
+        job.stage(iteration)
         _, signals = counters(job)
         former = signals.news
         if not (outcomes := iterate(job)):
@@ -105,7 +97,7 @@ def test_a_rank_asks_until_the_agent_owes_all_saves_that_it_was_handed(
     iterate(job)
     client, _ = counters(job)
     saves = job.checkpointer.saves
-    stage(job, 2)
+    job.stage(2)
     saves._handed_over.clear()
     eventually("the result", lambda: client.poll(0.1).finished)
     assert iterate(job) == []

@@ -22,18 +22,10 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import ARGS, Job
 from tests.megatron_lm.test_side_state import QuantizedLinear
 from tests.memory.test_slab import kernel_collapses
+from tests.support.rank_job import ARGS, Job
 from tests.support.trainer import eventually
-
-
-@pytest.fixture
-def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A rank that will save 24 MB."""
-    made = Job(root, node.config(), monkeypatch)
-    yield made
-    made.checkpointer.close(leave=False)
 
 
 def slab_of(checkpointer: Checkpointer) -> Slab:
@@ -190,49 +182,41 @@ def test_a_slab_with_a_checkpoint_is_kept_if_no_larger_one_fits(
 
 
 def test_the_only_slot_is_freed_for_a_larger_one_once_it_is_committed(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, make_job: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(root, msgspec.structs.replace(node.config(), slots=1), monkeypatch)
-    try:
-        assert job.save(1) is None
-        first = slab_of(job.checkpointer)
-        small_node = SmallNode(job.checkpointer, 2 * first.geometry.nbytes)
-        small_node._others.discard(os.fstat(first.fd).st_ino)
-        monkeypatch.setattr(slab_module, "available_nbytes", small_node.available_nbytes)
-        monkeypatch.setattr(slab_module, "announced", lambda fd: {})
-        job.tensors += [torch.rand_like(job.tensors[0])]
-        job.checkpointer.hook.steps += 1
-        assert job.save(2) is None
-        (nbytes,) = small_node.slabs().values()
-        assert first.geometry.nbytes < nbytes == slab_of(job.checkpointer).geometry.nbytes
-        job.assert_stored(root, 2)
-    finally:
-        job.checkpointer.close(leave=False)
+    job = make_job(msgspec.structs.replace(node.config(), slots=1))
+    assert job.save(1) is None
+    first = slab_of(job.checkpointer)
+    small_node = SmallNode(job.checkpointer, 2 * first.geometry.nbytes)
+    small_node._others.discard(os.fstat(first.fd).st_ino)
+    monkeypatch.setattr(slab_module, "available_nbytes", small_node.available_nbytes)
+    monkeypatch.setattr(slab_module, "announced", lambda fd: {})
+    job.tensors += [torch.rand_like(job.tensors[0])]
+    job.checkpointer.hook.steps += 1
+    assert job.save(2) is None
+    (nbytes,) = small_node.slabs().values()
+    assert first.geometry.nbytes < nbytes == slab_of(job.checkpointer).geometry.nbytes
+    job.assert_stored(root, 2)
 
 
 @pytest.mark.parametrize(("redundancy", "share"), [("none", 0.0), ("copy", 1.0), ("xor", 0.25)])
 def test_a_new_slab_must_leave_memory_for_copies_of_other_nodes(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, redundancy: Any, share: float
+    node: Node, make_job: Any, monkeypatch: pytest.MonkeyPatch, redundancy: Any, share: float
 ) -> None:
     config = msgspec.structs.replace(node.config(), redundancy=redundancy, redundancy_group=5)
     monkeypatch.setattr(slab_module, "announced", lambda fd: {})  # slabs of other tests
-    job = Job(root, config, monkeypatch)
-    try:
-        assert job.save(1) is None
-        nbytes = slab_of(job.checkpointer).geometry.nbytes
-        job.tensors += job.tensors
-        for enough in (False, True):
-            left = 2.2 * (1 + share) if enough else (2.2 if share else 1.5)
-            monkeypatch.setattr(
-                slab_module, "available_nbytes", lambda left=left: int(left * nbytes)
-            )
-            job.checkpointer.hook.steps += 1
-            error = job.save(2 + enough)
-            assert (error is None) is enough
-            if share and error is not None:
-                assert re.search("; in addition, the node is to hold .* MiB for other nodes", error)
-    finally:
-        job.checkpointer.close(leave=False)
+    job = make_job(config)
+    assert job.save(1) is None
+    nbytes = slab_of(job.checkpointer).geometry.nbytes
+    job.tensors += job.tensors
+    for enough in (False, True):
+        left = 2.2 * (1 + share) if enough else (2.2 if share else 1.5)
+        monkeypatch.setattr(slab_module, "available_nbytes", lambda left=left: int(left * nbytes))
+        job.checkpointer.hook.steps += 1
+        error = job.save(2 + enough)
+        assert (error is None) is enough
+        if share and error is not None:
+            assert re.search("; in addition, the node is to hold .* MiB for other nodes", error)
 
 
 def test_the_next_save_retries_a_slab_that_could_not_be_made(

@@ -1,0 +1,82 @@
+"""`Checkpointer` of a rank with tensors of its own, but no model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.layout.piece import MASTER, Piece
+from megatron_flashckpt.megatron_lm import parallel, side_state
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
+from tests.support.stored import stored
+from tests.support.trainer import eventually
+
+#: Number of elements in one tensor.
+NUMEL = 1_500_000
+
+
+#: The arguments of Megatron that a save of such a job reads.
+ARGS = argparse.Namespace(no_save_rng=True)
+
+
+class Job:
+    """A rank with four tensors and no model."""
+
+    def __init__(self, root: Path, config: Config, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(parallel, "coordinates", Coordinates)
+        patch.setattr(side_state, "rank_state", self._rank_state)
+        #: State of this rank in addition to its tensors.
+        self.side_state: Callable[[], dict[str, Any]] = lambda: {"seed": 1}
+        self.tensors = [torch.rand(NUMEL) for _ in range(4)]
+        self.checkpointer = Checkpointer(str(root), config)
+        patch.setattr(self.checkpointer.model_state, "owned", self._owned)
+
+    def _owned(self, *_: Any) -> list[LocalPiece]:
+        return [
+            LocalPiece(
+                Piece(f"w{n}", MASTER, "F32", (NUMEL,), (0,), (NUMEL,), 0, NUMEL), self.tensors[n]
+            )
+            for n in range(len(self.tensors))
+        ]
+
+    def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self.side_state()
+
+    def save_id(self, sequence: int) -> str:
+        """Return the name of a save of this job, from 1."""
+        self.checkpointer.runs.ensure()
+        assert self.checkpointer.runs.run.name is not None
+        return save_name(self.checkpointer.runs.run.name, sequence)
+
+    def request(self, iteration: int, **more: Any) -> SaveRequest:
+        return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
+
+    def stage(self, iteration: int, **more: Any) -> None:
+        """Save, and wait until the agent has the slot."""
+        self.checkpointer.save(self.request(iteration, **more))
+        self.checkpointer.link.stager.wait()
+
+    def save(self, iteration: int, **more: Any) -> str | None:
+        """Save and wait; return the error, or None."""
+        self.stage(iteration, **more)
+        (outcome,) = eventually("a result of the save", lambda: self.checkpointer.saves.poll(0.1))
+        return outcome.error
+
+    def assert_stored(self, root: Path, iteration: int) -> None:
+        checkpoint = stored(root, iteration)
+        assert verify(checkpoint) == []
+        shard = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
+        data = next(shard).read_bytes()
+        for tensor in self.tensors:
+            assert tensor.numpy().tobytes() in data
