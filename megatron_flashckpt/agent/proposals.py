@@ -250,8 +250,12 @@ def propose_manifest(
     with phase("check shards"):
         check_shards(store, iteration, records)
     with phase("manifest"):
-        with contextlib.suppress(AlreadyExistsError):
-            store.create(f"{directory}/{file_names.common_name(save_id)}", meta.common)
+        common = f"{directory}/{file_names.common_name(save_id)}"
+        try:
+            store.create(common, meta.common)
+        except AlreadyExistsError:  # an earlier attempt, or something in its place
+            if store.get(common, 0, len(meta.common) + 1) != meta.common:
+                raise
         hit("commit.common")
         encoded = manifest.encode_manifest(merged)
         head, is_durable = create_end(store, iteration, save_id, encoded)
