@@ -49,12 +49,14 @@ class OwnFiles:
         name = run_file(run_number(run.name))
         if store.stat(name) is None:
             missing[name] = encode_run(run)
+        made = []
         for name, contents in missing.items():
-            with contextlib.suppress(AlreadyExistsError):
+            with contextlib.suppress(AlreadyExistsError):  # it came into view late
                 store.create(name, contents)
-        if missing:
+                made.append(name)
+        if made:
             logger.warning(
                 "%s: %s: removed while run %s trains, and made again: remove 'flashckpt/' only "
                 "while no job uses the directory",
-                *(store.place, ", ".join(missing), run.name),
+                *(store.place, ", ".join(made), run.name),
             )

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.heartbeat import Heartbeat
+from megatron_flashckpt.agent.own_files import OwnFiles
 from megatron_flashckpt.catalog import directory, lineage
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.errors import OtherWriterError, StorageError
@@ -113,6 +114,17 @@ def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.Mo
     agent.heartbeat.close()
     assert refused
     assert not agent.signs()
+
+
+def test_files_that_come_into_view_late_were_not_removed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    store.create(run_file(1), b"the run")
+    monkeypatch.setattr(store, "stat", lambda _: None)
+    OwnFiles().keep(store, RUN)
+    assert store.get(run_file(1)) == b"the run"
+    assert not caplog.records
 
 
 # ---------------------------------------------------------------------- with real agents
