@@ -11,11 +11,16 @@ import math
 from collections.abc import Iterator
 
 from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.agent.proposals import create_records
+from megatron_flashckpt.agent.shard_writer import durable_shard
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import shard_name
 from megatron_flashckpt.file_format.manifest import Manifest, ManifestItem, ShardEntry
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import order, placed
+from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.storage.store import Store
 
 KINDS = (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
 SAVE_ID = "000001-cafe.00001.1"
@@ -202,3 +207,17 @@ def manifest(world: World) -> Manifest:
         templates={name: items for items, name in templates.items()},
         shards=tuple(shards),
     )
+
+
+def write_shard(
+    store: Store,
+    iteration: int,
+    save_id: str,
+    meta: SlotMeta,
+    chunks: Iterator[memoryview],
+    flow: Flow,
+) -> None:
+    """Write one rank's shard and its commit record, as an agent does."""
+    shard = durable_shard(store, iteration, save_id, meta, chunks, None, flow)
+    assert shard.record is not None
+    create_records(store, [shard.record])

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.resources import drop_from_cache
 from benchmarks.study import Result, Study, Table
-from benchmarks.synthetic import SAVE_ID, Model, World
+from benchmarks.synthetic import SAVE_ID, Model, World, write_shard
 from megatron_flashckpt.agent.proposals import propose_manifest
-from megatron_flashckpt.agent.shard_writer import write_shard
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
@@ -60,7 +60,7 @@ def write_checkpoint(store: Store, world: World) -> None:
             common=b"" if rank else b"none",
             description={},
         )
-        write_shard(store, ITERATION, SAVE_ID, meta, data_section(layout.nbytes))
+        write_shard(store, ITERATION, SAVE_ID, meta, data_section(layout.nbytes), Flow())
         metas.append(meta)
     names = [entry.name for entry in store.list(iteration_dir(ITERATION))]
     propose_manifest(store, ITERATION, SAVE_ID, metas[0], names)

@@ -1,10 +1,10 @@
 """Comparison of the number of writers: one, some or all replicas write state that all hold.
 
 A group of replicas, two on each of four nodes, saves once with each number of writers. The agents'
-code writes the shards (`write_shard`: chunks, digests, commit records) with the default numbers of
-threads. Network and storage are models without a disk. A node sends at a fixed bandwidth. A storage
-has servers, each with a bandwidth for all nodes together. A server may need time to create a file,
-or to change from one file to another, as spinning disks do.
+code writes the shards (chunks, digests, commit records) with the default numbers of threads.
+Network and storage are models without a disk. A node sends at a fixed bandwidth. A storage has
+servers, each with a bandwidth for all nodes together. A server may need time to create a file, or
+to change from one file to another, as spinning disks do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import Result, Study, Table
-from megatron_flashckpt.agent.shard_writer import write_shard
+from benchmarks.synthetic import write_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -103,7 +103,7 @@ class Servers:
 
 
 class Storage:
-    """Storage as one node sees it, with the methods that `write_shard` calls."""
+    """Storage as one node sees it, with the methods that `durable_shard` calls."""
 
     place = "the model"
 
@@ -186,7 +186,7 @@ def seconds_of_save(kind: Kind, state: bytearray, numel: int, policy: ShareOut) 
         meta = metas[replica]
         flow = Flow(usual.write_threads)
         storage = storages[replica * NODES // REPLICAS]
-        write_shard(storage, 1, SAVE_ID, meta, chunks(meta.template.nbytes), None, flow)
+        write_shard(storage, 1, SAVE_ID, meta, chunks(meta.template.nbytes), flow)
 
     pools = [concurrent.futures.ThreadPoolExecutor(usual.persist_threads) for _ in range(NODES)]
     started = time.perf_counter()
