@@ -256,6 +256,7 @@ def propose_manifest(
         except AlreadyExistsError:  # an earlier attempt, or something in its place
             if store.get(common, 0, len(meta.common) + 1) != meta.common:
                 raise
+            store.make_durable(common)  # that attempt may have ended right before
         hit("commit.common")
         encoded = manifest.encode_manifest(merged)
         head, is_durable = create_end(store, iteration, save_id, encoded)
