@@ -159,7 +159,7 @@ def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
     now = 0.0
     machine = CommitCore(store.place, world_size, now, math.inf, store.pace)
     for rank in range(world_size - per_node, world_size):
-        machine.note(now, core.Joined(rank))
+        machine.note(now, core.Joined(rank, is_adopted=True))
         machine.note(now, core.Durable(rank, is_recorded=True))
     while now < seconds:
         match machine.next(now):

@@ -58,7 +58,7 @@ class Durable:
 
     rank: int
     is_recorded: bool = False
-    """True if a former agent has written the record, too."""
+    """True if a former agent has written the record, too; the rank `is_adopted`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +317,6 @@ class CommitCore:
             case Durable(rank, is_recorded):
                 self.durable.add(rank)
                 if is_recorded:
-                    self._proposed.add(rank)
                     self._recorded.add(rank)
                 elif self._publish_by is None:
                     shortest_s, longest_s = _PUBLISH_S
@@ -337,7 +336,7 @@ class CommitCore:
                 self._listed = recorded or self._listed
                 self._later(now)
             case Ended():
-                self._end = self._end or seen
+                self._end = seen
                 self._at_once(now)
             case MadeDurable():
                 assert self._end is not None
@@ -346,7 +345,6 @@ class CommitCore:
                 self._unseen_since = self._unseen_since or now
                 if now - self._unseen_since > PATIENCE_S:
                     self._failure = self._failure or Failure(failed=text)
-                self._listed = frozenset()
                 self._later(now)
             case Trouble():
                 self._note_trouble(now, seen)
@@ -400,7 +398,7 @@ class CommitCore:
         if unrecorded and (self._all_durable() or now >= (self._publish_by or now)):
             self._proposed |= unrecorded
             return WriteRecords(frozenset(unrecorded))
-        if self.holds_rank_0 and len(self._listed) == self._world_size:
+        if len(self._listed) == self._world_size:
             return Commit()
         return Look(records=self.holds_rank_0 and self.ranks <= self._recorded)
 

@@ -29,8 +29,9 @@ def node_with(
 
 def recorded(*ranks: int, world_size: int = 4) -> CommitCore:
     """Return a save of a node whose ranks have their records."""
-    machine = node_with(*ranks, world_size=world_size)
+    machine = node_with(world_size=world_size)
     for rank in ranks:
+        machine.note(0.0, core.Joined(rank, is_adopted=True))
         machine.note(0.0, core.Durable(rank, is_recorded=True))
     return machine
 

@@ -1,324 +1,708 @@
-"""The commit core against a model store: any interleaving of nodes, faults, deaths and late calls.
+"""The commit against a model store: any interleaving of nodes, faults, deaths and late calls.
 
-Three nodes hold the parts of one save. The store is a dictionary that shows names of other nodes
-late, loses answers, and raises; agents hang between any two calls, are killed, and are replaced by
-agents that find the shards. `FLASHCKPT_EXAMPLES` sets the number of schedules.
+Three nodes hold the parts of one save. Their cores are driven as by the committer, and its real
+code carries out their actions, call by call, between which anything may happen. The store shows
+names of other nodes late, loses answers, raises, and forgets at a power loss what nobody has made
+durable. Shards vanish or shrink; agents hang between any two calls, are killed, and are replaced
+by agents that find the slots. `FLASHCKPT_EXAMPLES` sets the number of schedules.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dataclasses
+import errno
+import logging
+import math
 import os
-from collections.abc import Generator
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from megatron_flashckpt.agent import commit_core as core
+from megatron_flashckpt.agent import janitor, proposals
 from megatron_flashckpt.agent.commit_core import CommitCore
-from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.catalog.lineage import History
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, StorageError
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
+from megatron_flashckpt.file_format.end import End, Failure, decode_failure, kind_of
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.store import Entry
 
-EXAMPLES = int(os.environ.get("FLASHCKPT_EXAMPLES", "400"))
+SCHEDULES = int(os.environ.get("FLASHCKPT_EXAMPLES", "1000"))
 NODES = ((0, 1), (2,), (3,))
 WORLD = 4
-TIMEOUT_S = 100.0
-#: Seconds after which a late name is visible on all nodes.
-LATE_S = 30.0
-NODE = st.sampled_from(range(len(NODES)))
+TIMEOUT_S = 300.0
+#: Names of other nodes that a schedule's store shows late: the end of the name, and seconds.
+LATE = (("", 0.0), ("", 30.0), (".safetensors", 10.0))
+#: Seconds after which an agent may give up a storage that does not answer.
+SHORTEST_OUTAGE_S = 4.0
+#: Seconds in which a save is committed if nothing goes wrong.
+AMPLE_S = 60.0
 
-_Steps = Generator[None, None, core.Observation]
+ITERATION = 10
+RUN = file_names.run_name(1, "aaaa")
+SAVE, LATER = file_names.save_name(RUN, 1), file_names.save_name(RUN, 2)
+DIRECTORY = file_names.iteration_dir(ITERATION)
+END = f"{DIRECTORY}/{file_names.end_name(SAVE)}"
+COMMON = f"{DIRECTORY}/{file_names.common_name(SAVE)}"
+SHARDS = [f"{DIRECTORY}/{file_names.shard_name(rank, SAVE)}" for rank in range(WORLD)]
+SHARD = b"a shard"
+META: Any = SimpleNamespace(world_size=WORLD, description={}, common=b"common", ancestors=())
+RECORDS = [
+    CommitRecord(
+        iteration=ITERATION,
+        save_id=SAVE,
+        rank=rank,
+        coordinates=Coordinates(dp=rank),
+        file=file_names.shard_name(rank, SAVE),
+        nbytes=len(SHARD),
+        header_digest="",
+        template_fingerprint="one",
+        template=encode_items(()),
+        template_nbytes=0,
+        placement=(),
+    )
+    for rank in range(WORLD)
+]
+_NODE: Any = SimpleNamespace(
+    may_pass=may_pass, changed=threading.Condition(), run_number=0, trained_s=lambda _: None
+)
+_NO_JANITOR: Any = None
+
+_T = TypeVar("_T")
+
+
+# ---------------------------------------------------------------------- the store
+
+
+@dataclasses.dataclass
+class Object:
+    """A name in storage."""
+
+    data: bytes
+    created: float
+    node: int
+    is_durable: bool = False
+    """True if the name survives a power loss."""
+
+
+class Storage:
+    """All names, and the promises about them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.names: dict[str, Object] = {}
+        self.late_suffix, self.late_s = LATE[0]
+        self.first_end: bytes | None = None
+        #: Count of shards that vanished or shrank, by shard: when each did.
+        self.harms = 0
+        self.harmed: dict[str, int] = {}
+
+    def visible(self, node: int) -> MemoryStore:
+        """Return the names as listings of a node show them."""
+        store = MemoryStore()
+        for name, item in self.names.items():
+            late_s = self.late_s if name.endswith(self.late_suffix) else 0.0
+            if item.node == node or self.now - item.created >= late_s:
+                store.objects[name] = item.data
+        return store
+
+    def create(self, name: str, data: bytes, node: int, harms: int) -> None:
+        if name in self.names:
+            raise AlreadyExistsError(errno.EEXIST, f"{name}: exists already")
+        self.names[name] = Object(data, self.now, node)
+        if name == END:
+            assert self.first_end in (None, data), "an end was replaced"
+            self.first_end = data
+            if kind_of(data) is End.COMMITTED:
+                self.check_whole(harms)
+
+    def check_whole(self, harms: int) -> None:
+        """Check the checkpoint.
+
+        Args:
+            harms: shards that were harmed later may be damaged.
+        """
+        for name in (*SHARDS, COMMON):
+            if self.harmed.get(name, 0) > harms:
+                continue
+            item = self.names.get(name)
+            assert item is not None, f"a checkpoint without {name}"
+            assert item.is_durable, f"a checkpoint whose {name} is not durable"
+            assert name == COMMON or item.data == SHARD, f"a checkpoint with a part of {name}"
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                continue
+            assert not (name in (*SHARDS, COMMON) and self.may_count(name)), f"{name} was removed"
+            del self.names[name]
+
+    def may_count(self, name: str) -> bool:
+        """Return whether the save may be, or become, a checkpoint that needs `name`."""
+        if self.first_end is not None:
+            return kind_of(self.first_end) is End.COMMITTED
+        listed = [other.rpartition("/")[2] for other in self.names]
+        recorded = file_names.ranks_with_record(listed, SAVE, WORLD)
+        return name in {SHARDS[rank] for rank in recorded}
+
+    def lose_power(self) -> None:
+        self.names = {name: item for name, item in self.names.items() if item.is_durable}
+        if END not in self.names:
+            self.first_end = None
+        elif kind_of(self.names[END].data) is End.COMMITTED:
+            self.check_whole(0)
+
+
+class _Pause(BaseException):
+    """The code that carries out an action has reached its next call."""
+
+
+@dataclasses.dataclass
+class Fault:
+    """What a call raises."""
+
+    error: OSError
+    takes_effect: bool
+
+
+class View:
+    """The store of one agent. Code runs from its start for each further call.
+
+    Calls that were answered get the same answers again; one more call reaches the storage.
+    """
+
+    place = "place"
+    pace = MemoryStore.pace
+
+    def __init__(self, storage: Storage, node: int, *, is_free: bool = False) -> None:
+        self._storage = storage
+        self._node = node
+        self._is_free = is_free
+        self._answers: list[tuple[Any, OSError | None]] = []
+        self._next = 0
+        self._may_call = True
+        self._fault: Fault | None = None
+        self._harms = 0
+        #: A name that does not become durable at once when it is created.
+        self.fails_to_sync = ""
+
+    def begin(self) -> None:
+        self._answers.clear()
+        self._harms = self._storage.harms
+
+    def rewind(self, fault: Fault | None) -> None:
+        self._next, self._may_call, self._fault = 0, True, fault
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        if self._is_free:
+            return call()
+        if self._next == len(self._answers):
+            if not self._may_call:
+                raise _Pause
+            self._may_call = False
+            self._answers.append(self._answer(call))
+        value, error = self._answers[self._next]
+        self._next += 1
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def _answer(self, call: Callable[[], object]) -> tuple[Any, OSError | None]:
+        value, error = None, None
+        if self._fault is None or self._fault.takes_effect:
+            try:
+                value = call()
+            except OSError as raised:
+                error = raised
+        return value, error if self._fault is None else self._fault.error
+
+    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        def get() -> bytes:
+            if name not in self._storage.names:
+                raise FileNotFoundError(errno.ENOENT, "does not exist", name)
+            return self._storage.names[name].data[
+                offset : None if nbytes is None else offset + nbytes
+            ]
+
+        return self._call(get)
+
+    def create(self, name: str, data: bytes) -> None:
+        harms = self._storage.harms if self._is_free else self._harms
+        self._call(lambda: self._storage.create(name, data, self._node, harms))
+        self.make_durable(name)
+
+    def make_durable(self, name: str) -> None:
+        def sync() -> None:
+            if name == self.fails_to_sync:
+                self.fails_to_sync = ""
+                raise StorageError(errno.ETIMEDOUT, "no answer")
+            if name in self._storage.names:
+                self._storage.names[name].is_durable = True
+
+        self._call(sync)
+
+    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
+        return self._call(lambda: self._storage.visible(self._node).list(directory, sizes=sizes))
+
+    def stat(self, name: str) -> Entry | None:
+        return self._call(lambda: self._storage.visible(self._node).stat(name))
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        return self._call(lambda: self._storage.visible(self._node).present(directory, names))
+
+    def delete(self, names: Iterable[str]) -> None:
+        names = builtins.list(names)
+        self._call(lambda: self._storage.delete(names))
+
+    def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------- the agents
+
+
+class _Broken(BaseException):
+    """A promise is broken, or the code has an error: no answer of storage, as which it counts."""
+
+
+class Driver(Committer):
+    """The committer, of which only the code that carries out actions is called."""
+
+    def _attempt(self, save: PendingSave, action: core.Action) -> core.Observation:
+        try:
+            return super()._attempt(save, action)
+        except (FlashCkptError, OSError):
+            raise
+        except Exception as error:
+            raise _Broken from error
+
+
+DRIVER = Driver(_NODE, _NO_JANITOR)
 
 
 class Node:
-    """One agent: its core, and the action that it carries out."""
+    """One agent: its save, and the action that it carries out."""
 
-    def __init__(self, number: int, now: float, *, is_adopter: bool = False) -> None:
+    def __init__(self, number: int, storage: Storage, *, is_adopter: bool = False) -> None:
         self.number = number
-        self.core = CommitCore("place", WORLD, now, TIMEOUT_S, MemoryStore.pace)
-        self.doing: _Steps | None = None
+        self.is_adopter = is_adopter
+        self.view: Any = View(storage, number)
+        machine = CommitCore("place", WORLD, storage.now, TIMEOUT_S, MemoryStore.pace)
+        self.save = PendingSave(self.view, ITERATION, SAVE, SAVE, storage.now, machine)
+        self.core = machine
         self.action: core.Action | None = None
+        self.seen: core.Observation | None = None
+        """The action's result, which is not noted yet."""
+        self.troubled_since = math.inf
+        self.has_read_end = False
         self.result: core.Conclude | None = None
-        for rank in NODES[number]:
-            self.core.note(now, core.Joined(rank, is_adopter))
+
+    def stage(self, now: float, rank: int) -> None:
+        self.save.metas[rank] = META
+        self.core.note(now, core.Joined(rank, self.is_adopter))
+
+    def call(self, fault: Fault | None = None) -> None:
+        """Let one call of the action take effect."""
+        assert self.action is not None
+        self.view.rewind(fault)
+        try:
+            self.seen = DRIVER._carried_out(self.save, self.action)
+        except _Pause:
+            pass
+        except _Broken as broken:
+            raise AssertionError(broken.__cause__) from broken
+
+    def note(self, now: float) -> None:
+        seen, self.seen, self.action = self.seen, None, None
+        assert seen is not None
+        self.has_read_end |= isinstance(seen, core.Ended)
+        self.troubled_since = (
+            min(self.troubled_since, now) if isinstance(seen, core.Trouble) else math.inf
+        )
+        self.core.note(now, seen)
 
 
-class Saves(RuleBasedStateMachine):
+class Saves:
     """One save of three nodes; see the module."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        #: Value, time and node of the creation, by name: "end", ("shard", r), ("records", ranks).
-        self.names: dict[object, tuple[object, float, int]] = {}
-        self.nodes = [Node(number, 0.0) for number in range(len(NODES))]
-        self.late_calls: list[_Steps] = []
-        self.is_late = False
-        #: Shards that the machine has removed, and why that was right.
-        self.first_end: core.Observation | None = None
-        self.was_removed = False
+        self.storage = Storage()
+        self.nodes: list[Node] = []
+        self.staged: set[int] = set()
+        #: Nodes whose trainers have ended.
+        self.ended: set[int] = set()
+        #: Shards that have their name, but are not durable yet, by rank: the agent that writes.
+        self.writing: dict[int, Node] = {}
         #: Ranks that have lost their part for good.
         self.lost: set[int] = set()
+        self.late_calls: list[Node] = []
+        #: Errors of all calls, by node.
+        self.outages: dict[int, int] = {}
+        #: Calls until all machines lose power; None: they do not.
+        self.calls: int | None = None
+        self.is_faultless = True
+        self.is_dark = False
 
-    @initialize(late=st.booleans())
-    def begin(self, late: bool) -> None:
-        self.is_late = late
+    def begin(self, late: tuple[str, float], first: int, calls: int | None) -> None:
+        self.storage.late_suffix, self.storage.late_s = late
+        self.calls = calls
+        self.nodes = [Node(number, self.storage) for number in range(len(NODES))]
+        for rank in (first, 2, 3):
+            self.stage_rank(rank)
 
-    # ------------------------------------------------------------------ the store
+    def agent_of(self, rank: int) -> Node:
+        return next(node for node in self.nodes if rank in NODES[node.number])
 
-    def create(self, name: object, value: object, node: int) -> object:
-        found = self.names.setdefault(name, (value, self.now, node))[0]
-        if name == "end" and self.first_end is None:
-            self.first_end = self.read_end(own=False)
-        return found
+    def stage_rank(self, rank: int) -> None:
+        agent = self.agent_of(rank)
+        if rank not in self.staged and agent.number not in self.ended and agent.result is None:
+            self.staged.add(rank)
+            agent.stage(self.storage.now, rank)
 
-    def sees(self, name: object, node: int) -> bool:
-        if name not in self.names:
-            return False
-        _, created, by = self.names[name]
-        return not self.is_late or by == node or self.now - created >= LATE_S
-
-    def recorded(self, node: int) -> frozenset[int]:
-        ranks: set[int] = set()
-        for name in self.names:
-            if isinstance(name, tuple) and name[0] == "records" and self.sees(name, node):
-                ranks |= name[1]
-        return frozenset(ranks)
-
-    def remove_shards(self, ranks: frozenset[int] | set[int]) -> None:
-        for rank in ranks:
-            if self.names.pop(("shard", rank), None) is None:
-                continue
-            is_failed = "end" in self.names and self.names["end"][0] is not End.COMMITTED
-            may_count = any(
-                isinstance(name, tuple) and name[0] == "records" and rank in name[1]
-                for name in self.names
+    def advance(self, agent: Node) -> None:
+        """Go on until a call has taken effect, or a result is noted."""
+        now = self.storage.now
+        if agent.result is not None or self.is_dark:
+            return
+        if agent.seen is not None:
+            agent.note(now)
+            return
+        if agent.action is None:
+            ranks = frozenset(NODES[agent.number])
+            has_ended = agent.number in self.ended
+            agent.core.note(
+                now,
+                core.Connected(
+                    frozenset() if has_ended else ranks, ranks if has_ended else frozenset()
+                ),
             )
-            assert is_failed or self.was_removed or not may_count, "removed before the end is known"
+            action = agent.core.next(now)
+            if isinstance(action, core.Conclude):
+                self.conclude(agent, action)
+                return
+            if isinstance(action, core.Wait):
+                return
+            agent.action = action
+            agent.view.begin()
+        code = self.outages.get(agent.number)
+        agent.call(None if code is None else Fault(StorageError(code, "an outage"), False))
+        if self.calls is not None:
+            self.calls -= 1
+            if self.calls == 0:
+                self.lose_power()
 
-    # ------------------------------------------------------------------ actions, call by call
-
-    def carry_out(self, node: Node, action: core.Action) -> _Steps:
-        number = node.number
-        match action:
-            case core.WriteRecords(ranks):
-                self.create(("records", ranks), True, number)
-                yield
-                return core.Recorded(ranks)
-            case core.Look(records):
-                yield
-                if self.sees("end", number):
-                    return self.read_end(own=False)
-                return core.Looked(self.recorded(number) if records else frozenset())
-            case core.Commit():
-                if len(self.recorded(number)) < WORLD:
-                    yield
-                    return core.Unseen("records")
-                yield
-                if not all(self.sees(("shard", rank), number) for rank in range(WORLD)):
-                    return core.Unseen("shards")
-                yield
-                found = self.create("end", End.COMMITTED, number)
-                yield
-                return self.read_end(own=found is End.COMMITTED)
-            case core.Fail(failure, discarded):
-                self.remove_shards(discarded)
-                yield
-                found = self.create("end", failure, number)
-                yield
-                return self.read_end(own=found is failure)
-            case core.MakeDurable():
-                yield
-                return core.MadeDurable()
-        raise AssertionError(action)
-
-    def read_end(self, *, own: bool) -> core.Observation:
-        if "end" not in self.names:
-            return core.Looked()
-        value = self.names["end"][0]
-        if value is End.COMMITTED:
-            return core.Ended(End.COMMITTED, None, own)
-        assert isinstance(value, Failure)
-        return core.Ended(End.FAILED, value, own)
-
-    def finish_call(self, node: Node, trouble: core.Trouble | None = None) -> None:
-        """Let one call of the node's action take effect; perhaps its answer is lost."""
-        assert node.doing is not None
-        try:
-            next(node.doing)
-        except StopIteration as stop:
-            seen: core.Observation = stop.value
-            node.doing = None
-            node.core.note(self.now, trouble or seen)
-        else:
-            if trouble is not None:
-                node.doing = None
-                node.core.note(self.now, trouble)
-
-    def advance(self, node: Node) -> None:
-        if node.result is not None:
-            return
-        if node.doing is not None:
-            self.finish_call(node)
-            return
-        action = node.core.next(self.now)
-        if isinstance(action, core.Conclude):
-            self.conclude(node, action)
-        elif not isinstance(action, core.Wait):
-            node.action, node.doing = action, self.carry_out(node, action)
-            self.finish_call(node)
-
-    def conclude(self, node: Node, result: core.Conclude) -> None:
-        node.result = result
+    def conclude(self, agent: Node, result: core.Conclude) -> None:
+        agent.result = result
+        first = self.storage.first_end
         if result.end is None:
             assert result.failure is not None, "no result without a reason"
+            assert not agent.has_read_end, "an end that was read is not told"
+            waited_s = self.storage.now - agent.save.staged_at
+            outage_s = self.storage.now - agent.troubled_since
+            is_due = waited_s > TIMEOUT_S or outage_s > SHORTEST_OUTAGE_S
+            assert is_due, "storage may answer in a moment"
             return
-        if not self.was_removed:
-            assert self.first_end is not None, "an end that nobody has created"
-            assert self.first_end.end is result.end, "nodes hear different ends"
+        assert first is not None, "an end that nobody has created"
+        assert kind_of(first) is result.end, "nodes hear different ends"
         if result.end is End.COMMITTED:
             assert result.failure is None
+            is_safe = END in self.storage.names and self.storage.names[END].is_durable
+            assert is_safe or not agent.core.holds_rank_0, "the tracker names what may be lost"
         else:
-            assert result.failure is not None
-            self.remove_shards(set(NODES[node.number]))
+            assert result.failure == decode_failure(first), "not the reason that the end has"
+            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, set(agent.save.metas))
+
+    def free(self, number: int) -> Any:
+        """Return a store whose calls are not paused at."""
+        return View(self.storage, number, is_free=True)
 
     # ------------------------------------------------------------------ rules
 
-    @rule(seconds=st.sampled_from((0.02, 0.5, 3.0, 12.0, 31.0)))
     def tick(self, seconds: float) -> None:
-        self.now += seconds
+        self.storage.now += seconds
 
-    @rule(node=NODE, rank=st.integers(0, 1))
-    def write_shard(self, node: int, rank: int) -> None:
-        self.end_shard(self.nodes[node], NODES[node][rank % len(NODES[node])])
-
-    def end_shard(self, agent: Node, rank: int) -> None:
-        if rank in agent.core.durable or agent.core.is_over or rank in self.lost:
-            return
-        self.names[("shard", rank)] = (True, self.now, agent.number)
-        agent.core.note(self.now, core.Durable(rank))
-
-    @rule(node=NODE, rank=st.integers(0, 1))
-    def lose_part(self, node: int, rank: int) -> None:
-        agent, rank = self.nodes[node], NODES[node][rank % len(NODES[node])]
-        if rank not in agent.core.durable:
-            self.lost.add(rank)
-            agent.core.note(self.now, core.GivenUp(Failure(failed="no space")))
-
-    @rule(node=NODE)
-    def give_up(self, node: int) -> None:
-        failure = Failure(failed="training went on", is_final=True)
-        self.nodes[node].core.note(self.now, core.GivenUp(failure))
-
-    @rule(node=NODE, calls=st.integers(1, 6))
     def go_on(self, node: int, calls: int) -> None:
         for _ in range(calls):
             self.advance(self.nodes[node])
 
-    @rule(node=NODE, passes=st.booleans(), takes_effect=st.booleans())
-    def raise_error(self, node: int, passes: bool, takes_effect: bool) -> None:
-        agent = self.nodes[node]
-        if agent.doing is None:
-            return
-        trouble = core.Trouble("an error", passes, lasts=not passes)
-        if takes_effect:
-            self.finish_call(agent, trouble)
-        else:
-            agent.doing = None
-            agent.core.note(self.now, trouble)
+    def persist_and_go_on(self, ranks: list[int], calls: int) -> None:
+        """The most usual thing."""
+        for rank in ranks:
+            self.stage_rank(rank)
+            self.write_shard(rank, True)
+        for agent in {self.agent_of(rank).number: self.agent_of(rank) for rank in ranks}.values():
+            for _ in range(calls):
+                self.advance(agent)
 
-    @rule(node=NODE)
-    def replace_agent(self, node: int) -> None:
+    def stage_the_rest(self) -> None:
+        for rank in NODES[0]:
+            self.stage_rank(rank)
+
+    def trainers_end(self, node: int) -> None:
+        self.ended.add(node)
+        self.is_faultless = self.is_faultless and self.staged >= set(NODES[node])
+
+    def write_shard(self, rank: int, finishes: bool) -> None:
+        if self.is_dark or rank not in self.staged:
+            return
+        agent, now = self.agent_of(rank), self.storage.now
+        if self.writing.get(rank) is not agent:
+            if rank in agent.core.durable or agent.core.is_over or rank in self.lost:
+                return
+            if agent.is_adopter and proposals.is_recorded(
+                self.free(agent.number), ITERATION, SAVE, rank, WORLD
+            ):
+                agent.core.note(now, core.Durable(rank, is_recorded=True))
+                return
+            self.writing[rank] = agent
+            former = self.storage.names.get(SHARDS[rank])
+            is_durable = former is not None and former.is_durable and former.data == SHARD
+            self.storage.harmed.pop(SHARDS[rank], None)
+            self.storage.names[SHARDS[rank]] = Object(SHARD, now, agent.number, is_durable)
+        if not finishes:
+            return
+        del self.writing[rank]
+        if SHARDS[rank] in self.storage.names:
+            self.storage.names[SHARDS[rank]].is_durable = True
+        agent.save.records[rank] = RECORDS[rank]
+        agent.core.note(now, core.Durable(rank))
+        if agent.core.has_failed:
+            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, {rank})
+
+    def lose_part(self, rank: int) -> None:
+        agent = self.agent_of(rank)
+        if rank in self.staged and rank not in agent.core.durable and rank not in self.writing:
+            self.is_faultless = False
+            self.lost.add(rank)
+            agent.core.note(self.storage.now, core.GivenUp(Failure(failed="no space")))
+
+    def give_up(self, node: int) -> None:
+        self.is_faultless = False
+        failure = Failure(failed="training went on", is_final=True)
+        self.nodes[node].core.note(self.storage.now, core.GivenUp(failure))
+
+    def begin_or_end_outage(self, node: int, code: int) -> None:
+        self.is_faultless = False
+        if self.outages.pop(node, None) is None:
+            self.outages[node] = code
+
+    def raise_error(self, node: int, code: int, takes_effect: bool) -> None:
+        agent = self.nodes[node]
+        if agent.action is None or agent.seen is not None or self.is_dark:
+            return
+        self.is_faultless = False
+        agent.call(Fault(StorageError(code, "an error"), takes_effect))
+
+    def fail_to_sync(self, node: int, name: str) -> None:
+        self.is_faultless = False
+        self.nodes[node].view.fails_to_sync = name
+
+    def harm_shard(self, rank: int, shrinks: bool) -> None:
+        """Another program removes or cuts a shard."""
+        item = self.storage.names.get(SHARDS[rank])
+        if item is None:
+            return
+        self.is_faultless = False
+        self.storage.harms += 1
+        self.storage.harmed[SHARDS[rank]] = self.storage.harms
+        if shrinks:
+            item.data = SHARD[:-1]
+        else:
+            del self.storage.names[SHARDS[rank]]
+
+    def replace_agent(self, node: int, resumes_elsewhere: bool) -> None:
         """Kill an agent; another one takes the slots that memory still holds.
 
         The call that the killed agent was in may take effect much later.
         """
         former = self.nodes[node]
-        if former.result is not None:
+        if former.result is not None or self.is_dark:
             return
-        if former.doing is not None:
-            self.late_calls.append(former.doing)
-        agent = self.nodes[node] = Node(node, self.now, is_adopter=True)
-        listed = self.recorded(node)
-        for rank in NODES[node]:
-            if self.sees("end", node) or rank in listed:
-                agent.core.note(self.now, core.Durable(rank, is_recorded=True))
+        self.is_faultless = False
+        if former.action is not None and former.seen is None:
+            self.late_calls.append(former)
+        agent = self.nodes[node] = Node(node, self.storage, is_adopter=True)
+        for rank in self.staged & set(NODES[node]):
+            agent.stage(self.storage.now, rank)
+            self.writing.pop(rank, None)
+        if resumes_elsewhere:
+            self.give_up(node)
 
-    @precondition(lambda self: self.late_calls)
-    @rule()
     def late_call_takes_effect(self) -> None:
-        with contextlib.suppress(StopIteration):
-            next(self.late_calls.pop(0))
+        if self.late_calls and not self.is_dark:
+            self.late_calls.pop(0).call()
 
-    @rule(node=NODE)
-    def later_commit_closes(self, node: int) -> None:
-        """The janitor, after a later commit, closes a save that is not pending with its agent."""
-        if self.nodes[node].result is not None:
-            self.create("end", Failure(failed="closed by a later commit"), node)
+    def later_save_is_committed(self) -> None:
+        """The janitor of rank 0's agent ends the save, unless it is pending there."""
+        if self.nodes[0].result is not None and not self.is_dark:
+            self.tidy(math.inf)
 
-    @precondition(lambda self: self.now > TIMEOUT_S + LATE_S)
-    @rule()
-    def janitor_removes(self) -> None:
-        """What failed goes, the end last, after the deadline of all waiting nodes."""
-        value = self.names.get("end", (None,))[0]
-        is_waiting = any(agent.result is None for agent in self.nodes)
-        if isinstance(value, Failure) and not is_waiting:
-            self.was_removed = True
-            self.names.clear()
+    def tidy(self, deadline_s: float) -> None:
+        Janitor(deadline_s=deadline_s).tidy(
+            CommittedSave(
+                store=self.free(0),
+                iteration=ITERATION + 10,
+                save_id=LATER,
+                history=History(RUN),
+                rules=Retention(),
+                retain_interval=None,
+                previous=None,
+            )
+        )
 
-    # ------------------------------------------------------------------ invariants
+    def lose_power(self) -> None:
+        self.is_dark = True
+        self.storage.lose_power()
+        self.check_tracked()
 
-    @invariant()
-    def a_save_has_one_end(self) -> None:
-        value = self.names.get("end", (None,))[0]
-        if value is None or self.was_removed:
-            return
-        kind = End.COMMITTED if value is End.COMMITTED else End.FAILED
-        assert self.first_end is not None
-        assert self.first_end.end is kind, "an end was replaced"
+    def check_tracked(self) -> None:
+        result = self.nodes[0].result
+        if result is not None and result.end is End.COMMITTED:
+            assert END in self.storage.names, "the tracker names a save that was lost"
 
-    @invariant()
-    def a_checkpoint_is_whole(self) -> None:
-        if self.was_removed:  # a zombie's commit: loads count only what is whole
-            return
-        if self.names.get("end", (None,))[0] is End.COMMITTED:
-            missing = [rank for rank in range(WORLD) if ("shard", rank) not in self.names]
-            assert not missing, f"a checkpoint without the shards of {missing}"
+    def finish(self) -> None:
+        if not self.is_dark:
+            self.drain()
+        self.storage.lose_power()
+        self.check_tracked()
+        self.check_removals()
 
-    def teardown(self) -> None:
+    def drain(self) -> None:
         """Nobody waits for ever: with a storage that answers, all agents come to a result."""
-        for _ in range(400):
+        self.is_faultless &= self.storage.now + AMPLE_S < TIMEOUT_S
+        for _ in range(1000):
+            if self.is_dark:
+                return
+            for rank in range(WORLD):
+                self.stage_rank(rank)
+                self.write_shard(rank, True)
             for agent in self.nodes:
-                for rank in NODES[agent.number]:
-                    self.end_shard(agent, rank)
                 self.advance(agent)
-                self.a_save_has_one_end()
-                self.a_checkpoint_is_whole()
-            self.now += 1.0
-        assert all(agent.result is not None for agent in self.nodes), "a node waits for ever"
+            if all(agent.result is not None for agent in self.nodes):
+                break
+            self.storage.now += 0.5
+        for agent in self.nodes:
+            assert agent.result is not None, "a node waits for ever"
+            assert not self.is_faultless or agent.result.end is End.COMMITTED, "failed for nothing"
+
+    def check_removals(self) -> None:
+        """A later job removes what has failed, and keeps the checkpoint."""
+        first = self.storage.names.get(END)
+        self.storage.late_s = 0.0
+        for _ in range(3):
+            self.tidy(0.0)
+        if first is None or kind_of(first.data) is End.FAILED:
+            assert not self.storage.names, "files of a failed save stay"
+        else:
+            assert END in self.storage.names, "a checkpoint was removed"
+            self.storage.check_whole(0)
+            left = {name for name in self.storage.names if file_names.is_record_name(name)}
+            assert not left, "records stay"
 
 
-def check(examples: int = EXAMPLES, *, shrinks: bool = True) -> None:
-    run_state_machine_as_test(
-        Saves,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
-            derandomize=examples == EXAMPLES,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+# ---------------------------------------------------------------------- the schedules
+
+
+def _node(draw: random.Random) -> int:
+    return draw.randrange(len(NODES))
+
+
+def _rank(draw: random.Random) -> int:
+    return draw.randrange(WORLD)
+
+
+def _flag(draw: random.Random) -> bool:
+    return draw.random() < 0.5
+
+
+def _error(draw: random.Random) -> int:
+    return draw.choice((errno.ETIMEDOUT, errno.ETIMEDOUT, errno.ENOSPC))
+
+
+Draw = Callable[[random.Random], tuple[Any, ...]]
+STEPS: dict[str, Draw] = {
+    "tick": lambda draw: (draw.choice((0.02, 0.5, 3.0, 12.0, 31.0)),),
+    "go_on": lambda draw: (_node(draw), draw.randint(1, 12)),
+    "persist_and_go_on": lambda draw: (draw.sample(range(WORLD), 3), draw.randint(1, 12)),
+    "stage_the_rest": lambda draw: (),
+    "write_shard": lambda draw: (_rank(draw), _flag(draw)),
+}
+FAULTS: dict[str, Draw] = {
+    "trainers_end": lambda draw: (_node(draw),),
+    "lose_part": lambda draw: (_rank(draw),),
+    "give_up": lambda draw: (_node(draw),),
+    "begin_or_end_outage": lambda draw: (_node(draw), _error(draw)),
+    "raise_error": lambda draw: (_node(draw), _error(draw), _flag(draw)),
+    "fail_to_sync": lambda draw: (_node(draw), draw.choice((COMMON, END))),
+    "harm_shard": lambda draw: (_rank(draw), _flag(draw)),
+    "replace_agent": lambda draw: (_node(draw), _flag(draw)),
+    "late_call_takes_effect": lambda draw: (),
+    "later_save_is_committed": lambda draw: (),
+}
+Schedule = list[tuple[str, tuple[Any, ...]]]
+
+
+def drawn(seed: int) -> Schedule:
+    """Return a schedule with some kinds of faults: with all of them, few saves would come far."""
+    draw = random.Random(seed)
+    faults = draw.sample(sorted(FAULTS), draw.randint(0, 4))
+    power = draw.choice((None, None, draw.randint(1, 60)))
+    names = [draw.choice([*STEPS, *STEPS, *faults]) for _ in range(draw.randint(1, 40))]
+    steps = [(name, (STEPS | FAULTS)[name](draw)) for name in names]
+    return [("begin", (draw.choice(LATE), draw.choice(NODES[0]), power)), *steps]
+
+
+def failure_of(schedule: Schedule) -> AssertionError | None:
+    """Return the promise that the schedule breaks; None if it breaks none."""
+    saves = Saves()
+    try:
+        for name, arguments in schedule:
+            getattr(saves, name)(*arguments)
+        saves.finish()
+    except AssertionError as error:
+        return error
+    return None
+
+
+def shortened(schedule: Schedule) -> Schedule:
+    """Return the schedule without the steps that it does not need to break a promise."""
+    for index in reversed(range(1, len(schedule))):
+        shorter = schedule[:index] + schedule[index + 1 :]
+        if failure_of(shorter) is not None:
+            schedule = shorter
+    return schedule
+
+
+def check(schedules: int = SCHEDULES) -> None:
+    for seed in range(schedules):
+        if failure_of(drawn(seed)) is not None:
+            shortest = shortened(drawn(seed))
+            steps = "\n".join(f"    {name}{arguments}" for name, arguments in shortest)
+            raise AssertionError(f"schedule {seed}:\n{steps}") from failure_of(shortest)
+
+
+# ---------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Errors are the rule here."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def test_no_interleaving_breaks_a_promise() -> None:
@@ -349,20 +733,41 @@ def _forgets_what_it_proposed(self: CommitCore, now: float) -> core.Action:
     return action
 
 
+def _tracks_what_may_be_lost(self: CommitCore, now: float) -> core.Action:
+    if self.end is not None:
+        return core.Conclude(self.end.end, self.end.failure)
+    return _next(self, now)
+
+
+def _does_not_read_back(store: Any, iteration: int, save_id: str, end: bytes) -> tuple[bytes, bool]:
+    with contextlib.suppress(AlreadyExistsError):
+        store.create(END, end)
+    return end, True
+
+
+def _believes_the_records(*_: object) -> None:
+    pass
+
+
 _next, _note = CommitCore.next, CommitCore.note
 
 
 @pytest.mark.parametrize(
-    ("name", "without"),
+    ("owner", "name", "without"),
     [
-        ("next", _frees_before_the_end),
-        ("next", _waits_for_ever),
-        ("next", _forgets_what_it_proposed),
-        ("note", _believes_itself),
+        (CommitCore, "next", _frees_before_the_end),
+        (CommitCore, "next", _waits_for_ever),
+        (CommitCore, "next", _forgets_what_it_proposed),
+        (CommitCore, "next", _tracks_what_may_be_lost),
+        (CommitCore, "note", _believes_itself),
+        (proposals, "create_end", _does_not_read_back),
+        (proposals, "check_shards", _believes_the_records),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
+    ids=lambda value: getattr(value, "__name__", str(value)).strip("_"),
 )
-def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, name: str, without: object) -> None:
-    monkeypatch.setattr(CommitCore, name, without)
+def test_each_rule_is_needed(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, without: object
+) -> None:
+    monkeypatch.setattr(owner, name, without)
     with pytest.raises(AssertionError):
-        check(2000, shrinks=False)
+        check(10 * SCHEDULES)
