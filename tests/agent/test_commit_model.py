@@ -49,7 +49,7 @@ LATE = (("", 0.0), ("", 30.0), (".safetensors", 10.0))
 #: Seconds after which an agent may give up a storage that does not answer.
 SHORTEST_OUTAGE_S = 4.0
 #: Seconds in which a save is committed if nothing goes wrong.
-AMPLE_S = 60.0
+AMPLE_S = 90.0
 
 ITERATION = 10
 RUN = file_names.run_name(1, "aaaa")
@@ -582,7 +582,8 @@ class Saves:
 
     def drain(self) -> None:
         """Nobody waits for ever: with a storage that answers, all agents come to a result."""
-        self.is_faultless &= self.storage.now + AMPLE_S < TIMEOUT_S
+        ample = self.storage.now + AMPLE_S
+        self.is_faultless &= ample < TIMEOUT_S
         for _ in range(1000):
             if self.is_dark:
                 return
@@ -597,6 +598,7 @@ class Saves:
         for agent in self.nodes:
             assert agent.result is not None, "a node waits for ever"
             assert not self.is_faultless or agent.result.end is End.COMMITTED, "failed for nothing"
+        assert not self.is_faultless or self.storage.now <= ample, "waited for nothing"
 
     def check_removals(self) -> None:
         """A later job removes what has failed, and keeps the checkpoint."""
