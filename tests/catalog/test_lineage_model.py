@@ -855,12 +855,6 @@ def dead_branch(world: Schedule) -> None:
     world.train(count=1, kept=0)
 
 
-def named_dead_branch(world: Schedule) -> None:
-    dead_branch(world)
-    world.name_a_dead_branch(0)
-    world.start(0)
-
-
 def damaged_object(world: Schedule) -> None:
     dead_branch(world)
     world.world.memory.clear()
@@ -888,16 +882,6 @@ def set_back_after_a_step(world: Schedule) -> None:
     world.crash()
     world.set_the_tracker_back(1)
     world.start(0)
-
-
-def resumed_release(world: Schedule) -> None:
-    for _ in range(2):
-        world.start(0)
-        world.train(count=1, kept=0)
-    world.release(ours=True)
-    for _ in range(2):
-        world.start(0)
-        world.crash()
 
 
 def late_names(late: int) -> Callable[[Schedule], None]:
@@ -936,8 +920,6 @@ def late_object(world: Schedule) -> None:
 RARE: dict[str, Callable[[Schedule], None]] = {
     "a tracker of an earlier history was not set back": set_back_before_a_run_from_scratch,
     "the run that was granted a wish is known": set_back_after_a_step,
-    "a dead branch is no wish": named_dead_branch,
-    "a release has no other history": resumed_release,
     "a load awaits what the tracker names": late_names(1),
     "a load awaits the tracker's twin": late_names(2),
     "a load awaits the objects of lower runs": late_object,
