@@ -65,8 +65,9 @@ def slot_shard(
     """
     # Close the views even after an error: a slab cannot be freed while views of it exist.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
+        first = (known() or _digests(slot, header.data_nbytes)) if store.in_order else None
         return durable_shard(
-            store, header.iteration, header.save_id, meta, data_section, cost, flow, known
+            store, header.iteration, header.save_id, meta, data_section, cost, flow, known, first
         )
 
 
@@ -83,6 +84,16 @@ def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
     with slot.data() as data:
         for start in range(0, nbytes, CHUNK_NBYTES):
             yield data[start : start + CHUNK_NBYTES]
+
+
+def _digests(slot: Slot, nbytes: int) -> tuple[str, ...]:
+    """Return the digests of a slot's chunks."""
+    digests = []
+    with contextlib.closing(_chunks(slot, nbytes)) as chunks, phase("digest"):
+        for chunk in chunks:
+            with chunk:
+                digests.append(chunk_digest(chunk))
+    return tuple(digests)
 
 
 def _write_chunks(
@@ -150,6 +161,7 @@ def durable_shard(
     cost: RankCost | None = None,
     flow: Flow = Flow(),  # noqa: B008, a frozen one
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
+    first: tuple[str, ...] | None = None,
 ) -> DurableShard:
     """Make one rank's shard durable.
 
@@ -158,6 +170,8 @@ def durable_shard(
             released when it is written; several are in use if `flow.threads` exceeds one.
         cost: timings of the save on this rank up to the staged slot, if they are known.
         known: returns the digests that the chunks must have, or None.
+        first: digests that the chunks must have, to write the header before them; for a store that
+            sends in order, and shows a shard only when it is whole.
 
     Raises:
         StorageError: the attempt's file is removed.
@@ -179,12 +193,15 @@ def durable_shard(
     writer = store.writer(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
     hit("persist.created")
     try:
+        if first is not None:
+            writer.write_at(0, fill_in(undigested, list(first)))
         digests = _write_chunks(writer, data_offset, chunks, flow)
         hit("persist.chunks")
-        _check_unchanged(digests, known(), meta.rank, iteration)
+        _check_unchanged(digests, first or known(), meta.rank, iteration)
         encoded = fill_in(undigested, digests)
-        # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
-        writer.write_at(0, encoded)
+        if first is None:
+            # After the data: a file cut short by a crash has no header, and is no shard.
+            writer.write_at(0, encoded)
         hit("persist.header")
         with phase("fdatasync"):
             writer.finish()

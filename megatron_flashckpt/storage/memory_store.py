@@ -47,6 +47,7 @@ class MemoryWriter:
 class MemoryStore:
     """See `storage.store.Store`. Directories are the prefixes of names."""
 
+    in_order = False
     pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=math.inf)
 
     def __init__(self, place: str = "memory:") -> None:

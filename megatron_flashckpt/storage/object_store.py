@@ -12,6 +12,7 @@ import contextlib
 import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 
 from megatron_flashckpt.errors import AlreadyExistsError, ConfigError, StorageError
 from megatron_flashckpt.storage.object_writer import ObjectWriter
@@ -24,6 +25,8 @@ SCHEMES = ("s3", "gs", "az")
 _BLOCK_NBYTES = 16 * 2**20
 #: Least bytes of a part of an upload, and the parts that are sent at a time.
 _PART_NBYTES, _PARTS_AT_A_TIME = 8 * 2**20, 8
+#: Time for which a part is sent again after errors that may pass.
+_PART_S = timedelta(minutes=1)
 #: Most parts of an upload; S3 has a limit of 10,000.
 _MOST_PARTS = 9_000
 #: Characters in a name for which a server may store another name: SeaweedFS and Azure take a
@@ -50,6 +53,7 @@ class ObjectStore:
     paid for until a lifecycle rule of the bucket removes them.
     """
 
+    in_order = True
     # S3 bears 5,500 reads per second of one prefix, and each one is paid for.
     pace = Pace(shortest_s=0.5, longest_s=5.0, most_per_s=500)
 
@@ -71,7 +75,7 @@ class ObjectStore:
         try:
             self._client = from_url(self._url, retry_config={"max_retries": 0})
             #: For the parts of an upload, which may be repeated without harm.
-            self._part_client = from_url(self._url)
+            self._part_client = from_url(self._url, retry_config={"retry_timeout": _PART_S})
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{url}: cannot be opened ({_text(error)})") from error
 

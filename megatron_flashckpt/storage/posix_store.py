@@ -49,6 +49,7 @@ class PosixStore:
     removed with their directory, when it holds nothing else.
     """
 
+    in_order = False
     # Each look is an open and a lookup at a metadata server, which is busy with shards meanwhile.
     pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=5_000)
 

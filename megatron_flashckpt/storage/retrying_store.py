@@ -92,6 +92,10 @@ class RetryingStore:
     def pace(self) -> Pace:
         return self._store.pace
 
+    @property
+    def in_order(self) -> bool:
+        return self._store.in_order
+
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         return self.with_retries(lambda: self._store.get(name, offset, nbytes))
 

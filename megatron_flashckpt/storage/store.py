@@ -67,6 +67,13 @@ class Store(Protocol):
     def pace(self) -> Pace:
         """The pace of waiting nodes, which this kind of store bears, or which its requests cost."""
 
+    @property
+    def in_order(self) -> bool:
+        """True: a writer keeps what is written behind a gap in memory until the gap is filled.
+
+        Then nothing is seen of an object before `Writer.finish`.
+        """
+
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the object."""
 
