@@ -11,7 +11,6 @@ imports this module during its own import, so the module must not import Megatro
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.collectives import Attempt, ErrorReport
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
-from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.opening import absolute, open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Store
 
@@ -85,7 +84,7 @@ def _source(root: str, step: int | None) -> _Source | None:
     from megatron_flashckpt.load import node_leader
 
     attempt = node_leader.read_once(
-        f"arguments\0{os.path.abspath(root)}\0{step}",
+        f"arguments\0{absolute(root)}\0{step}",
         lambda: _attempt(root, step),
         _encoded,
         _decoded,

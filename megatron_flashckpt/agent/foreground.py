@@ -25,11 +25,12 @@ from megatron_flashckpt.agent.log import (
 )
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
 from megatron_flashckpt.agent.reception import raise_limit
-from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.agent.save_directory import ensure, make
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.storage.opening import absolute, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +45,15 @@ def become(root: str, config: Config) -> NoReturn:
     Raises:
         AgentError: another agent serves `root` on this node, or a directory cannot be used.
     """
-    root = os.path.abspath(root)
+    root = absolute(root)
     try:
-        os.makedirs(root, exist_ok=True)
+        make(root)
     except OSError as error:
         raise AgentError(
             f"{root}: cannot be created ({error.strerror}); name the save directory of the job, "
             "as Megatron's --save"
         ) from error
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+    if not is_url(root) and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise AgentError(
             f"{root}: cannot be written by user {os.getuid()}; mount it writable, or run the "
             "agent as the user of the job"
@@ -76,7 +77,7 @@ def wait_for_agent(root: str, config: Config) -> int:
     ensure(root)
     deadline = time.monotonic() + config.agent.start_timeout_s
     while True:
-        agent = place_of(os.path.abspath(root), config.runtime_dir).listener()
+        agent = place_of(absolute(root), config.runtime_dir).listener()
         if agent is not None:
             return agent.pid
         if time.monotonic() > deadline:

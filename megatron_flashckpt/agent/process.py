@@ -37,6 +37,7 @@ _VARIABLES = (
     *("LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "GUIX_*", "NIX_*"),
     *("EBPYTHON*", "EBROOTPYTHON", "EBVERSIONPYTHON"),
     *("SLURM_*", "PBS_JOBID", "LSB_JOBID"),
+    *("AWS_*", "GOOGLE_*", "AZURE_*"),
 )
 _SELF = Path("/proc/self")
 _ALL_CPUS = Path("/sys/devices/system/cpu")

@@ -1,5 +1,7 @@
 """Identity of a save directory: its device and inode, in addition to its path.
 
+A URL is its own identity: nothing is mounted over it, and the bucket's server knows no other one.
+
 Containers of one node may have different directories at one path. A directory may also be removed
 and made again, or replaced by a copy. An agent holds memory for exactly one of them.
 """
@@ -17,6 +19,7 @@ import xxhash
 
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.storage.opening import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +35,17 @@ def ensure(root: str) -> None:
     Errors are waited out as in `identity_of`.
     """
 
-    def make() -> str:
-        os.makedirs(root, exist_ok=True)
+    def made() -> str:
+        make(root)
         return ""
 
-    _with_retries(make)  # the check before the first step, or a save, reports the error
+    _with_retries(made)  # the check before the first step, or a save, reports the error
+
+
+def make(root: str) -> None:
+    """Create the directory if it is missing; a bucket has none."""
+    if not is_url(root):
+        os.makedirs(root, exist_ok=True)
 
 
 def identity_of(root: str) -> str:
@@ -45,11 +54,13 @@ def identity_of(root: str) -> str:
     Transient errors are waited out for some seconds. With a wrong identity the trainer would start
     a second agent, while the first one holds its memory.
     """
-    return _with_retries(lambda: _shown(os.stat(root)))
+    return root if is_url(root) else _with_retries(lambda: _shown(os.stat(root)))
 
 
 def resolved(root: str) -> str:
     """Return the path of `root` without links; errors are waited out as in `identity_of`."""
+    if is_url(root):
+        return root
     return _with_retries(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
 
 
@@ -116,6 +127,9 @@ class HeldDirectory:
         self._closing = False
         self._gone_since: float | None = None
         self._is_removed = False
+        if is_url(root):
+            self.identity = root  # for ever, so nothing is held
+            return
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
     def gone_s(self) -> float:

@@ -29,7 +29,6 @@ from megatron_flashckpt.cli.console import (
     busy,
     complain,
     counted,
-    directory_argument,
     human_size,
     is_pipe,
     json_help,
@@ -39,6 +38,7 @@ from megatron_flashckpt.cli.console import (
     print_titles,
     printable,
     progress_bar,
+    save_argument,
     say,
     table_lines,
 )
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     agent.add_argument(
         "--save",
-        type=directory_argument,
+        type=save_argument,
         required=True,
         metavar="DIR",
         help="save directory (Megatron's --save)",

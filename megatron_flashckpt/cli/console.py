@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import inspect
@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.text import Text
 
 from megatron_flashckpt.errors import ConfigError, for_command
-from megatron_flashckpt.storage.opening import refuse_url
+from megatron_flashckpt.storage.opening import refuse_unusable, refuse_url
 
 #: Width of a pipe: whatever the width of a table, its rows are lines.
 PIPE_COLUMNS = 10**6
@@ -64,12 +64,21 @@ def _fields(kind: inspect.Type) -> str:
     return ""
 
 
+def save_argument(text: str) -> str:
+    """Return the argument `text`, which names a save directory or its URL; for argparse."""
+    return _checked(text, refuse_unusable)
+
+
 def directory_argument(text: str) -> str:
     """Return the argument `text`, which names a directory to write; for argparse."""
+    return _checked(text, refuse_url)
+
+
+def _checked(text: str, refuse: Callable[[str], None]) -> str:
     if not text.strip():  # an unset shell variable; as a path, the working directory
         raise argparse.ArgumentTypeError(f"{text!r} names no directory")
     try:
-        refuse_url(text)
+        refuse(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron_flashckpt.cli.console import (
 from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import NotCommittedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
+from megatron_flashckpt.storage.opening import absolute
 from megatron_flashckpt.storage.store import Store
 
 
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 def _logs(directory: str, writer: alive.Alive | None) -> Iterator[str]:
     """Yield a line for each log of an agent: this node's own, and those beside the checkpoints."""
     runtime_dir = load_config().runtime_dir
-    own = place_of(os.path.abspath(directory), runtime_dir).log
+    own = place_of(absolute(directory), runtime_dir).log
     if own.exists():
         yield f"log of this node's agent: {platform.node()}:{own}"
     elif writer is not None and writer.host != platform.node():

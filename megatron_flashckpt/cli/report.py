@@ -33,6 +33,7 @@ from megatron_flashckpt.cli.console import (
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import FlashCkptError, NotCommittedError, for_listing
 from megatron_flashckpt.layout.save_cost import SaveCost
+from megatron_flashckpt.storage.opening import absolute
 
 REMOVED, REPLACED, FAILED, STARTED = "removed", "replaced", "failed", "started"
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -322,7 +323,7 @@ def draw(report_rows: list[Row], file: str | os.PathLike[str], directory: str) -
     axes.set_xlabel("seconds since training called for the save")
     axes.set_ylabel("iteration")
     number = f"the last {_MAX_BARS} saves" if len(report_rows) > _MAX_BARS else "saves"
-    place = printable(os.path.abspath(directory), "ascii")  # fonts lack other characters
+    place = printable(absolute(directory), "ascii")  # fonts lack other characters
     axes.set_title(f"{number} to {place}", parse_math=False, wrap=True)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, not over them
     try:

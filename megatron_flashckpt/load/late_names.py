@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_flashckpt.catalog.lineage import Facts, awaited
+from megatron_flashckpt.storage.opening import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,15 @@ def read_settled(
 
 
 def may_be_late(root: str, mounts: str | None = None) -> bool:
-    """Return whether names below `root` may come late: it is on no file system of this machine.
+    """Return whether names below `root` may come late: it is on a network file system.
+
+    An object store shows a name at once.
 
     Args:
         mounts: the contents of `/proc/self/mountinfo`, which are read by default.
     """
+    if is_url(root):
+        return False
     if mounts is None:
         try:
             mounts = Path("/proc/self/mountinfo").read_text(errors="replace")

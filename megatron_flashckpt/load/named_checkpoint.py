@@ -24,6 +24,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.late_names import read_settled
+from megatron_flashckpt.storage.opening import is_url
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -52,24 +53,29 @@ class Offered(NamedTuple):
     """Saves in memory that do not count, with the reason."""
 
 
-def refuse_path_inside(load_dir: str) -> None:
+def refuse_path_inside(load_dir: str, store: Store) -> None:
     """Raise if `load_dir` lies inside of a save directory: a job would start from scratch.
+
+    Args:
+        store: that of `load_dir`.
 
     Raises:
         ConfigError: names the save directory.
     """
-    path = Path(load_dir).absolute()
-    iteration = parse_iteration_dir(path.name)
+    parent, _, name = store.place.rpartition("/")
+    iteration = parse_iteration_dir(name)
     is_one = False
     with contextlib.suppress(OSError):  # the load retries what may pass, and reports what does not
-        if path.is_file():
+        if not is_url(load_dir) and Path(load_dir).is_file():
             raise ConfigError(
                 f"{load_dir}: is a file; name the directory that holds it with --load"
             )
-        is_one = not (path / TRACKER).exists() and any(path.iterdir())
-    if iteration is not None and is_one:
+        if iteration is not None:
+            names = {entry.name for entry in store.list("", sizes=False)}
+            is_one = bool(names) and TRACKER not in names
+    if is_one:
         raise ConfigError(
-            f"{load_dir}: is one checkpoint, not a save directory; start with --load {path.parent} "
+            f"{load_dir}: is one checkpoint, not a save directory; start with --load {parent} "
             f"--ckpt-step {iteration}"
         )
 

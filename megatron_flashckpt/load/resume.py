@@ -184,7 +184,7 @@ class _LoadDirectory:
     def _offered(self) -> Offered:
         if self.store is None or self.path is None:
             return Offered()
-        refuse_path_inside(self.path)
+        refuse_path_inside(self.path, self.store)
         step = getattr(self._margs, "ckpt_step", None)
         wait_s = self._wait_s() if may_be_late(self.path) else 0.0
         self.facts, offered = offered_by(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import math
-import os
 import time
 from typing import Any
 
@@ -40,7 +39,7 @@ from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.run_opener import RunOpener
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
 from megatron_flashckpt.save.step_hook import StepHook
-from megatron_flashckpt.storage.opening import refuse_url
+from megatron_flashckpt.storage.opening import absolute, refuse_unusable
 from megatron_flashckpt.tracing import SAVE, Recorder, phase, recorder
 
 _BUSY = (
@@ -79,10 +78,10 @@ class Checkpointer:
         """Set up saves under `root`: a directory shared by all nodes, which need not exist.
 
         Raises:
-            ConfigError: `root` is a URL.
+            ConfigError: no job can save to `root`.
         """
-        refuse_url(root)
-        self.root = os.path.abspath(root)
+        refuse_unusable(root)
+        self.root = absolute(root)
         self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -22,8 +22,9 @@ from megatron_flashckpt.megatron_lm.job_flags import (
     left_to_megatron,
 )
 from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.save.local_files import refuse_local_files
 from megatron_flashckpt.save.session import session
-from megatron_flashckpt.storage.opening import refuse_url
+from megatron_flashckpt.storage.opening import is_url, refuse_unusable
 from megatron_flashckpt.tracing import LOOP, Recorder
 
 
@@ -69,7 +70,9 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
     """
     margs = stock.checkpointing().get_args()
     if _saves(margs):
-        refuse_url(margs.save)  # now, because a large model takes minutes
+        refuse_unusable(margs.save)  # now, because a large model takes minutes
+        if is_url(margs.save):
+            refuse_local_files(margs, session.config)
     built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
     if _saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
         model, optimizer, _ = built

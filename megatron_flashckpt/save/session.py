@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Hashable, Sequence
 
@@ -29,7 +28,7 @@ from megatron_flashckpt.save.run import Run
 from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
-from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.opening import absolute, open_store
 from megatron_flashckpt.tracing import Recorder
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class Session:
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`; create it on first use."""
-        given, root = root, os.path.abspath(root)
+        given, root = root, absolute(root)
         self._forget_inherited()
         if root not in self._open:
             announcements.ask_for_memory_saves(
@@ -133,7 +132,7 @@ class Session:
     def startup(self, root: str) -> Startup:
         """Return the phases that come before the first save to `root`."""
         self.checkpointer(root)
-        return self._open[os.path.abspath(root)].startup
+        return self._open[absolute(root)].startup
 
     def is_ready(self, root: str) -> bool:
         """Return whether the startup phases of saves to `root` are complete."""
@@ -171,7 +170,7 @@ class Session:
 
     def resumed(self, root: str, iteration: int) -> None:
         """Note that training resumes from a checkpoint in storage, perhaps not the newest."""
-        self._open[os.path.abspath(root)].reports.note_durable(iteration)
+        self._open[absolute(root)].reports.note_durable(iteration)
 
     def saved(
         self,
@@ -189,7 +188,7 @@ class Session:
         """
         if report.is_repeat:
             return
-        opened = self._open[os.path.abspath(root)]
+        opened = self._open[absolute(root)]
         if not memory_only:
             opened.reports.note_agent_log(self.config.runtime_dir)
             opened.reports.requested(save.iteration)

@@ -12,21 +12,21 @@ from megatron_flashckpt.storage.store import Store
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
-    """Return whether `root` names an object store, and no directory."""
-    return "://" in str(root)
+    """Return whether `root` names an object store that this package can use."""
+    scheme, found, _ = str(root).partition("://")
+    return bool(found) and scheme in SCHEMES
 
 
-def refuse_url(root: str | os.PathLike[str]) -> None:
-    """Raise if `root` is a URL, which as a path would be a directory on a local disk of each node.
+def refuse_unusable(root: str | os.PathLike[str]) -> None:
+    """Raise if a job cannot save to `root`. Storage is not asked.
 
     Raises:
-        ConfigError: `root` is a URL, or its name is not UTF-8, which messages to agents must be.
+        ConfigError: `root` is a URL of another kind, which as a path would be a directory on a
+            local disk of each node, or cannot be opened, or its name is not UTF-8, which messages
+            to agents must be.
     """
-    if is_url(root):
-        raise ConfigError(
-            f"{root}: is not a path, and object stores are not supported here yet; name a "
-            "directory on a file system that all nodes share"
-        )
+    if "://" in str(root):
+        open_path_or_url(str(root))
     try:
         str(root).encode()
     except UnicodeEncodeError as error:
@@ -35,24 +35,45 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
         ) from error
 
 
+def refuse_url(root: str | os.PathLike[str]) -> None:
+    """Raise if `root` is a URL, or no directory can have its name.
+
+    Raises:
+        ConfigError: `root` is a URL, or as in `refuse_unusable`.
+    """
+    if "://" in str(root):
+        raise ConfigError(
+            f"{root}: is not a path, and object stores are not supported here yet; name a "
+            "directory on a file system that all nodes share"
+        )
+    refuse_unusable(root)
+
+
+def absolute(root: str | os.PathLike[str]) -> str:
+    """Return the one name of a save directory in this job: its absolute path, or its URL."""
+    return str(root).rstrip("/") if is_url(root) else os.path.abspath(root)
+
+
 def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Store:
-    """Return the store in the directory `root`, which the first write makes if it is missing.
+    """Return the store at `root`. A directory that is missing is made by the first write.
 
     Args:
+        root: a path, or a URL of one of `SCHEMES`.
         direct_io: decides whether files written by `Store.writer` bypass the page cache.
-    """
-    return PosixStore(root, direct_io)
-
-
-def open_path_or_url(root: str) -> Store:
-    """Return the store at `root`, for commands that a person gives a path or a URL.
 
     Raises:
         ConfigError: `root` is a URL that cannot be opened.
     """
-    if not is_url(root):
-        return open_store(root)
-    if root.partition("://")[0] not in SCHEMES:
+    return ObjectStore(str(root)) if is_url(root) else PosixStore(root, direct_io)
+
+
+def open_path_or_url(root: str) -> Store:
+    """Return the store at `root`, which a person has written.
+
+    Raises:
+        ConfigError: `root` is a URL of another kind, or cannot be opened.
+    """
+    if "://" in root and not is_url(root):
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(f"{root}: is of no known kind; use {known} or a path")
-    return ObjectStore(root)
+    return open_store(root)

@@ -14,7 +14,7 @@ from megatron_flashckpt.storage.store import Store, parent_of
 
 NEEDS = (
     "saves need a file system that is shared by all nodes, creates a name for one process only, "
-    "and can write at any position of a file"
+    "and can write at any position of a file, or an object store with conditional puts"
 )
 
 

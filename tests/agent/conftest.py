@@ -39,7 +39,7 @@ class Node:
 
     def trainer(
         self,
-        root: Path,
+        root: Path | str,
         rank: int = 0,
         world_size: int = 1,
         *,

@@ -43,6 +43,7 @@ from megatron_flashckpt.load.named_checkpoint import (
     refuse_path_inside,
 )
 from megatron_flashckpt.load.storage_source import open_stored
+from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import make
 
@@ -384,6 +385,10 @@ def test_a_checkpoint_of_another_program_is_left_to_megatron(storage: PosixStore
     assert loadable_saves(storage, None) == []
 
 
+def refuse(path: Path) -> None:
+    refuse_path_inside(str(path), PosixStore(path))
+
+
 def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     tmp_path: Path,
 ) -> None:
@@ -392,15 +397,21 @@ def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     inside = tmp_path / iteration_dir(4)
     flags = f"--load {tmp_path} --ckpt-step 4"
     with pytest.raises(ConfigError, match=f"is one checkpoint, .*{flags}"):
-        refuse_path_inside(str(inside))
+        refuse(inside)
     with pytest.raises(ConfigError, match="is a file; name the directory"):
-        refuse_path_inside(str(made.manifest))
-    refuse_path_inside(str(tmp_path))
-    refuse_path_inside(str(tmp_path / "missing"))
+        refuse(made.manifest)
+    refuse(tmp_path)
+    refuse(tmp_path / "missing")
     own = tmp_path / "iter_0000009"
     own.mkdir()
     (own / TRACKER).write_text("4")
-    refuse_path_inside(str(own))
+    refuse(own)
+    url = "s3://bucket/save/iter_0000004"
+    bucket = MemoryStore(url)
+    refuse_path_inside(url, bucket)
+    bucket.put("end", b"")
+    with pytest.raises(ConfigError, match="--load s3://bucket/save --ckpt-step 4"):
+        refuse_path_inside(url, bucket)
 
 
 def test_a_directory_that_cannot_be_examined_is_left_to_the_load(
@@ -412,4 +423,4 @@ def test_a_directory_that_cannot_be_examined_is_left_to_the_load(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
     monkeypatch.setattr("os.stat", fail)
-    refuse_path_inside(str(tmp_path))
+    refuse(tmp_path)

@@ -53,6 +53,7 @@ MOUNTS = """\
         ("/mnt/shared fast/save", True),
         ("/mnt/shared/scratch/save", False),
         ("/mnt/sharedness", False),
+        ("s3://bucket/save", False),
     ],
 )
 def test_names_are_late_only_on_file_systems_of_several_machines(root: str, late: bool) -> None:

@@ -140,7 +140,7 @@ def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
     assert emptied == (["other"] if is_kept else ["other", "MainThread"]) * 2
 
 
-@pytest.mark.parametrize("save", ["s3://bucket/run", "/save/\udcff"])
+@pytest.mark.parametrize("save", ["msc://profile/run", "/save/\udcff"])
 def test_a_save_directory_that_cannot_be_used_is_refused_before_the_model_is_built(
     save: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.tracing import Span
 
@@ -132,7 +132,7 @@ class FakeTrainer:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         config: Config,
         rank: int = 0,
         world_size: int = 1,
@@ -171,7 +171,7 @@ class FakeTrainer:
         wait_s: float = 0.0,
     ) -> RunObject:
         """Open a run, as rank 0 does, and tell the agent; other ranks pass it to `client`."""
-        store = RetryingStore(PosixStore(self.root))
+        store = RetryingStore(open_store(self.root))
         admission = Admission(store, policy, wait_s, lambda: self.client)
         run = runs.new_run(save, ancestors, "scratch" if save is None else "storage", 1)
         opened = runs.open_run(admission, run, agent_pid=self.client.agent_pid)

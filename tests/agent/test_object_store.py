@@ -1,0 +1,60 @@
+"""Agents that save to a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+from megatron_flashckpt.catalog.listing import committed_iterations
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.storage.object_store import ObjectStore
+from tests.agent.conftest import Node
+from tests.support.object_server import LOSE, SLOW_DOWN, Fault, Proxy
+from tests.support.trainer import eventually, kill_agent, save_all
+
+
+def test_an_agent_commits_to_a_bucket_and_removes_what_no_rule_keeps(
+    node: Node, s3_url: str
+) -> None:
+    rules = Retention(latest=1)
+    trainers = [
+        node.trainer(s3_url, rank, 2, numel=2 * CHUNK_NBYTES // 6, retention=rules)
+        for rank in range(2)
+    ]
+    trainers[1].join(trainers[0].open_run())
+    for iteration in (1, 2, 3):
+        assert save_all(trainers, iteration) == [None, None]
+    store = ObjectStore(s3_url)
+    eventually("the removals", lambda: committed_iterations(store) == [3])
+    assert verify(open_checkpoint(store, 3)) == []
+    assert store.get("latest_checkpointed_iteration.txt") == b"3"
+
+
+def test_the_next_agent_commits_what_a_killed_one_has_left(
+    node: Node, s3_url: str, s3_proxy: Proxy
+) -> None:
+    trainer = node.trainer(s3_url)
+    trainer.open_run()
+    s3_proxy.fault_of = lambda method, path: SLOW_DOWN if method in ("PUT", "POST") else None
+    trainer.stage(1, trainer.new_save_id())
+    kill_agent(trainer.client.agent_pid)
+    s3_proxy.fault_of = lambda method, path: None
+    trainer.reconnect()
+    assert trainer.outcome().error is None
+    assert committed_iterations(ObjectStore(s3_url)) == [1]
+
+
+def test_a_lost_answer_fails_no_save(node: Node, s3_url: str, s3_proxy: Proxy) -> None:
+    """The object is there, so the next attempt finds it, and reads what it says."""
+    trainer = node.trainer(s3_url)
+    trainer.open_run()
+    lost = {".end": LOSE, ".record": LOSE}
+
+    def fault_of(method: str, path: str) -> Fault | None:
+        suffix = path[path.rfind(".") :]
+        return lost.pop(suffix, None) if method == "PUT" else None
+
+    s3_proxy.fault_of = fault_of
+    assert trainer.save(1).error is None
+    assert ".end" not in lost
+    assert committed_iterations(ObjectStore(s3_url)) == [1]
