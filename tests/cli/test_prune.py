@@ -61,16 +61,17 @@ def test_prune_refuses_a_directory_in_which_a_run_is_alive(
     for iteration in (10, 20):
         make(save, iteration)
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    monkeypatch.setattr(alive, "_PATIENCE_S", 1.0)
     store, done = PosixStore(save), threading.Event()
 
     def renew() -> None:
         renewed = 0
         while not done.wait(0.02):
             renewed += 1
-            alive.put(store, sign_of(RUN, renewed=renewed, interval_s=0.1))
+            alive.put(store, sign_of(RUN, renewed=renewed))
 
     writer = threading.Thread(target=renew)
-    alive.put(store, sign_of(RUN, interval_s=0.1))
+    alive.put(store, sign_of(RUN))
     writer.start()
     try:
         ran = run("prune", save)
