@@ -35,7 +35,10 @@ POINTS = {
     "stage.copied": ("save.hand_over", "all bytes are copied; the slot is still STAGING"),
     "stage.staged": ("save.hand_over", "the slot is STAGED; the agent was not notified"),
     "stage.rung": ("save.hand_over", "the agent has answered the notification"),
-    "save.told": ("save.outcomes", "the agent reported the result: the slot is DURABLE or FAILED"),
+    "save.told": (
+        "save.pending_saves",
+        "the agent reported the result: the slot is DURABLE or FAILED",
+    ),
     # Trainers, loading. The model is not changed before `load.planned`.
     "load.taken": (
         "load.memory_checkpoints",
@@ -57,7 +60,7 @@ POINTS = {
         "the agent has mapped a trainer's slab; not answered yet",
     ),
     "agent.granted": ("agent.request_handler", "a slot is emptied for a trainer; not answered yet"),
-    "agent.enqueued": ("agent.persister", "a staged slot is queued for writing; not answered yet"),
+    "agent.enqueued": ("agent.saves", "a staged slot is queued for writing; not answered yet"),
     # The agent, persisting one shard.
     "persist.created": (
         "agent.shard_writer",
@@ -99,9 +102,9 @@ POINTS = {
     "commit.done": ("agent.janitor", "the commit is complete, and storage is tidied up"),
     # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
     "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),
-    "send.begun": ("agent.peers.sender", "a holder has allocated its part; no data was sent"),
-    "send.chunk": ("agent.peers.sender", "one more chunk is about to be sent"),
-    "send.ended": ("agent.peers.sender", "a holder reported its part complete; not recorded yet"),
+    "send.begun": ("agent.peers.link", "a holder has allocated its part; no data was sent"),
+    "send.chunk": ("agent.peers.link", "one more chunk is about to be sent"),
+    "send.ended": ("agent.peers.link", "a holder reported its part complete; not recorded yet"),
     "hold.begun": ("agent.peers.redundancy", "a part is allocated; not answered yet"),
     "hold.chunk": ("agent.peers.redundancy", "one more chunk is held; not answered yet"),
     "hold.ended": ("agent.peers.redundancy", "a part is held completely; not answered yet"),

@@ -83,7 +83,7 @@ KNOW_MEGATRON = {
 #: Client libraries of object stores: optional dependencies that one module imports.
 STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
 #: pyzmq is an extra (`redundancy`): only modules that connect nodes need it on import.
-NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.sender", "agent.peers.transport")
+NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.link", "agent.peers.transport")
 NEEDS_PYZMQ += ("agent.peers.recovery",)
 #: Modules with I/O or a clock, which `layout` must not import.
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}

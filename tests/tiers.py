@@ -30,7 +30,7 @@ FIRST = (
 SECOND = (
     "agent/peers/test_failures.py",
     "agent/peers/test_recovery.py",
-    "agent/test_departed.py",
+    "agent/test_departed_ranks.py",
     "agent/test_drain.py",
     "agent/test_faulty_storage.py",
     "agent/test_foreground.py",

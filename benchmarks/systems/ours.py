@@ -29,10 +29,10 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
-from megatron_flashckpt.load import loader, slot_source
+from megatron_flashckpt.load import loader, slot_chunks
+from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
-from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
@@ -190,7 +190,7 @@ class Ours(System):
 
         with (
             mock.patch.object(os, "preadv", timed("copied", os.preadv)),
-            mock.patch.object(slot_source, "new_chunk_digest", TimedDigest),
+            mock.patch.object(slot_chunks, "new_chunk_digest", TimedDigest),
             mock.patch.object(stored_checkpoint, "new_chunk_digest", TimedDigest),
         ):
             yield took

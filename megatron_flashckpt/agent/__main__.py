@@ -12,12 +12,12 @@ import msgspec
 
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent.log import BriefFormatter, last_lines
+from megatron_flashckpt.agent.node import options_of
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.settings import AgentSettings
-from megatron_flashckpt.agent.state import options_of
 
 
 class _ErrorFlag(logging.Handler):

@@ -17,9 +17,9 @@ from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
+from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.runs import why_overtaken
-from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import later_run

@@ -15,9 +15,9 @@ from pathlib import Path
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.client import AgentClient, ClosedError, close_socket
+from megatron_flashckpt.agent.held_directory import ensure, identity_of
 from megatron_flashckpt.agent.place import Place, place_of
 from megatron_flashckpt.agent.run_messages import describe_slabs
-from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.agent.silent_agent import KILLED, last_copies
 from megatron_flashckpt.config import Config

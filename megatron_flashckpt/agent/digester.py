@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo
-from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.rank_slots import RankSlots, SlotInfo
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.errors import shown_error
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count, chunk_digest

@@ -17,17 +17,17 @@ from typing import NoReturn
 
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent import process
+from megatron_flashckpt.agent.held_directory import ensure, make
 from megatron_flashckpt.agent.log import (
     BriefFormatter,
     ThreadedHandler,
     last_lines,
     write_to_stderr,
 )
+from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
 from megatron_flashckpt.agent.reception import raise_limit
-from megatron_flashckpt.agent.save_directory import ensure, make
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.storage.opening import absolute, is_url

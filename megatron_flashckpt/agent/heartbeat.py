@@ -14,8 +14,8 @@ import time
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import INTERVAL_S, State
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.own_files import OwnFiles
-from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.file_format.run_object import RunObject

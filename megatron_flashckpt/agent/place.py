@@ -33,7 +33,7 @@ from typing import NamedTuple
 import xxhash
 
 from megatron_flashckpt.agent import frames
-from megatron_flashckpt.agent.save_directory import key_of
+from megatron_flashckpt.agent.held_directory import key_of
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
 

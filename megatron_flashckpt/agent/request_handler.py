@@ -10,14 +10,14 @@ import time
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.departed import DepartedRanks
+from megatron_flashckpt.agent.departed_ranks import DepartedRanks
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError
 from megatron_flashckpt.agent.janitor import Janitor
+from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
-from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
-from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.errors import AgentError, FlashCkptError
@@ -34,7 +34,7 @@ _UNCOMMITTED = 8
 
 
 class RequestHandler:
-    """Serves each request of a rank. Called by the threads of `agent.conversations`."""
+    """Serves each request of a rank. Called by the threads of `agent.trainer_connections`."""
 
     def __init__(self, node: Node, saves: Saves, committer: Committer, janitor: Janitor) -> None:
         self._node = node

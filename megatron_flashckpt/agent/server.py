@@ -10,16 +10,16 @@ import logging
 import time
 
 from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.conversations import TrainerConnections
 from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.life import clock
-from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.place import AgentSocket
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Acceptor, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
-from megatron_flashckpt.agent.state import AgentOptions, Node
+from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.trainer_connections import TrainerConnections
 
 logger = logging.getLogger(__name__)
 

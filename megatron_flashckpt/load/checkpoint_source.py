@@ -14,7 +14,7 @@ from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource, Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.load_request import LoadRequest, refuse_missing_optimizer
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
-from megatron_flashckpt.load.request import LoadRequest, refuse_missing_optimizer
 from megatron_flashckpt.load.side_state import SideState, read_side_state
 from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused

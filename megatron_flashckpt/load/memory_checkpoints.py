@@ -17,8 +17,8 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.offers import HeldSave, held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.node_link import NodeLink
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.node_slots import LentSlot, NodeSlots
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
-from megatron_flashckpt.load.slot_source import OfferedSlot
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.load.straight_copies import StraightCopies
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
-from megatron_flashckpt.load.slot_source import SlotChunks
+from megatron_flashckpt.load.slot_chunks import SlotChunks
 from megatron_flashckpt.memory.slab import Slab
 
 

@@ -32,8 +32,8 @@ from megatron_flashckpt.layout.read_plan import (
     stored_names,
     unexpected_tensors,
 )
-from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.load_request import LoadRequest, Names, StateTypes
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.load.targets import Targets, is_converted
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece

@@ -25,6 +25,7 @@ from megatron_flashckpt.load.argument_source import ArgumentSource
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.late_names import may_be_late
+from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.load.memory_checkpoints import (
     HeldInMemory,
@@ -33,7 +34,6 @@ from megatron_flashckpt.load.memory_checkpoints import (
 )
 from megatron_flashckpt.load.memory_source import open_memory
 from megatron_flashckpt.load.named_checkpoint import Offered, offered_by, refuse_path_inside
-from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState

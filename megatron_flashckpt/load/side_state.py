@@ -29,9 +29,9 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.load_request import LoadRequest, StateTypes
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.request import LoadRequest, StateTypes
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import (
     hyper_parameters,

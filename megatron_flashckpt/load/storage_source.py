@@ -15,7 +15,7 @@ from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.storage.store import Store

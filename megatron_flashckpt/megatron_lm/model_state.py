@@ -17,7 +17,7 @@ from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.repeats import Repeat
+from megatron_flashckpt.megatron_lm.repeat import Repeat
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT
 from megatron_flashckpt.megatron_lm.written_pieces import PieceCollector, Share, own_pieces
 

@@ -18,7 +18,7 @@ from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut, flat, section
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.repeats import WrittenEntry
+from megatron_flashckpt.megatron_lm.repeat import WrittenEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
+from megatron_flashckpt.memory.pinned_slab import CHUNK_NBYTES
 
 #: On a CPU, adjacent pieces of at least this average size are copied one by one; smaller ones are
 #: concatenated first. (One by one, pieces of 4 KiB take 4.6 times one plain copy of all.)

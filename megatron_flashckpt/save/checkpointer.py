@@ -28,12 +28,12 @@ from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save import equal_settings
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
-from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.peer_setup import connect_agents
+from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.save.planner import Planner, rerun_state
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.run_opener import RunOpener

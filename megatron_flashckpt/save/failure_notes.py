@@ -1,7 +1,7 @@
 """Ends of failed saves that a rank without an agent creates for the agents of other nodes.
 
 Those agents otherwise wait for this rank's part until `commit_timeout_s`. An agent of this node
-does the same; see `agent.persister.Saves.abandon`.
+does the same; see `agent.saves.Saves.abandon`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.tracing import Recorder
 
 logger = logging.getLogger(__name__)

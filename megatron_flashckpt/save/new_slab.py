@@ -10,7 +10,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.numa import node_of_gpu
-from megatron_flashckpt.memory.pinning import unlock_closed
+from megatron_flashckpt.memory.pinned_slab import unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
 from megatron_flashckpt.save.agent_connection import held_memory

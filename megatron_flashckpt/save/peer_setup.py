@@ -16,7 +16,7 @@ from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
 from megatron_flashckpt.collectives import gather_objects, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import gc_paused
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.request import SaveRequest
 from megatron_flashckpt.save.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import phase

@@ -10,7 +10,7 @@ from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
-from megatron_flashckpt.memory.pinning import unlock_closed
+from megatron_flashckpt.memory.pinned_slab import unlock_closed
 from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.new_slab import slab_nbytes

@@ -15,7 +15,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError
 from megatron_flashckpt.file_format.file_names import run_number
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, Source
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.run import Run, opened_once
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore

@@ -22,9 +22,9 @@ from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.reports import SaveReports, node_count, say
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
+from megatron_flashckpt.save.save_reports import SaveReports, node_count, say
 from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup

@@ -17,10 +17,10 @@ from megatron_flashckpt.megatron_lm.job_description import describe, fact
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.save.agent_link import NodeLink
-from megatron_flashckpt.save.outcomes import PendingSaves
-from megatron_flashckpt.save.reports import say
+from megatron_flashckpt.save.node_link import NodeLink
+from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.save.request import SaveRequest
+from megatron_flashckpt.save.save_reports import say
 
 #: Longest wait of one request to the agent, in seconds; a longer wait consists of several requests.
 WAIT_SLICE_S = 5.0

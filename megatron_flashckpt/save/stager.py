@@ -28,7 +28,7 @@ import torch
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.memory.pinning import PinnedSlab
+from megatron_flashckpt.memory.pinned_slab import PinnedSlab
 from megatron_flashckpt.memory.runs import Copy, Run, runs
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.copy_figures import CopyFigures

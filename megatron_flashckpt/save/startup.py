@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from megatron_flashckpt.agent.held_directory import ensure
 from megatron_flashckpt.agent.place import place_of
-from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock

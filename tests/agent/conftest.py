@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import commit_core, persister
+from megatron_flashckpt.agent import commit_core, saves
+from megatron_flashckpt.agent.held_directory import ensure
 from megatron_flashckpt.agent.place import Place, place_of
-from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from tests.support.trainer import (
     FakeTrainer,
@@ -148,4 +148,4 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_core, "PATIENCE_S", 0.5)
     monkeypatch.setattr(commit_core, "_LASTING_S", 0.5)
     monkeypatch.setattr(commit_core, "_RETRY_S", (0.02, 0.1))
-    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", (0.01, 0.01))
+    monkeypatch.setattr(saves, "_WRITE_RETRIES_S", (0.01, 0.01))

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent import persister
+from megatron_flashckpt.agent import saves
 from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
 from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.load.slot_source import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
@@ -84,13 +84,13 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
     (offer,) = trainer.take()
     kill_agent(trainer.client.agent_pid)
     flip(trainer, offer)
-    may_read, read = threading.Event(), persister.stored_digests
+    may_read, read = threading.Event(), saves.stored_digests
 
     def late(store: Store, header: SlotHeader, rank: int) -> tuple[str, ...]:
         may_read.wait(PATIENCE_S)
         return read(store, header, rank)
 
-    monkeypatch.setattr(persister, "stored_digests", late)
+    monkeypatch.setattr(saves, "stored_digests", late)
     with agent_here(node, root):
         trainer.reconnect()
         trainer.hang_up()

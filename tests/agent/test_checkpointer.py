@@ -16,7 +16,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
-from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.save_reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node

@@ -15,11 +15,11 @@ from megatron_flashckpt.agent import digester as digester_module
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.janitor import Janitor
-from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.node import AgentOptions, Trainer
+from megatron_flashckpt.agent.node import Node as AgentNode
+from megatron_flashckpt.agent.rank_slots import RankSlots
+from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.settings import settings_of
-from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.agent.state import AgentOptions, Trainer
-from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, unit_of
 from megatron_flashckpt.save import joining
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_survival import watched
 from tests.support.stored import assert_intact

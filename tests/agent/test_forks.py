@@ -29,7 +29,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.save_reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook

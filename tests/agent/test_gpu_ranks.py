@@ -17,11 +17,11 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
-from megatron_flashckpt.memory import pinning
+from megatron_flashckpt.memory import pinned_slab
 from megatron_flashckpt.memory import slab as slab_module
-from megatron_flashckpt.memory.pinning import unlock_closed
+from megatron_flashckpt.memory.pinned_slab import unlock_closed
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.save import agent_link
+from megatron_flashckpt.save import node_link
 from megatron_flashckpt.tracing import LOOP, SAVE, Recorder
 from tests.agent.conftest import Node
 from tests.simulated_gpu import Node as GpuNode
@@ -135,8 +135,8 @@ def test_a_restarted_rank_locks_its_memory_without_pauses(
     assert first.save(1) is None
     first.checkpointer.close(leave=False)
     gpus.runtime.locked.clear()  # the kernel unlocks the memory of an ended process
-    monkeypatch.setattr(pinning, "CHUNK_NBYTES", 1 << 20)
-    monkeypatch.setattr(pinning, "_PAUSE_PER_CALL", 1e9)
+    monkeypatch.setattr(pinned_slab, "CHUNK_NBYTES", 1 << 20)
+    monkeypatch.setattr(pinned_slab, "_PAUSE_PER_CALL", 1e9)
     again = make(5)
     slab, _ = again.checkpointer.link.take_slab()
     stager = again.checkpointer.link.stager
@@ -159,7 +159,7 @@ def test_a_job_with_graphs_waits_until_its_slab_is_locked_but_not_for_a_hanging_
     eventually("the slab is made", lambda: not link.is_preparing)
     waiting.join(0.2)
     assert waiting.is_alive()
-    monkeypatch.setattr(agent_link, "_PINNING_S", 0.1)
+    monkeypatch.setattr(node_link, "_PINNING_S", 0.1)
     link.wait_for_device_work()
     may_lock.set()
     waiting.join(PATIENCE_S)

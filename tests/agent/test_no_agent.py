@@ -19,10 +19,10 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.save import agent_connection, outcomes
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save import agent_connection, pending_saves
 from megatron_flashckpt.save.failure_notes import FailureNotes
-from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.save.node_link import NodeLink
+from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id
@@ -144,7 +144,7 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     made.saves.handed_over(save_id)
     PosixStore(root).create(END.format(save_id), seal(b"{}"))
     refuse(monkeypatch)
-    monkeypatch.setattr(outcomes, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(pending_saves, "_ASK_AGAIN_S", 0.01)
     made.kill_agent()
     yield made, save_id
     made.close()
@@ -168,7 +168,7 @@ def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
     rank, save_id = orphan
     storage = Troubled(root)
     storage.errors = 5
-    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
+    monkeypatch.setattr(pending_saves, "open_store", lambda _: storage)
     (outcome,) = eventually("a result of the save", rank.saves.poll)
     assert (outcome.save_id, outcome.error) == (save_id, None)
     assert storage.errors == 0
@@ -193,8 +193,8 @@ def test_an_end_that_stays_unreadable_ends_the_wait(
     rank, save_id = orphan
     storage = Troubled(root)
     storage.errors = 10**9
-    monkeypatch.setattr(outcomes, "open_store", lambda _: storage)
-    monkeypatch.setattr(outcomes, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(pending_saves, "open_store", lambda _: storage)
+    monkeypatch.setattr(pending_saves, "_ANSWER_S", 0.3)
     error = rank.failure()
     assert error.startswith("no agent answered; it may still have been committed: ")
     assert error.endswith(f"{END.format(save_id)}: Stale file handle")

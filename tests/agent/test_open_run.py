@@ -10,7 +10,7 @@ from megatron_flashckpt.catalog.lineage import Save, descent
 from megatron_flashckpt.file_format.file_names import OWN, run_number, save_name
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.run_opener import RunOpener
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, eventually, remove_tree

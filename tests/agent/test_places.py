@@ -15,8 +15,8 @@ import pytest
 
 from megatron_flashckpt.agent import place
 from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.agent.held_directory import ensure
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
-from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node

@@ -19,8 +19,8 @@ from megatron_flashckpt.megatron_lm.size_estimate import SIDE_NBYTES, expect
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.megatron_lm.test_side_state import QuantizedLinear
 from tests.memory.test_slab import kernel_collapses

@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.incarnations import (
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slot import COMPLETE
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.support.stored import read_rank, stored
 from tests.support.trainer import (

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.log import path_in
+from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
-from megatron_flashckpt.agent.state import AgentOptions
-from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY

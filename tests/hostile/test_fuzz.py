@@ -52,7 +52,7 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
 from megatron_flashckpt.load.named_checkpoint import offered_by
-from megatron_flashckpt.load.slot_source import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotMeta, SlotState

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 from megatron_flashckpt.agent.place import place_of
-from tests.agent.test_departed import slabs
+from tests.agent.test_departed_ranks import slabs
 from tests.integration.test_resume import DISTRIBUTED, schedule
 from tests.support.megatron_jobs import run_job
 from tests.support.trainer import agents_under, eventually, is_alive

@@ -24,7 +24,7 @@ import torch.multiprocessing
 from megatron_flashckpt import collectives
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.peer_setup import connect_agents
 from tests.support.cluster import Cluster
 from tests.support.trainer import content, new_save_id

@@ -11,8 +11,8 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import side_state
-from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.load_request import LoadRequest, refuse_mixture
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.side_state import frame

@@ -19,8 +19,8 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import loader, memory_source, storage_source
 from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
-from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.side_state import SideState
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState

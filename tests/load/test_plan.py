@@ -13,9 +13,9 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
+from megatron_flashckpt.load.load_request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.plan import plan_load
-from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState

@@ -27,11 +27,11 @@ from megatron_flashckpt.load import chunk_reader
 from megatron_flashckpt.load.chunk_reader import chunk_reads
 from megatron_flashckpt.load.memory_source import MemorySource
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.slot_source import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.memory import pinning
-from megatron_flashckpt.memory.pinning import PinnedSlab
+from megatron_flashckpt.memory import pinned_slab
+from megatron_flashckpt.memory.pinned_slab import PinnedSlab
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from tests.simulated_gpu import Node, simulated_gpus
@@ -124,7 +124,7 @@ class WatchedSlot(OfferedSlot):
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(pinning, "CHUNK_NBYTES", LOCKED_NBYTES)
+    monkeypatch.setattr(pinned_slab, "CHUNK_NBYTES", LOCKED_NBYTES)
     monkeypatch.setattr(chunk_reader, "_MOST_ADJACENT", 2)
     with simulated_gpus(8) as node:
         torch.cuda.set_device(RANK)

@@ -15,7 +15,7 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.load.request import LoadRequest, refuse_missing_masters
+from megatron_flashckpt.load.load_request import LoadRequest, refuse_missing_masters
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState

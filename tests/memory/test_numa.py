@@ -20,7 +20,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.simulated_gpu import Node, simulated_gpus
 
 MPOL_PREFERRED = 1

@@ -381,7 +381,7 @@ def test_no_copy_crosses_the_border_of_two_locked_chunks(
     node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = 3 << 18
-    monkeypatch.setattr("megatron_flashckpt.memory.pinning.CHUNK_NBYTES", chunk)
+    monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab.CHUNK_NBYTES", chunk)
     monkeypatch.setattr("megatron_flashckpt.memory.runs.CHUNK_NBYTES", chunk)
     node.runtime.failing_call = 4  # the rest is not locked
     stager = Stager()
@@ -403,8 +403,8 @@ def test_page_locking_no_longer_pauses_once_a_save_has_begun(
     node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then its pauses leave the driver to training."""
-    monkeypatch.setattr("megatron_flashckpt.memory.pinning.CHUNK_NBYTES", 1 << 20)
-    monkeypatch.setattr("megatron_flashckpt.memory.pinning._PAUSE_PER_CALL", 1e9)
+    monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab.CHUNK_NBYTES", 1 << 20)
+    monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab._PAUSE_PER_CALL", 1e9)
     stager = Stager()
     stager.use(slab, device=RANK)
     stager.pin(None)

@@ -11,8 +11,8 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.save import session as session_module
-from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.request import SaveReport
+from megatron_flashckpt.save.save_reports import SaveReports
 from megatron_flashckpt.save.session import Session, _OpenCheckpointer
 from megatron_flashckpt.tracing import Recorder
 

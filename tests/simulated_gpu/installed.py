@@ -51,7 +51,7 @@ def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any
 
 def _end_process() -> None:
     """Release memory that a process keeps locked, as the kernel does at the end of the process."""
-    if (pinning := sys.modules.get("megatron_flashckpt.memory.pinning")) is not None:
+    if (pinning := sys.modules.get("megatron_flashckpt.memory.pinned_slab")) is not None:
         pinning._still_locked.clear()
 
 

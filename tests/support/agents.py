@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.place import AgentSocket, PlaceTakenError
+from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.state import AgentOptions
 from tests.agent.conftest import Node
 from tests.support.trainer import PATIENCE_S, eventually
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.load.slot_source import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.memory.slot import SlotState
 from tools.gpu_check.rank import Node
 

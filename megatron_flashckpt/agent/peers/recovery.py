@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import slot_bytes
-from megatron_flashckpt.agent.peers.holder import combine
+from megatron_flashckpt.agent.peers.holdings import combine
 from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.transport import PeerError
-from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState

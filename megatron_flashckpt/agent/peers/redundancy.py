@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import recovery, slot_bytes
-from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
+from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
+from megatron_flashckpt.agent.peers.link import Link, SendRequest
 from megatron_flashckpt.agent.peers.messages import SlotDescriptor
-from megatron_flashckpt.agent.peers.sender import Link, SendRequest
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.agent.peers.transport import (
     Connection,
@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.peers.transport import (
     new_identity,
 )
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
-from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader

@@ -11,7 +11,7 @@ import pytest
 from megatron_flashckpt.agent.peers import slot_bytes
 from megatron_flashckpt.agent.peers.redundancy import Redundancy
 from megatron_flashckpt.agent.protocol import OpenPeers
-from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.support.cluster import Cluster, cluster
 from tests.support.processes import MIB, at_rest, memory_nbytes, open_files, thread_count

@@ -124,7 +124,7 @@ def traced_save(save: Any) -> Any:
 
 def traced_step(forward_step: Any) -> Any:
     """Trace the results reported when an iteration began; then wait for the agent's commit."""
-    from megatron_flashckpt.save.reports import SaveReports
+    from megatron_flashckpt.save.save_reports import SaveReports
 
     reported: list[int] = []
     committed = SaveReports.committed

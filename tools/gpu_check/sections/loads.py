@@ -17,10 +17,10 @@ from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.memory_source import MemorySource, open_memory
 from megatron_flashckpt.load.plan import LoadPlan
-from megatron_flashckpt.load.slot_source import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
+from megatron_flashckpt.memory.pinned_slab import CHUNK_NBYTES
 from megatron_flashckpt.storage.opening import open_store
 from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node

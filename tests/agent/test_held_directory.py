@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import connecting, save_directory
-from megatron_flashckpt.agent.save_directory import identity_of
+from megatron_flashckpt.agent import connecting, held_directory
+from megatron_flashckpt.agent.held_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
@@ -50,10 +50,10 @@ def test_a_transient_error_leads_no_trainer_to_another_agent(
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return os.stat(path, *args, **named)
 
-    monkeypatch.setattr(save_directory, "_RETRIES_S", (0.001, 0.001))
+    monkeypatch.setattr(held_directory, "_RETRIES_S", (0.001, 0.001))
     # `makedirs` makes its own calls and tolerates errors of these.
     patched = SimpleNamespace(**{**vars(os), "stat": refuse_twice})
-    monkeypatch.setattr(save_directory, "os", patched)
+    monkeypatch.setattr(held_directory, "os", patched)
     assert node.place(root) == expected
     assert len(refused) == 2
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT, Piece
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece

@@ -12,12 +12,12 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.freeing import free
+from megatron_flashckpt.agent.held_directory import HeldDirectory
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_unit
 from megatron_flashckpt.agent.log import log_in_save_directory
-from megatron_flashckpt.agent.save_directory import HeldDirectory
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.settings import AgentSettings, differences
-from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.agent.write_limits import Flow, RateLimit
 from megatron_flashckpt.catalog.lineage import History, sort_key

@@ -15,8 +15,8 @@ from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_s
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import node_memory, reservation
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.new_slab import slab_nbytes
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.support.processes import MIB, memory_nbytes, open_files

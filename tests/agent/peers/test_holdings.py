@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_flashckpt.agent.peers import holder
-from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
+from megatron_flashckpt.agent.peers import holdings
+from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
 from megatron_flashckpt.catalog.lineage import History
@@ -86,7 +86,7 @@ def test_parity_restores_each_contribution_from_the_others() -> None:
         total = bytearray(held.read(group, save(10), 0, 8000))
         for rank in group:
             if rank != lost:
-                holder.combine(total, 0, data[rank])
+                holdings.combine(total, 0, data[rank])
         assert total == data[lost].ljust(8000, b"\0")
 
 
@@ -120,7 +120,7 @@ def test_reused_parity_memory_starts_from_zero() -> None:
         for rank in group:
             give(held, group, rank, iteration, data[rank])
         total = bytearray(held.read(group, save(iteration), 0, 2000))
-        holder.combine(total, 0, data[0])
+        holdings.combine(total, 0, data[0])
         assert total == data[1]
 
 
@@ -209,7 +209,7 @@ def test_a_node_without_free_memory_declines_with_the_reason(
 ) -> None:
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
-    monkeypatch.setattr(holder, "available_nbytes", lambda: 2**20)
+    monkeypatch.setattr(holdings, "available_nbytes", lambda: 2**20)
     with pytest.raises(HoldError, match=r"\d\.0 MiB of memory left and needs 3\.0 GiB"):
         held.begin(Part((0,), 0, 1), new_descriptor(0, 20, 3 * 2**30))
     assert iterations(held, 0) == [10]
@@ -253,7 +253,7 @@ def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for an `OpenRun` request, and other nodes wait for `begin`."""
-    monkeypatch.setattr(holder.mmap, "mmap", RecordedMemory)
+    monkeypatch.setattr(holdings.mmap, "mmap", RecordedMemory)
     RecordedMemory.freed_by.clear()
     held = Holdings()
     give(held, (0,), 0, 10, b"data")

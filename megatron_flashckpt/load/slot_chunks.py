@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count, new_chunk_digest
-from megatron_flashckpt.memory.pinning import borders
+from megatron_flashckpt.memory.pinned_slab import borders
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, Seen, read_parts

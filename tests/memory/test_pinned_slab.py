@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flashckpt.memory import pinning
-from megatron_flashckpt.memory.pinning import PinnedSlab, unlock_closed
+from megatron_flashckpt.memory import pinned_slab
+from megatron_flashckpt.memory.pinned_slab import PinnedSlab, unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.runtime import NOT_REGISTERED
@@ -25,7 +25,7 @@ THREAD = "flashckpt-pin"
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(pinning, "CHUNK_NBYTES", CHUNK)
+    monkeypatch.setattr(pinned_slab, "CHUNK_NBYTES", CHUNK)
     with simulated_gpus() as node:
         yield node
 
@@ -114,7 +114,7 @@ def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
 
 @pytest.fixture
 def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "_PAUSE_PER_CALL", 1e9)
+    monkeypatch.setattr(pinned_slab, "_PAUSE_PER_CALL", 1e9)
 
 
 def pausing_slab(slab: Slab, lock_directory: Path | None = None) -> PinnedSlab:
@@ -293,7 +293,7 @@ def test_unlocking_closed_memory_ends_even_if_the_device_has_failed(node: Node) 
 def test_closing_does_not_wait_for_a_hanging_driver(
     node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(pinned_slab, "_CLOSE_S", 0.05)
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
     soon("the thread is inside the driver", lambda: gate.waiting == 1)

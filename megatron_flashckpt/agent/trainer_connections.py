@@ -14,10 +14,10 @@ import msgspec
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
-from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.reception import GREETING_NBYTES, SilentConnections
 from megatron_flashckpt.agent.request_handler import RequestHandler
-from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.errors import FlashCkptError
 
 logger = logging.getLogger(__name__)

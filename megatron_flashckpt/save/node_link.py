@@ -20,7 +20,7 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
-from megatron_flashckpt.save.background import BackgroundWork
+from megatron_flashckpt.save.background_work import BackgroundWork
 from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
 

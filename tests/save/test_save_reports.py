@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.save.reports import SaveReports, log_level
+from megatron_flashckpt.save.save_reports import SaveReports, log_level
 from megatron_flashckpt.save.slot_acquisition import SlotAcquisition
 
 RANKS, PER_NODE = 1024, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopyPlace, as_copy
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.saved_job import SavedJob
 from tests.support.worlds import sources_of
 
 

@@ -15,16 +15,16 @@ from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.digester import Digester
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.proposals import is_recorded, propose_failure
+from megatron_flashckpt.agent.rank_slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
     DurableShard,
     slot_shard,
     stored_digests,
 )
-from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
-from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.error_classes import will_last
 from megatron_flashckpt.errors import (

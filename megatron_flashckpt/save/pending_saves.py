@@ -25,9 +25,9 @@ from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptEr
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.end import FAILED_NBYTES, End, decode_failure, kind_of
 from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
-from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.agent_watch import AgentWatch
 from megatron_flashckpt.save.failure_notes import FailureNotes
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)

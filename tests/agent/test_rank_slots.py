@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.incarnations import RankProcess
-from megatron_flashckpt.agent.slot_table import RankSlots, only_in_memory
+from megatron_flashckpt.agent.rank_slots import RankSlots, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import save_name

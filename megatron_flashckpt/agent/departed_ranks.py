@@ -12,9 +12,9 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.freeing import in_background
+from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
-from megatron_flashckpt.agent.slot_table import RankSlots
-from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)

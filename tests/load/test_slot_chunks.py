@@ -10,7 +10,7 @@ import torch
 
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.load import slot_source
+from megatron_flashckpt.load import slot_chunks
 from megatron_flashckpt.storage.scatter_read import Seen, read_parts
 from tests.load.test_straight_copies import Held
 
@@ -35,7 +35,7 @@ def read_by_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.extend(part.nbytes for part in parts)
         return read_parts(fd, offset, parts, seen)
 
-    monkeypatch.setattr(slot_source, "read_parts", read)
+    monkeypatch.setattr(slot_chunks, "read_parts", read)
     return sizes
 
 
