@@ -364,7 +364,7 @@ class Committer:
         Errors that may pass are waited out for as long as before the commit.
 
         Returns:
-            The iteration that the tracker named before, and why the save does not count.
+            The iteration that the tracker has passed, and why the save does not count.
         """
         store = RetryingStore(save.store, call_s=core.PATIENCE_S)
         try:

@@ -81,7 +81,7 @@ class CommittedSave:
     rules: Retention
     retain_interval: int | None
     previous: int | None
-    """The iteration that the tracker named before this save."""
+    """The iteration that the tracker has passed with this save; see `track.moved_tracker`."""
 
     @classmethod
     def of(

@@ -25,7 +25,8 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
         history: of the newest run; None: no trainer has reported one.
 
     Returns:
-        The iteration that the tracker named before; None if none, or if it stays.
+        The iteration that the tracker has passed: the one that it named before (None: none), or
+        that of `save` if the tracker stays.
 
     Raises:
         StorageError: the tracker cannot be read or written.
@@ -35,7 +36,7 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
         named = Save(former.iteration, former.save_id)
         is_of_history = named.run == save.run or (history is not None and history.holds(named))
         if is_of_history and named.order > save.order:
-            return None
+            return save.iteration
     previous = tracked_before_commit(store)
     with phase("tracker"):
         # Only this thread writes it while the run is the newest one.

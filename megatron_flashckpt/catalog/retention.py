@@ -145,7 +145,7 @@ def why_kept(
         commits: the whole checkpoints of the newest history.
         retain_interval: Megatron's `--save-retain-interval`; alone it removes only `previous`.
         tracked: iteration that the tracker names: the last durable one.
-        previous: iteration that the tracker named before, if the tracker was moved.
+        previous: iteration that the tracker has passed with the last commit; None: none.
     """
     newest_first = sorted(commits, key=lambda commit: -commit.iteration)
     reasons: dict[int, list[str]] = {commit.iteration: [] for commit in newest_first}

@@ -107,3 +107,19 @@ def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Pat
         assert trainer.outcome().iteration == 10
     assert_these_are_left_whole(root, trainer, [10, 20])
     assert_intact(root, 20, [trainer])
+
+
+def test_megatron_s_interval_removes_a_save_that_commits_after_a_later_one(
+    node: Node, root: Path
+) -> None:
+    """Before, it stayed for ever: the tracker never named it."""
+    trainer = node.trainer(root, retain_interval=20)
+    trainer.open_run()
+    earlier = trainer.new_save_id()
+    with blocked_shard(root, 10, 0, earlier) as unblock:
+        trainer.stage(10, earlier)
+        trainer.stage(20, trainer.new_save_id())
+        assert trainer.outcome().iteration == 20
+        unblock()
+        assert trainer.outcome().iteration == 10
+    assert_these_are_left_whole(root, trainer, [20])
