@@ -46,7 +46,7 @@ class _OpenCheckpointer:
     staged: list[StagedSave] = dataclasses.field(default_factory=list)
     """Saves whose figures are not reported yet, in order."""
     recorders: dict[str, Recorder] = dataclasses.field(default_factory=dict)
-    """Of saves whose outcomes are not reported yet, by save id."""
+    """Timings of saves whose outcomes are not reported yet, by save id."""
     unwritten: announcements.AnnouncedSave | None = None
     """The last save if it was skipped or is for memory only; else None."""
 

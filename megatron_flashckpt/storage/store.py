@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How often nodes that wait for a name ask whether it exists."""
+    """Pauses between two questions of nodes that wait for a name."""
 
     shortest_s: float
     """First pause of a node, in seconds; the next ones double."""

@@ -172,7 +172,7 @@ class _Pause(BaseException):
 
 @dataclasses.dataclass
 class Fault:
-    """What a call raises."""
+    """Error that a call raises."""
 
     error: OSError
     takes_effect: bool

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_flashckpt.catalog.directory import committed_saves
 from megatron_flashckpt.catalog.lineage import Save
@@ -93,9 +96,19 @@ def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
     assert stored(root, 1).manifest.metrics == {"a": 1.0, "b": 3.0}
 
 
-def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Path) -> None:
-    """Two saves are in flight; the older one counts for retention only after its commit."""
-    trainer = node.trainer(root, retention=Retention(latest=2))
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [({"retention": Retention(latest=2)}, [10, 20]), ({"retain_interval": 20}, [20])],
+    ids=["latest 2", "every 20"],
+)
+def test_retention_handles_an_older_save_that_commits_last(
+    node: Node, root: Path, rules: dict[str, Any], left: list[int]
+) -> None:
+    """Two saves are in flight; the older one counts for retention only after its commit.
+
+    The tracker never names it, and yet Megatron's interval removes it.
+    """
+    trainer = node.trainer(root, **rules)
     trainer.open_run()
     save_all(trainer, {1: None, 2: None})
     earlier = trainer.new_save_id()
@@ -105,21 +118,5 @@ def test_retention_handles_an_older_save_that_commits_last(node: Node, root: Pat
         assert trainer.outcome().iteration == 20
         unblock()
         assert trainer.outcome().iteration == 10
-    assert_these_are_left_whole(root, trainer, [10, 20])
+    assert_these_are_left_whole(root, trainer, left)
     assert_intact(root, 20, [trainer])
-
-
-def test_megatron_s_interval_removes_a_save_that_commits_after_a_later_one(
-    node: Node, root: Path
-) -> None:
-    """Before, it stayed for ever: the tracker never named it."""
-    trainer = node.trainer(root, retain_interval=20)
-    trainer.open_run()
-    earlier = trainer.new_save_id()
-    with blocked_shard(root, 10, 0, earlier) as unblock:
-        trainer.stage(10, earlier)
-        trainer.stage(20, trainer.new_save_id())
-        assert trainer.outcome().iteration == 20
-        unblock()
-        assert trainer.outcome().iteration == 10
-    assert_these_are_left_whole(root, trainer, [20])

@@ -90,7 +90,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 class Fault(NamedTuple):
-    """What happens to one request."""
+    """Misfortune of one request."""
 
     reaches: bool
     """The server gets the request."""

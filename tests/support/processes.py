@@ -1,4 +1,4 @@
-"""What `/proc` tells of a process: its descriptors, slabs, threads and memory."""
+"""Facts about a process from `/proc`: its descriptors, slabs, threads and memory."""
 
 from __future__ import annotations
 
