@@ -38,8 +38,10 @@ class Heartbeat:
         self._node = node
         self._committer = committer
         self._closing = False
-        #: The run whose object may exist.
-        self._put = ""
+        #: The last run that was opened here. Its rank 0 put its object before it told this agent.
+        self._led = ""
+        #: Runs whose objects this agent has to delete.
+        self._to_delete: set[str] = set()
         self._own_files = OwnFiles()
         self._renewed = 0
         self._trouble = ""
@@ -97,15 +99,24 @@ class Heartbeat:
         return None
 
     def _show(self, shown: tuple[RunObject, State] | None) -> None:
+        self._add_led()
         name = "" if shown is None else shown[0].name
-        if self._put and self._put != name:
-            alive.forget(self._node.store, self._put)
-            self._put = ""
+        for run_name in self._to_delete - {name}:
+            alive.forget(self._node.store, run_name)
+            self._to_delete.remove(run_name)
         if shown is not None:
             run, state = shown
             self._renewed += 1
-            self._put = name
+            self._to_delete.add(name)
             sign = alive.sign_of_life(name, state, os.getpid(), self._renewed)
             alive.put(self._node.store, sign)
             if state == "training":
                 self._own_files.keep(self._node.store, run)
+
+    def _add_led(self) -> None:
+        """Take over the object of a run, also if its trainers have left before it was renewed."""
+        with self._node.changed:
+            run = self._node.run
+            if run is not None and self._node.leads and run.name != self._led:
+                self._led = run.name
+                self._to_delete.add(run.name)

@@ -56,6 +56,8 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
         node.trainer(root, 1, 2, key="head.weight", numel=100),
     ]
     assert save_all(trainers, 1) == [None, None]
+    # Trainers hear of a save before its line is written.
+    eventually("the history of the first save", (root / file_names.HISTORY).exists)
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)
     ballast.write_bytes(bytes(free - 100_000))

@@ -21,6 +21,7 @@ from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.errors import OtherWriterError, StorageError
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
+    HISTORY,
     OWN,
     TRACKED,
     alive_file,
@@ -96,6 +97,19 @@ def test_a_later_run_of_the_node_takes_the_place_of_the_former_one(agent: _Agent
     eventually("rank 0 has moved to another node", lambda: not agent.shows())
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["the agent stays", "the agent ends"])
+def test_the_sign_of_a_run_that_left_before_its_first_renewal_is_deleted(ends: bool) -> None:
+    """A start has put it before the agent hears of the run."""
+    agent = _Agent()
+    alive.put(agent.store, alive.sign_of_life(RUN.name, "training", os.getpid()))
+    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name, is_connected=False)})
+    agent.heartbeat.start()
+    if not ends:
+        eventually("the deletion", lambda: not agent.signs())
+    agent.heartbeat.close()
+    assert not agent.signs()
+
+
 def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next start would wait until the run counts as silent."""
     agent = _Agent()
@@ -143,6 +157,7 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
     assert first.save(1, save_name(run.name, 1)).error is None
     eventually("a renewal", lambda: renewed(root, run.name))
     eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
+    eventually("the history of the save", (root / HISTORY).exists)
     before = {path for path in root.rglob("*") if path.is_file()}
     with pytest.raises(OtherWriterError, match=run.name):
         other_node.trainer(root).open_run()
