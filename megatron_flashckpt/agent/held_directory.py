@@ -125,30 +125,23 @@ class HeldDirectory:
         """Key of the directory (`key_of`), if it has come back with another identity."""
         self._asked = threading.Event()
         self._closing = False
-        self._gone_since: float | None = None
+        self._is_away = False
         self._is_removed = False
         if is_url(root):
             self.identity = root  # for ever, so nothing is held
             return
         threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
-    def gone_s(self) -> float:
-        """Return for how many seconds the path has been missing or another directory; 0: not.
-
-        Starts another check without waiting for storage. While it is gone, no trainer can return
-        for the memory of this directory, and no save may be written to the other one.
-        """
+    def look(self) -> None:
+        """Start another check of the path, without waiting for storage."""
         self._asked.set()
-        since = self._gone_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def is_removed(self) -> bool:
         """Return whether the directory has no name left, so that it cannot come back.
 
-        A directory that is renamed or unmounted keeps its names. Starts another check without
-        waiting for storage.
+        A directory that is renamed or unmounted keeps its names. Starts another check.
         """
-        self._asked.set()
+        self.look()
         return self._is_removed
 
     def close(self) -> None:
@@ -167,16 +160,16 @@ class HeldDirectory:
                     is_elsewhere = self._is_elsewhere()
                     self._is_removed = is_elsewhere and _has_no_name(fd)
                     if not is_elsewhere:
-                        self._gone_since = None
+                        self._is_away = False
                     elif (opened := self._returned()) is not None:
                         os.close(fd)
                         fd = opened
-                        self.identity, self._gone_since = _shown(os.fstat(fd)), None
-                        self._is_removed = False
+                        self.identity = _shown(os.fstat(fd))
+                        self._is_away = self._is_removed = False
                         self.key = key_of(self._root, self.identity)
                         logger.info("%s is back (%s)", self._root, self.identity)
-                    elif self._gone_since is None:
-                        self._gone_since = time.monotonic()
+                    elif not self._is_away:
+                        self._is_away = True
                         logger.warning(
                             "%s is away, or another directory is in its place; it may come back",
                             self._root,

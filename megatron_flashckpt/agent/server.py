@@ -123,15 +123,8 @@ class Agent:
                     )
                     self.unfinished = True
                 return True
-            gone_s = 0.0 if self._conversations.connections else self._node.held.gone_s()
-            if gone_s > self._node.options.grace_s:
-                logger.error(
-                    "%s: was removed, or another directory has been in its place for %.0f s "
-                    "('agent.grace_s'): the checkpoints in memory are given up",
-                    self._node.options.root,
-                    gone_s,
-                )
-                return True
+            if not self._conversations.connections:  # a directory that came back has another key
+                self._node.held.look()
             if self._conversations.connections or (
                 self._committer.pending and not self._conversations.parting
             ):
@@ -163,11 +156,13 @@ class Agent:
         if self._committer.pending:
             return True
         left_s = self._conversations.last_seen + options.keep_unwritten_s - now
-        if is_ending or left_s < 0:
+        is_removed = self._node.held.is_removed()
+        if is_ending or is_removed or left_s < 0:
+            end = "by a signal" if is_ending else "after 'agent.keep_unwritten_s'"
             logger.error(
                 "iteration %d is lost: only this agent's memory holds it, and the agent ends %s",
                 iteration,
-                "by a signal" if is_ending else "after 'agent.keep_unwritten_s'",
+                f"because {options.root} was removed" if is_removed else end,
             )
             self.unfinished = is_ending
             return False

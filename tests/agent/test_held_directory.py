@@ -23,7 +23,7 @@ from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
 from tests.support.processes import open_files
 from tests.support.stored import stored
-from tests.support.trainer import eventually, is_alive, new_save_id
+from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
@@ -124,6 +124,31 @@ def test_memory_outlives_a_directory_that_is_away_for_a_moment(
     again = node.trainer(root)
     assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
     assert again.save(13).error is None
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["away", "removed"])
+def test_what_storage_lacks_is_kept_longer_than_the_grace_unless_the_directory_was_removed(
+    node: Node, root: Path, tmp_path: Path, is_removed: bool
+) -> None:
+    trainer = node.trainer(root, config=node.config(grace_s=2.0, commit_timeout_s=2.0))
+    agent = trainer.client.agent_pid
+    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    assert trainer.save(4).error is None
+    assert trainer.keep(12).kept
+    root.rename(tmp_path / "away")
+    trainer.hang_up()
+    kept = "this node's host memory holds iteration 12 until"
+    eventually("more than the grace", lambda: any(kept in text for text in logs(node)), 30)
+    if is_removed:
+        remove_tree(tmp_path / "away")
+        eventually("the end of the agent", lambda: not is_alive(agent), 30)
+        lost = f"the agent ends because {root} was removed"
+        assert any(lost in text for text in logs(node))
+        return
+    time.sleep(2.0)
+    (tmp_path / "away").rename(root)
+    again = node.trainer(root)
+    assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["restarted at once", "later"])
