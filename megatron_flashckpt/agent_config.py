@@ -78,6 +78,17 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     case if no trainer came back within `grace_s`, or if the job's last save was memory-only or
     failed. `keep_unwritten_s` limits the attempts. `false`: the checkpoint is freed unwritten."""
 
+    on_durable: str | None = None
+    """Shell command that the agent of rank 0 runs after each checkpoint has become durable, one at
+    a time, and again after a crash. It finds `DURABLE_PATH` (directory or URL of the checkpoint),
+    `DURABLE_ROOT` (the save directory), `DURABLE_ITERATION`, `DURABLE_SAVE` and `DURABLE_METRICS`
+    (JSON) in its environment, which else is the agent's (see `environment`). Retention spares the
+    checkpoint until the command has ended."""
+
+    on_durable_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 3600.0
+    """Seconds after which `on_durable` is ended. Then, and after an exit status other than 0, it is
+    tried again two times; training and saves do not wait for it."""
+
 
 class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Background process of a node."""

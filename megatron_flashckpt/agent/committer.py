@@ -16,6 +16,7 @@ from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
+from megatron_flashckpt.agent.durable_commands import announce
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -281,6 +282,8 @@ class Committer:
                 )
             case core.Commit():
                 hit("commit.ready")
+                if self._node.options.on_durable is not None:
+                    announce(store, save.save)
                 names = [entry.name for entry in store.list(save.directory)]
                 with self._node.changed:
                     trained_s = self._node.trained_s(file_names.run_of(save_id))

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+from megatron_flashckpt.agent.durable_commands import DurableCommands, forget_due
 from megatron_flashckpt.agent.proposals import create_end
 from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import run_numbers
@@ -170,6 +171,7 @@ class Janitor:
         pending: Callable[[], Collection[str]] = tuple,
         deadline_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        commands: DurableCommands | None = None,
     ) -> None:
         """Touch nothing.
 
@@ -177,10 +179,12 @@ class Janitor:
             pending: returns the saves that this agent has pending, of whatever run.
             deadline_s: seconds that a node waits for the end of a save (`commit_timeout_s`). Clocks
                 of hosts are not compared: an end is as old as this janitor has known it.
+            commands: runs `agent.on_durable` for checkpoints whose command has not ended.
         """
         self._pending = pending
         self._deadline_s = deadline_s
         self._clock = clock
+        self._commands = commands
         self._worker = Worker("janitor", "obsolete files were not removed")
         self._looks: dict[int, _Look] = {}
         self._manifests: KnownManifests = {}
@@ -197,6 +201,8 @@ class Janitor:
 
     def after_commit(self, save: CommittedSave) -> None:
         """Have the thread tidy up after a commit by the agent of rank 0 of the newest run."""
+        if self._commands is not None and self._commands.are_wanted():
+            self._commands.add(save.store, Save(save.iteration, save.save_id))
         self._worker.add(lambda: self.tidy(save))
 
     def after_start(self, store: Store, run: RunObject) -> None:
@@ -366,6 +372,9 @@ class Janitor:
             elif of_save.end is None and not walk.is_dead(save, newest):
                 again_at = 0.0
             elif of_save.end is End.COMMITTED:
+                if of_save.stored is not None and of_save.stored.is_due:
+                    self._take_up_due(walk, save)
+                    again_at = 0.0
                 if of_save.stored is not None and not of_save.stored.is_whole:
                     self._age_s(save, End.COMMITTED)
                     again_at = 0.0
@@ -379,6 +388,14 @@ class Janitor:
             else:
                 again_at = min(again_at, self._end_and_clear_one(walk, files, of_save))
         return again_at
+
+    def _take_up_due(self, walk: _Pass, save: Save) -> None:
+        """Have the command of a checkpoint run that an earlier agent has left, if it counts."""
+        if self._commands is None or not walk.history.holds(save):
+            walk.look()
+            forget_due(walk.store, save)
+        else:
+            self._commands.add(walk.store, save)
 
     def _discard_unfinished(self, walk: _Pass, files: IterationFiles, pending: set[str]) -> None:
         """Delete what killed agents have left of names of saves that have an end."""
@@ -538,7 +555,7 @@ def remove_own(store: Store, iteration: int, save_id: str, ranks: Collection[int
     names = [file_names.shard_name(rank, save_id) for rank in sorted(ranks)]
     names += [file_names.record_name(run, save_id) for run in file_names.runs_of(ranks)]
     if 0 in ranks:
-        names.append(file_names.common_name(save_id))
+        names += [file_names.common_name(save_id), file_names.due_name(save_id)]
     directory = file_names.iteration_dir(iteration)
 
     def delete(name: str) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.life import clock
@@ -50,7 +51,12 @@ class Agent:
         """
         self._listener = listener
         self._node = Node(options, process)
-        self._janitor = Janitor(lambda: self._committer.pending_ids(), options.commit_timeout_s)
+        self._commands = DurableCommands(lambda: self._node.options)
+        self._janitor = Janitor(
+            lambda: self._committer.pending_ids(),
+            options.commit_timeout_s,
+            commands=self._commands,
+        )
         self._committer: Committer = Committer(self._node, self._janitor)
         self._heartbeat = Heartbeat(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
@@ -86,6 +92,7 @@ class Agent:
             self.all_left = bool(ranks) and all(rank.left for rank in ranks)
             self.all_left = self.all_left and not self._node.is_stuck()
         self._saves.close()
+        self._commands.close()
         self._committer.close()
         self._heartbeat.close()
         if self._node.peers is not None:
@@ -130,6 +137,8 @@ class Agent:
             ):
                 self._conversations.last_seen = time.monotonic()
             if self._conversations.connections or self._committer.pending:
+                return False
+            if self._commands.are_due():
                 return False
             patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
             if (

@@ -16,6 +16,7 @@ from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError, Flash
 from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.file_names import (
     common_name,
+    due_name,
     end_name,
     is_record_name,
     is_shard_name,
@@ -144,7 +145,8 @@ def _read_save(store: Store, save: Save, sizes: dict[str, int], known: KnownMani
     shards = {(name, nbytes) for name, nbytes in sizes.items() if is_shard_name(name)}
     facts, contents = known[save]
     is_whole = common_name(save_id) in sizes and hash(frozenset(shards)) == contents
-    stored = Stored(facts, is_whole, has_shards=bool(shards))
+    is_due = due_name(save_id) in sizes
+    stored = Stored(facts, is_whole, has_shards=bool(shards), is_due=is_due)
     return SaveFiles(save_id, sizes, End.COMMITTED, stored)
 
 

@@ -19,6 +19,7 @@ from megatron_flashckpt.file_format.file_names import run_number, run_of
 from megatron_flashckpt.file_format.manifest import CommitFacts
 
 _NO_RULE = "no rule against it"
+_DUE = "its command 'agent.on_durable' has not ended"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Stored:
     """True if a listing showed every file with its size."""
     has_shards: bool = True
     """False: an agent that woke up late has put the end of a save that was removed before."""
+    is_due: bool = False
+    """The command `agent.on_durable` has not ended for this checkpoint."""
 
     @property
     def save(self) -> Save:
@@ -98,7 +101,10 @@ def why_each_is_kept(
                 found.append(_unmeasured(rules.best))
         return found
 
-    return {checkpoint.save: reasons(checkpoint) for checkpoint in stored}
+    return {
+        checkpoint.save: [*reasons(checkpoint), *([_DUE] if checkpoint.is_due else [])]
+        for checkpoint in stored
+    }
 
 
 def _counting(stored: Collection[Stored], history: History) -> dict[int, Stored]:

@@ -33,7 +33,7 @@ _RUN = re.compile(r"(\d{6,18})-([0-9a-f]{4})", re.ASCII)
 _SAVE = r"\d{6,18}-[0-9a-f]{4}\.\d{5,18}\.\d{1,9}"
 _SAVE_ID = re.compile(r"(\d{6,18}-[0-9a-f]{4})\.(\d{5,18})\.(\d{1,9})", re.ASCII)
 _OF_A_SAVE = re.compile(
-    rf"({_SAVE})\.(rank_\d{{5,}}\.safetensors|ranks_\d{{5,}}-\d{{5,}}\.record|common\.msgpack|end)",
+    rf"({_SAVE})\.(rank_\d{{5,}}\.safetensors|ranks_\d{{5,}}-\d{{5,}}\.record|common\.msgpack|due|end)",
     re.ASCII,
 )
 _SHARD = re.compile(rf"{_SAVE}\.rank_\d{{5,}}\.safetensors", re.ASCII)
@@ -163,6 +163,11 @@ def ends_in(names: Iterable[str]) -> list[str]:
     parsed = {save: parse_save(save) for save in saves}
     known = [(where, save) for save, where in parsed.items() if where is not None]
     return [save for _, save in sorted(known, reverse=True)]
+
+
+def due_name(save_id: str) -> str:
+    """Return the name of the empty file that exists until `agent.on_durable` has ended."""
+    return f"{save_id}.due"
 
 
 def is_record_name(name: str) -> bool:

@@ -46,7 +46,9 @@ def pending(
     world_size: int, ranks: dict[int, _Rank], run: RunObject, *, age_s: float = TIMEOUT_S + 60.0
 ) -> tuple[Committer, Any]:
     """Return a committer with a save that rank 0 has staged, in a node of `run`."""
-    options = SimpleNamespace(commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S)
+    options = SimpleNamespace(
+        commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S, on_durable=None
+    )
     node: Any = SimpleNamespace(
         changed=threading.Condition(),
         ranks=ranks,

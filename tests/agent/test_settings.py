@@ -58,6 +58,8 @@ AFTER: dict[str, Any] = {
     "history": 5,
     "keep_unwritten_s": 0.2,
     "log_in_save_directory": True,
+    "on_durable": "true",
+    "on_durable_timeout_s": 60.0,
     "persist_on_leave": True,
     "persist_threads": 2,
     "session_nice": 4,

@@ -242,5 +242,10 @@ def test_only_whole_checkpoints_count() -> None:
     assert gone_of([late, stored(3, 50)], Retention()) == {late.save}
 
 
+def test_a_checkpoint_stays_until_its_command_has_ended() -> None:
+    checkpoints = [stored(3, 30, is_due=True), stored(3, 40), stored(3, 50)]
+    assert gone_of(checkpoints, Retention(latest=1)) == {checkpoints[1].save}
+
+
 def test_checkpoints_of_later_runs_stay() -> None:
     assert gone_of([stored(3, 50), stored(4, 10)], Retention(latest=1)) == set()

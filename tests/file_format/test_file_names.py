@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.file_format.file_names import (
     common_name,
+    due_name,
     end_name,
     ends_in,
     iteration_dir,
@@ -68,7 +69,8 @@ def test_a_save_s_name_holds_its_run_sequence_and_attempt(save_id: str) -> None:
 def test_each_file_of_a_save_names_it(save_id: str, first: int, count: int) -> None:
     ranks = range(first, first + count)
     record = record_name(ranks, save_id)
-    for name in (record, shard_name(first, save_id), common_name(save_id), end_name(save_id)):
+    common, due, end = common_name(save_id), due_name(save_id), end_name(save_id)
+    for name in (record, shard_name(first, save_id), common, due, end):
         assert save_of(name) == save_id
         assert save_of(temporary_name(name)) is None
     assert records_of([record], save_id, ranks.stop) == {record: ranks}
