@@ -24,6 +24,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
 )
+from tests.tiers import only_first
 
 
 class Node:
@@ -51,18 +52,18 @@ class Node:
         self._trainers.append(trainer)
         return trainer
 
-    def process(self, root: Path, **more: Any) -> TrainerProcess:
+    def process(self, root: Path | str, **more: Any) -> TrainerProcess:
         """Return a started rank in a process of its own."""
         process = TrainerProcess(root, self.runtime_dir, **more)
         self._processes.append(process)
         return process
 
-    def place(self, root: Path) -> Place:
+    def place(self, root: Path | str) -> Place:
         """Return the place of the agent for `root`."""
         ensure(str(root))
         return place_of(str(root), str(self.runtime_dir))
 
-    def log(self, root: Path) -> Path:
+    def log(self, root: Path | str) -> Path:
         """Return the log of the agent for `root`, in a directory that exists."""
         place = self.place(root)
         place.prepare()
@@ -97,9 +98,18 @@ def other_node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
+#: For tests whose `root` is a save directory, and then the URL of one.
+ALSO_IN_A_BUCKET = pytest.mark.parametrize(
+    "root", only_first(["directory", "bucket"]), indirect=True
+)
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """The path of a save directory that is still to be made."""
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """The path of a save directory that is still to be made; see `ALSO_IN_A_BUCKET`."""
+    if getattr(request, "param", "directory") == "bucket":
+        url: str = request.getfixturevalue("s3_url")
+        return url
     return tmp_path / "save"
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,11 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.agent.conftest import Node
-from tests.support.trainer import eventually, is_alive, remove_tree
+from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
+from tests.support.stored import names_in
+from tests.support.trainer import FakeTrainer, eventually, is_alive, remove_tree
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 
@@ -144,33 +147,60 @@ def test_files_that_come_into_view_late_were_not_removed(
 # ---------------------------------------------------------------------- with real agents
 
 
-def renewed(root: Path, run: str) -> alive.Alive | None:
-    found = alive.read(PosixStore(root), run)
+def renewed(root: Path | str, run: str) -> alive.Alive | None:
+    found = alive.read(open_store(root), run)
     return found if found is not None and found.renewed else None
 
 
+@ALSO_IN_A_BUCKET
 def test_a_second_job_is_refused_and_a_restart_is_not(
-    node: Node, other_node: Node, root: Path
+    node: Node, other_node: Node, root: Path | str
 ) -> None:
     first = node.trainer(root)
     run = first.open_run()
     assert first.save(1, save_name(run.name, 1)).error is None
     eventually("a renewal", lambda: renewed(root, run.name))
-    eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
-    eventually("the history of the save", (root / HISTORY).exists)
-    before = {path for path in root.rglob("*") if path.is_file()}
+    eventually("the removal of commit records", lambda: ".record" not in str(names_in(root)))
+    if isinstance(root, Path):  # a bucket has no history
+        eventually("the history of the save", (root / HISTORY).exists)
+    before = names_in(root)
     with pytest.raises(OtherWriterError, match=run.name):
         other_node.trainer(root).open_run()
-    assert {path for path in root.rglob("*") if path.is_file()} == before
+    assert names_in(root) == before
     first.hang_up()
     again = node.trainer(root)
     assert again.open_run().name.startswith("000002-")
     again.hang_up(leave=True)
     eventually("the end of the agent", lambda: not node.agents())
-    assert not list((root / alive_file("none")).parent.glob("*"))
+    assert not [name for name in names_in(root) if name.startswith(ALIVE)]
 
 
-def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path) -> None:
+@ALSO_IN_A_BUCKET
+def test_of_two_jobs_that_start_at_one_moment_one_trains_and_the_other_leaves_nothing(
+    node: Node, other_node: Node, root: Path | str
+) -> None:
+    trainers = [node.trainer(root), other_node.trainer(root)]
+    both = threading.Barrier(2)
+
+    def start(trainer: FakeTrainer) -> RunObject | OtherWriterError:
+        both.wait()
+        try:
+            return trainer.open_run()
+        except OtherWriterError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(start, trainers)
+    (run,) = (each for each in (first, second) if isinstance(each, RunObject))
+    (refusal,) = (each for each in (first, second) if isinstance(each, OtherWriterError))
+    assert run.name in str(refusal)
+    assert names_in(root) == sorted([alive_file(run.name), run_file(1)])
+    (winner,) = (trainer for trainer in trainers if trainer.run is not None)
+    assert winner.save(1).error is None
+
+
+@ALSO_IN_A_BUCKET
+def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path | str) -> None:
     first = node.trainer(root)
     run = first.open_run()
     (agent,) = node.agents()

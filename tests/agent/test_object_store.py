@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
 from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
+from megatron_flashckpt.file_format.file_names import alive_file, run_file
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.agent.conftest import Node
-from tests.support.object_server import LOSE, SLOW_DOWN, Fault, Proxy
+from tests.support.agents import agent_here
+from tests.support.object_server import (
+    DROP,
+    EXPIRED,
+    LOSE,
+    SLOW_DOWN,
+    Fault,
+    Proxy,
+    ask_for_bucket,
+)
+from tests.support.stored import assert_intact, names_in
 from tests.support.trainer import eventually, kill_agent, save_all
 
 
@@ -58,3 +74,62 @@ def test_a_lost_answer_fails_no_save(node: Node, s3_url: str, s3_proxy: Proxy) -
     assert trainer.save(1).error is None
     assert ".end" not in lost
     assert committed_iterations(ObjectStore(s3_url)) == [1]
+
+
+# ---------------------------------------------------------------------- the bucket in mid-run
+
+
+@pytest.fixture
+def own_bucket(s3_proxy: Proxy) -> Iterator[str]:
+    """Name of an empty bucket that the test may remove."""
+    bucket = f"ckpt-{uuid.uuid4().hex}"
+    ask_for_bucket("PUT", bucket)
+    yield bucket
+    ask_for_bucket("DELETE", bucket)
+
+
+def test_saves_fail_while_the_bucket_is_gone_and_commit_when_it_is_back(
+    node: Node, own_bucket: str, impatient: None
+) -> None:
+    """Somebody removes it, and makes it again, empty. Memory holds the checkpoints meanwhile."""
+    url = f"s3://{own_bucket}/save"
+    with agent_here(node, url):
+        trainer = node.trainer(url)
+        run = trainer.open_run()
+        assert trainer.save(1).error is None
+        ask_for_bucket("DELETE", own_bucket)
+        error = trainer.save(2).error
+        assert error is not None
+        assert f"{url}/iter_0000002/" in error
+        assert "the bucket does not exist: correct its name, or the endpoint, or create it" in error
+        assert [offer.iteration for offer in trainer.take()] == [2, 1]
+        ask_for_bucket("PUT", own_bucket)
+        assert trainer.save(3).error is None
+        assert_intact(url, 3, [trainer])
+        own = [run_file(1), alive_file(run.name)]
+        eventually("run and sign of life", lambda: set(own) <= set(names_in(url)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (DROP, "no answer: check the network and the endpoint"),
+        (EXPIRED, "ExpiredToken: as asked); check the credentials of this process"),
+    ],
+    ids=["the server is away", "the credentials have expired"],
+)
+def test_saves_fail_while_the_server_refuses_all_and_commit_afterwards(
+    node: Node, s3_url: str, s3_proxy: Proxy, impatient: None, fault: Fault, said: str
+) -> None:
+    with agent_here(node, s3_url):
+        trainer = node.trainer(s3_url)
+        trainer.open_run()
+        assert trainer.save(1).error is None
+        s3_proxy.fault_of = lambda method, path: fault
+        error = trainer.save(2).error
+        assert error is not None
+        assert said in error
+        s3_proxy.fault_of = lambda method, path: None
+        assert trainer.save(3).error is None
+        assert_intact(s3_url, 3, [trainer])
+        assert committed_iterations(ObjectStore(s3_url)) == [1, 3]

@@ -16,7 +16,7 @@ from tests.agent.conftest import Node
 from tests.support.trainer import PATIENCE_S, eventually
 
 
-def _listener(node: Node, root: Path) -> AgentSocket:
+def _listener(node: Node, root: Path | str) -> AgentSocket:
     """Return the socket of an agent; the kernel frees the name of a killed one a little later."""
     made: list[AgentSocket] = []
 
@@ -31,7 +31,7 @@ def _listener(node: Node, root: Path) -> AgentSocket:
 
 
 @contextlib.contextmanager
-def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
+def agent_here(node: Node, root: Path | str, **options: float) -> Iterator[Agent]:
     """Serve trainers of `root` from a thread of this process, with any settings of theirs."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}

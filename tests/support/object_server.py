@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -89,6 +91,19 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
+def ask_for_bucket(method: str, bucket: str) -> None:
+    """Make (PUT) or remove (DELETE) a bucket, with whatever is in it, of the environment's server.
+
+    A presigned request does this, because obstore knows objects only.
+    """
+    import obstore
+    from obstore.store import S3Store
+
+    url = obstore.sign(S3Store(bucket), method, "", timedelta(minutes=1))
+    with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+        assert answer.status in (200, 204)
+
+
 class Fault(NamedTuple):
     """Misfortune of one request."""
 
@@ -102,6 +117,7 @@ class Fault(NamedTuple):
 
 DROP = Fault(False, None)
 LOSE = Fault(True, None)
+EXPIRED = Fault(False, "403 ExpiredToken")
 SLOW_DOWN = Fault(False, "503 SlowDown")
 CONFLICT = Fault(False, "409 ConditionalRequestConflict")
 #: A create that took effect, and that something between client and server has sent twice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,14 +14,15 @@ from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
-from megatron_flashckpt.storage.posix_store import PosixStore
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import Store
 from tests.support.trainer import FakeTrainer, content
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
-def stored(root: Path, iteration: int) -> StoredCheckpoint:
-    return open_checkpoint(PosixStore(root), iteration)
+def stored(root: Path | str, iteration: int) -> StoredCheckpoint:
+    return open_checkpoint(open_store(root), iteration)
 
 
 def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
@@ -31,31 +33,44 @@ def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
     return b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
-def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
+def assert_intact(root: Path | str, iteration: int, trainers: list[FakeTrainer]) -> None:
     """Assert that the tracker names `iteration`, and that every rank's bytes are verified."""
-    assert (root / file_names.TRACKER).read_text() == str(iteration)
+    assert open_store(root).get(file_names.TRACKER) == str(iteration).encode()
     for trainer in trainers:
         expected = content(trainer.rank, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
 
 
-def iterations_in(root: Path) -> list[int]:
-    """Return the iterations that have a directory."""
-    iterations = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
+def names_in(root: Path | str) -> list[str]:
+    """Return the names of all files or objects below `root`, those of killed writers included."""
+    if isinstance(root, Path):
+        # os.walk skips a directory that an agent removes meanwhile; Path.rglob raises an error.
+        files = [os.path.join(at, name) for at, _, names in os.walk(root) for name in names]
+        return sorted(os.path.relpath(file, root) for file in files)
+    return sorted(_objects(open_store(root), ""))
+
+
+def _objects(store: Store, directory: str) -> Iterator[str]:
+    for entry in store.list(directory):
+        name = f"{directory}/{entry.name}".lstrip("/")
+        if entry.kind == "directory":
+            yield from _objects(store, name)
+        else:
+            yield name
+
+
+def iterations_in(root: Path | str) -> list[int]:
+    """Return the iterations that have a file."""
+    iterations = {file_names.parse_iteration_dir(name.partition("/")[0]) for name in names_in(root)}
     return sorted(iteration for iteration in iterations if iteration is not None)
 
 
-def files_of_ours(root: Path) -> list[str]:
+def files_of_ours(root: Path | str) -> list[str]:
     """Return the tracker and all files of checkpoints below `root`, but no ends of failed saves."""
-    # os.walk skips a directory that an agent removes meanwhile; Path.rglob raises an error.
-    files = [
-        os.path.join(directory, name)
-        for directory, _, names in os.walk(root)
-        for name in names
-        if Path(directory, name).relative_to(root).parts[0] != file_names.OWN
-    ]
-    return sorted(os.path.relpath(file, root) for file in files if not _is_failed_end(Path(file)))
+    ours = [name for name in names_in(root) if not name.startswith(f"{file_names.OWN}/")]
+    return [name for name in ours if not is_failed_end(root, name)]
 
 
-def _is_failed_end(file: Path) -> bool:
-    return file.suffix == ".end" and kind_of(file.read_bytes()) is End.FAILED
+def is_failed_end(root: Path | str, name: str) -> bool:
+    """Return whether a file is the end of a failed save."""
+    return name.endswith(".end") and kind_of(open_store(root).get(name)) is End.FAILED

@@ -322,7 +322,7 @@ class TrainerProcess:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | str,
         runtime_dir: Path,
         *,
         rank: int = 0,
@@ -456,7 +456,7 @@ def agents_under(runtime_dir: Path) -> list[int]:
 
 def _main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
