@@ -281,9 +281,13 @@ class AgentClient:
         while not self._ask(request, p.Recovered, None, _SLICE_S)[0].ended:
             pass
 
-    def configure(self, settings: AgentSettings) -> None:
-        """Give the agent the settings of this run; an agent of an earlier run may have others."""
-        changed = self._ask(Configure(settings), Configured)[0].changed
+    def configure(self, settings: AgentSettings, of_stores: dict[str, str] | None = None) -> None:
+        """Give the agent what this run has set; an agent of an earlier run may have others.
+
+        Args:
+            of_stores: see `Configure`.
+        """
+        changed = self._ask(Configure(settings, of_stores), Configured)[0].changed
         if changed:
             logger.info(
                 "agent %d, which an earlier run started, changed its settings to this run's: %s",

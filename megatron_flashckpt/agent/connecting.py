@@ -23,6 +23,7 @@ from megatron_flashckpt.agent.silent_agent import KILLED, last_copies
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.storage.opening import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         try:
             place.connect(sock)
             client = AgentClient(sock, rank, place.log, config.agent, identity_of(root))
-            client.configure(settings_of(config))
+            of_stores = process.of_stores(os.environ) if is_url(root) else None
+            client.configure(settings_of(config), of_stores)
             return client
         except (ConnectionRefusedError, ConnectionResetError, ClosedError) as error:
             # Start over, also if an agent has just left. A refusal (an agent of another release or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from megatron_flashckpt.agent.held_directory import HeldDirectory
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_unit
 from megatron_flashckpt.agent.log import log_in_save_directory
+from megatron_flashckpt.agent.process import replace_of_stores
 from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.trace_files import Traces
@@ -27,6 +29,8 @@ from megatron_flashckpt.file_format.run_object import RunObject, decode_run
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
@@ -108,8 +112,11 @@ class Node:
         self._opened_at = 0.0
         """Time since which this agent has known that run; `time.monotonic`."""
         self.held = HeldDirectory(options.root, self._has_own_run)
-        #: By path, and by the key with which the directory came back.
-        self._stores: dict[tuple[str, str], Store] = {}
+        #: By path, by the key with which the directory came back, and by `_environments`.
+        self._stores: dict[tuple[str, str, int], Store] = {}
+        #: How often the environment for object stores has changed. Counted after the change, so
+        #: that a store with the newest number was opened in the newest environment.
+        self._environments = 0
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
         log_in_save_directory(options.root, options.log_in_save_directory)
@@ -180,6 +187,15 @@ class Node:
             self._process.apply(settings)
         return differences(former, settings)
 
+    def reach_stores(self, of_stores: dict[str, str]) -> None:
+        """Use the credentials and endpoints of the run that trains: a restart may have new ones.
+
+        Saves that are under way keep their stores. The caller holds the lock.
+        """
+        if replace_of_stores(of_stores):
+            self._environments += 1
+            logger.info("object stores: this run has other credentials or endpoints")
+
     @property
     def store(self) -> Store:
         """The save directory, at the path that the agent was started with."""
@@ -190,8 +206,9 @@ class Node:
 
         All saves share the store of a path, which has seen the directory and makes no other one.
         """
-        key = root, self.held.key
-        return self._stores.setdefault(key, open_store(root, self.direct_io))
+        key = root, self.held.key, self._environments
+        found = self._stores.get(key)
+        return found or self._stores.setdefault(key, open_store(root, self.direct_io))
 
     def beat(self) -> None:
         """Show all trainers that this process runs and that its lock is free."""

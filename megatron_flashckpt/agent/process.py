@@ -28,6 +28,8 @@ from megatron_flashckpt.config import Config
 
 logger = logging.getLogger(__name__)
 
+#: Credentials and endpoints of object stores.
+_OF_STORES = ("AWS_*", "GOOGLE_*", "AZURE_*")
 #: Environment variables that an agent inherits; `agent.environment` adds others. Paths of Python
 #: packages include those of EasyBuild, Guix, Nix and conda. The job ids are for batch systems that
 #: find the processes of a job by them.
@@ -37,7 +39,7 @@ _VARIABLES = (
     *("LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "GUIX_*", "NIX_*"),
     *("EBPYTHON*", "EBROOTPYTHON", "EBVERSIONPYTHON"),
     *("SLURM_*", "PBS_JOBID", "LSB_JOBID"),
-    *("AWS_*", "GOOGLE_*", "AZURE_*"),
+    *_OF_STORES,
 )
 _SELF = Path("/proc/self")
 _ALL_CPUS = Path("/sys/devices/system/cpu")
@@ -63,15 +65,32 @@ def environment(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[st
         environ: environment of the process that starts the agent.
         more: names of further variables to pass on; `*` matches any characters.
     """
-    patterns = (*_VARIABLES, *more)
-    kept = {
+    kept = _matching(environ, (*_VARIABLES, *more))
+    package_parent = str(Path(megatron_flashckpt.__file__).parents[1])
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, environ.get("PYTHONPATH"))))
+    return kept
+
+
+def of_stores(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say how to reach object stores."""
+    return _matching(environ, _OF_STORES)
+
+
+def replace_of_stores(new: Mapping[str, str]) -> bool:
+    """Put `new` in the place of this process's `of_stores`; return whether that is a change."""
+    former = of_stores(os.environ)
+    for name in former.keys() - new.keys():
+        del os.environ[name]
+    os.environ.update(new)
+    return former != new
+
+
+def _matching(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    return {
         name: value
         for name, value in environ.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
-    package_parent = str(Path(megatron_flashckpt.__file__).parents[1])
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, environ.get("PYTHONPATH"))))
-    return kept
 
 
 def command(place: Place, root: str, config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -112,6 +112,8 @@ class RequestHandler:
                     return (p.Done(),)
                 case Configure():
                     changed = self._saves.configure(number, request.settings)
+                    if request.of_stores is not None:
+                        self._node.reach_stores(request.of_stores)
                     self._janitor.wait_at_least(request.settings.commit_timeout_s)
                     return (Configured(changed),)
                 case BeginRun():

@@ -20,6 +20,8 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     """
 
     settings: AgentSettings
+    of_stores: dict[str, str] | None = None
+    """Environment variables for object stores; None: the save directory is a directory."""
 
 
 class Configured(msgspec.Struct, frozen=True, tag=True):

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.file_format.file_names import alive_file, run_file
+from megatron_flashckpt.file_format.file_names import ALIVE, alive_file, run_file
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.agent.conftest import Node
@@ -26,7 +27,7 @@ from tests.support.object_server import (
     ask_for_bucket,
 )
 from tests.support.stored import assert_intact, names_in
-from tests.support.trainer import eventually, kill_agent, save_all
+from tests.support.trainer import PATIENCE_S, eventually, kill_agent, save_all
 
 
 def test_an_agent_commits_to_a_bucket_and_removes_what_no_rule_keeps(
@@ -108,6 +109,31 @@ def test_saves_fail_while_the_bucket_is_gone_and_commit_when_it_is_back(
         assert_intact(url, 3, [trainer])
         own = [run_file(1), alive_file(run.name)]
         eventually("run and sign of life", lambda: set(own) <= set(names_in(url)))
+
+
+def test_an_agent_reaches_the_store_as_the_job_that_it_serves(
+    node: Node, s3_url: str, s3_proxy: Proxy, s3_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job whose credentials have expired is started again with new ones, and has its memory."""
+    first = node.trainer(s3_url)
+    run = first.open_run()
+    assert first.keep(1).error is None
+    first.hang_up()
+    s3_proxy.fault_of = lambda method, path: EXPIRED
+    anew = Proxy(s3_port)
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{anew.port}")
+        again = node.trainer(s3_url)
+        assert again.client.agent_pid == first.client.agent_pid
+        (offer,) = again.take()
+        again.open_run(Save(1, offer.save_id), run.ancestors, wait_s=PATIENCE_S)
+        assert again.save(2).error is None
+        assert "this run has other credentials" in node.log(s3_url).read_text()
+        again.hang_up(leave=True)
+        eventually("the end of the agent", lambda: not node.agents())
+        assert [name for name in names_in(s3_url) if name.startswith(ALIVE)] == []
+    finally:
+        anew.close()
 
 
 @pytest.mark.parametrize(
