@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import msgspec
 from rich.console import Console
 
+from megatron_flashckpt.catalog import history, listing
+from megatron_flashckpt.catalog.measured_job import measured
 from megatron_flashckpt.cli.console import (
     Columns,
     complain,
@@ -22,7 +24,7 @@ from megatron_flashckpt.cli.console import (
     say,
 )
 from megatron_flashckpt.config import Config, Redundancy, Weights
-from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.errors import ConfigError, NotCommittedError
 from megatron_flashckpt.megatron_lm import served
 from megatron_flashckpt.megatron_lm.job_flags import changes_outside_steps
 from megatron_flashckpt.sizing import gpt_size
@@ -106,6 +108,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="setting 'redundancy_group' (default: %(default)s)",
     )
+    parser.add_argument(
+        "--measured",
+        metavar="DIR",
+        help="save directory of this job or one like it: iteration time, blocked time, write speed "
+        "and, after some interruptions, their distance come from its history",
+    )
     parser.add_argument("--json", action="store_true", help=json_help(Figures))
     hints = typing.get_type_hints(Cluster, include_extras=True)
     for field in msgspec.structs.fields(Cluster):
@@ -113,7 +121,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=kind,
-            default=field.default,
             metavar="N" if kind is int else "X",
             help=f"{meta.description} (default: {field.default:g})",
         )
@@ -149,7 +156,9 @@ def _parameters(text: str) -> float:
 def run(args: argparse.Namespace, out: Console) -> int:
     """Print the plan; return 1 if the job needs more host memory than a node has."""
     fields = [field.name for field in msgspec.structs.fields(Cluster)]
-    cluster = Cluster(**{name: getattr(args, name) for name in fields})
+    given = {name: value for name in fields if (value := getattr(args, name)) is not None}
+    found = {} if args.measured is None else _measured(args.measured, args.gpus_per_node)
+    cluster = Cluster(**(found | given))
     size = sizes_of(args.megatron, args.gpus, args.parameters, args.weights)
     megatron = gpt_size.parse(args.megatron, model_known=True)
     notes = served.notes(megatron)
@@ -191,6 +200,31 @@ def run(args: argparse.Namespace, out: Console) -> int:
             1,
         )
     return 0
+
+
+def _measured(directory: str, gpus_per_node: int | None) -> dict[str, float]:
+    """Return the figures of a cluster that the history in a save directory tells.
+
+    Raises:
+        NotCommittedError: it tells none.
+    """
+    job = measured(history.events(listing.save_directory(directory)))
+    if job is None:
+        raise NotCommittedError(
+            f"{directory}: no run has two committed saves in its history; let the job save twice, "
+            "or give the figures by hand"
+        )
+    nodes = -(-job.world_size // (gpus_per_node or Cluster().gpus_per_node))
+    # Nodes or storage may have been the limit. Both count, so a larger job is not promised more.
+    found = {
+        "iteration_s": job.iteration_s,
+        "blocked_s": job.blocked_s,
+        "storage_gb_s": job.nbytes_per_s / GB,
+        "node_storage_gb_s": job.nbytes_per_s / GB / nodes,
+    }
+    if job.mtbf_s is not None:
+        found["gpu_mtbf_h"] = job.mtbf_s * job.world_size / 3600
+    return found
 
 
 def _assumptions(args: argparse.Namespace, megatron: argparse.Namespace) -> list[str]:

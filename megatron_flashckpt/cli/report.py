@@ -16,6 +16,7 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt.catalog import history, listing
+from megatron_flashckpt.catalog.measured_job import MeasuredJob, measured
 from megatron_flashckpt.catalog.retention import why_kept
 from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.cli.console import (
@@ -33,6 +34,7 @@ from megatron_flashckpt.cli.console import (
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import FlashCkptError, NotCommittedError, for_listing
 from megatron_flashckpt.layout.save_cost import SaveCost
+from megatron_flashckpt.sizing.cluster_model import Cluster, lost_s_per_day, strategy
 from megatron_flashckpt.storage.opening import absolute
 
 REMOVED, REPLACED, FAILED, STARTED = "removed", "replaced", "failed", "started"
@@ -213,7 +215,8 @@ def run(args: argparse.Namespace, out: Console) -> int:
         store = listing.save_directory(args.directory)
         entries = [entry for entry in listing.checkpoints(store) if entry.iteration is not None]
         reasons = kept_by(entries, tracked_iteration(store))
-        report_rows = rows(entries, history.events(store), reasons or {})
+        past = history.events(store)
+        report_rows = rows(entries, past, reasons or {})
     if not report_rows:
         raise NotCommittedError(
             f"{args.directory}: holds no checkpoint in flashckpt format and no history of saves; "
@@ -225,6 +228,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, json.dumps(msgspec.to_builtins(report_rows), indent=2))
         return 0
     _print(report_rows, out, with_rules=reasons is not None)
+    _print_interval(measured(past), out)
     if args.png:
         say(out, f"drawn: {args.png}")
     return 0
@@ -245,6 +249,42 @@ def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
     saves = counted(sum(row.state != STARTED for row in report_rows), "save")
     say(out, f"{saves}, {failed}{damaged}{median}")
+
+
+def _print_interval(job: MeasuredJob | None, out: Console) -> None:
+    """Print the save interval that loses least, and what it assumes."""
+    if job is None:
+        say(out, "no save interval is proposed: no run has two committed saves in the history")
+        return
+    assumed_s = 3600 * Cluster().gpu_mtbf_h / job.world_size
+    cluster = Cluster(iteration_s=job.iteration_s, restart_s=0.0)
+    mtbf_s = job.mtbf_s or assumed_s
+    best = strategy(job.blocked_s, job.durable_s, job.nbytes, mtbf_s, cluster)
+    present_s = job.interval_iterations * job.iteration_s
+    present = lost_s_per_day(present_s, job.blocked_s, job.durable_s, mtbf_s, 0.0)
+    seen = (
+        f"{counted(job.interruptions, 'interruption')} in {human_time(job.trained_s)} of training"
+    )
+    if job.mtbf_s is None:
+        seen += (
+            f", too few to tell; assumed is one in {human_time(assumed_s)}, as for other jobs of "
+            f"{counted(job.world_size, 'rank')}"
+        )
+    else:
+        seen += f", one in {human_time(mtbf_s)}; every resumed start counts as one"
+    say(
+        out,
+        f"an iteration takes {human_time(job.iteration_s)}, a save blocks "
+        f"{human_time(job.blocked_s)} and is durable after {human_time(job.durable_s)} (medians); "
+        f"{seen}",
+    )
+    say(
+        out,
+        f"--save-interval {best.interval_iterations} (every {human_time(best.interval_s)}) loses "
+        f"least: {human_time(best.lost_s_per_day)} per day for saves and repeated work, without "
+        f"restarts; the present {job.interval_iterations} (every {human_time(present_s)}) loses "
+        f"{human_time(present)}",
+    )
 
 
 def _tables(report_rows: list[Row], remarks: list[str], *, with_rules: bool) -> Iterator[Columns]:

@@ -294,7 +294,7 @@ def plan(
     commit_s = cluster.commit_s_per_rank * sizes.ranks
     mtbf_s = 3600 * cluster.gpu_mtbf_h / sizes.ranks
     durable_s = stage_s + persist_s + commit_s
-    ours = _strategy(blocked_s, durable_s, sizes.total_nbytes, mtbf_s, cluster)
+    ours = strategy(blocked_s, durable_s, sizes.total_nbytes, mtbf_s, cluster)
     memory_iterations = _memory_interval(blocked_s, stage_s, mtbf_s, ours, cluster)
     return Plan(
         sizes=sizes,
@@ -314,14 +314,19 @@ def plan(
     )
 
 
-def _strategy(
+def strategy(
     blocked_s: float, durable_s: float, nbytes: int, mtbf_s: float, cluster: Cluster
 ) -> Strategy:
+    """Return the costs of saves at their best interval.
+
+    Args:
+        blocked_s, durable_s: see `Strategy`.
+        nbytes: size of a checkpoint.
+        mtbf_s: mean seconds between interruptions.
+    """
     best = daly(blocked_s, mtbf_s)
     iterations = max(1, math.ceil(max(best, durable_s) / cluster.iteration_s))
     interval_s = iterations * cluster.iteration_s
-    # On average a failure loses half an interval, and the training during the last save's writes.
-    per_failure = interval_s / 2 + durable_s + cluster.restart_s
     return Strategy(
         blocked_s=blocked_s,
         durable_s=durable_s,
@@ -329,9 +334,18 @@ def _strategy(
         daly_s=best,
         interval_s=interval_s,
         interval_iterations=iterations,
-        lost_s_per_day=DAY_S * (blocked_s / interval_s + per_failure / mtbf_s),
+        lost_s_per_day=lost_s_per_day(interval_s, blocked_s, durable_s, mtbf_s, cluster.restart_s),
         nbytes_per_day=DAY_S * nbytes / interval_s,
     )
+
+
+def lost_s_per_day(
+    interval_s: float, blocked_s: float, durable_s: float, mtbf_s: float, restart_s: float
+) -> float:
+    """Return the seconds of training that saves and interruptions cost per day."""
+    # On average a failure loses half an interval, and the training during the last save's writes.
+    per_failure = interval_s / 2 + durable_s + restart_s
+    return DAY_S * (blocked_s / interval_s + per_failure / mtbf_s)
 
 
 def _memory_interval(
@@ -368,4 +382,4 @@ def _gather(sizes: Sizes, cluster: Cluster, mtbf_s: float) -> Strategy:
     )
     # Training waits for the whole save, so a failure loses no training during it.
     blocked_s = gather_s + copy_s + write_s
-    return _strategy(blocked_s, 0.0, sizes.gathered_nbytes, mtbf_s, cluster)
+    return strategy(blocked_s, 0.0, sizes.gathered_nbytes, mtbf_s, cluster)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.catalog.history import append
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.megatron_lm import job_flags
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support import terminal
+from tests.support.histories import history
 
 PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
 FP8 = "--bf16 --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"
@@ -158,3 +162,22 @@ def test_a_plan_says_what_it_assumes_and_what_a_day_of_checkpoints_takes(
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --bf16"
     main(["plan", "--gpus", "8", "--", *model.split()])
     assert "assumed" not in capsys.readouterr().out
+
+
+def test_figures_are_taken_from_the_history_of_a_job_unless_they_are_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for event in history(3):
+        append(PosixStore(tmp_path), event)
+    options = ["--measured", str(tmp_path), "--json"]
+    status, out, _ = run(capsys, "--bf16", *options, "--blocked-s", "0.5")
+    cluster = json.loads(out)["cluster"]
+    assert status == 0
+    assert (cluster["iteration_s"], cluster["blocked_s"]) == (2.0, 0.5)
+    assert (cluster["storage_gb_s"], cluster["node_storage_gb_s"]) == (2.0, 1.0), "two nodes"
+    assert cluster["gpu_mtbf_h"] == pytest.approx(16 * 4 * 310 / 3 / 3600)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, _, errors = run(capsys, "--bf16", "--measured", str(empty))
+    assert status == 1
+    assert f"{empty}: no run has two committed saves in its history" in errors[0]

@@ -18,6 +18,7 @@ from megatron_flashckpt.layout.save_cost import Plans, SaveCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support import terminal
 from tests.support.checkpoints import RUN, fail, make
+from tests.support.histories import history
 
 REASON = "iter_0000003: cannot write (No space left on device); free space there"
 PLANS = {1: Plans(computed=1, found=0, kept=0), 2: Plans(computed=0, found=1, kept=0), 4: None}
@@ -154,6 +155,28 @@ def test_starts_are_listed_and_are_no_saves(saves: Path, capsys: pytest.CaptureF
     assert "4 saves, 1 failed" in table
 
 
+@pytest.mark.parametrize(
+    ("interruptions", "told", "proposed"),
+    [
+        # Daly: sqrt(2 * 0.1 s * 413 s) = 9.1 s, which is 5 iterations of 2 s.
+        (3, "3 interruptions in 20.7 min of training, one in 6.9 min", "--save-interval 5 "),
+        # 50,000 h / 16 ranks: sqrt(2 * 0.1 s * 1.125e7 s) = 1500 s.
+        (2, "2 interruptions in 15.5 min of training, too few to tell", "--save-interval 750 "),
+    ],
+)
+def test_the_interval_that_loses_least_follows_from_the_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture, interruptions: int, told: str, proposed: str
+) -> None:
+    for event in history(interruptions):
+        append(PosixStore(tmp_path), event)
+    assert main(["report", str(tmp_path)]) == 0
+    measured, advice = capsys.readouterr().out.splitlines()[-2:]
+    assert "an iteration takes 2.0 s, a save blocks 100.0 ms and is durable after 5.0 s" in measured
+    assert told in measured
+    assert advice.startswith(proposed)
+    assert "the present 50 (every 100.0 s) loses" in advice
+
+
 @pytest.mark.parametrize("output", [[], ["--json"], ["--png", "x.png"]], ids=str)
 def test_a_directory_without_any_record_of_a_save_is_an_error(
     tmp_path: Path,
@@ -214,6 +237,8 @@ def test_a_narrow_terminal_gets_one_line_per_save(
     for width in (70, 80, 100, 120, 160):
         terminal.pretend(monkeypatch, width)
         lines = [line.rstrip() for line in report(capsys, saves).splitlines()]
+        assert lines.pop().startswith("--save-interval ")
+        assert lines.pop().startswith("an iteration takes ")
         assert len(lines) == 7, "titles, a line per save, the error, and the sum"
         assert lines.pop(4) == f"  {error}", "the error is below its save"
         assert all(len(line) <= width for line in lines), width

@@ -1,0 +1,54 @@
+"""Figures that `flashckpt report` and `plan --measured` take from a history."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flashckpt.catalog.history import PastSave
+from megatron_flashckpt.catalog.measured_job import MeasuredJob, measured
+from megatron_flashckpt.file_format.file_names import save_name
+from tests.support.histories import GB, history, run_of_saves
+
+
+def test_a_history_tells_pace_and_interruptions() -> None:
+    job = measured(history(3))
+    assert job == MeasuredJob(
+        iteration_s=2.0,
+        blocked_s=0.1,
+        durable_s=5.0,
+        nbytes_per_s=2.0 * GB,
+        nbytes=8 * GB,
+        interval_iterations=50,
+        world_size=16,
+        trained_s=4 * (10 + 2 * 150),
+        interruptions=3,
+    )
+    assert job is not None
+    assert job.mtbf_s == pytest.approx(4 * 310 / 3)
+
+
+def test_two_interruptions_tell_no_mean_distance() -> None:
+    job = measured(history(2))
+    assert job is not None
+    assert job.mtbf_s is None
+
+
+def test_what_the_history_cannot_tell_is_none() -> None:
+    past = history(1)
+    failed = next(save for save in past if isinstance(save, PastSave))
+    assert measured([]) is None
+    assert measured(past[:2]) is None, "one save has no distance to another"
+    untimed = PastSave(
+        iteration=60, save_id=save_name("000001-aaaa", 9), ended_at=0, seconds=1, world_size=1
+    )
+    assert measured([*past[:2], untimed]) is None
+    assert measured([failed, failed]) is None, "an agent that replaced another wrote it twice"
+
+
+def test_a_run_resumed_at_an_earlier_iteration_gives_no_negative_step() -> None:
+    past = run_of_saves(1, 0.0, range(50, 201, 50), "scratch") + run_of_saves(
+        2, 1e3, range(100, 201, 50), "storage"
+    )
+    job = measured(past)
+    assert job is not None
+    assert (job.iteration_s, job.interval_iterations) == (2.0, 50)
