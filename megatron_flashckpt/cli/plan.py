@@ -364,7 +364,11 @@ def _print(
     }
     print_facts(out, facts)
     titles = ("save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day")
-    rows = [("flashckpt", *_cells(ours)), ("gather", *_cells(gather))]
+    rows = [
+        ("flashckpt", *_cells(ours)),
+        ("torch_dist async", *_cells(result.torch_dist_async)),
+        ("gather", *_cells(gather)),
+    ]
     cells = [list(column) for column in zip(*rows, strict=True)]
     print_table(out, [dict(zip(titles, cells, strict=True))])
     out.print()

@@ -1,8 +1,9 @@
 """Model of checkpoints on a cluster: sizes, times, save interval and the cost of failures.
 
-The model compares two kinds of saves with the figures of a cluster. In ours every rank copies its
-own part, and every node writes the parts of its ranks. In the other each data parallel group
-gathers its state to one rank, which writes it while training waits. Formulas of the interval:
+The model compares three kinds of saves with the figures of a cluster. In ours every rank copies its
+own part, and every node writes the parts of its ranks. Megatron's `torch_dist` with `--async-save`
+does the same, but training waits for the whole copy. In the third each data parallel group gathers
+its state to one rank, which writes it while training waits. Formulas of the interval:
 
 - J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
   the ACM 17(9), 1974: sqrt(2 C M);
@@ -153,6 +154,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             "seconds; measured on CPU ranks"
         ),
     ] = 0.02
+    async_blocked_s: Annotated[
+        float,
+        _help(
+            "time that Megatron's torch_dist with --async-save blocks training, in addition to the "
+            "copy, seconds; measured on CPU ranks"
+        ),
+    ] = 0.2
     commit_s_per_rank: Annotated[
         float,
         _help("time to merge a rank's commit record, seconds; measured by scripts/bench scale"),
@@ -218,6 +226,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory_interval_iterations: int
     """Best setting `memory_interval`; not needed if it equals the interval of saves to storage."""
     lost_s_per_day_with_memory: float
+    torch_dist_async: Strategy
+    """Megatron's `torch_dist` with `--async-save` and `--ckpt-fully-parallel-save`."""
     gather: Strategy
     """All optimizer state of a data parallel group gathered to its first rank, and written by it
     while training waits."""
@@ -309,6 +319,13 @@ def plan(
         memory_interval_iterations=memory_iterations,
         lost_s_per_day_with_memory=_lost_with_memory(
             memory_iterations * cluster.iteration_s, blocked_s, mtbf_s, ours, cluster
+        ),
+        torch_dist_async=strategy(
+            cluster.async_blocked_s + stage_s,
+            durable_s,
+            sizes.gathered_nbytes,
+            mtbf_s,
+            cluster,
         ),
         gather=_gather(sizes, cluster, mtbf_s),
     )

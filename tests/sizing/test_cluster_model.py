@@ -182,10 +182,20 @@ def test_too_little_memory_for_redundancy_is_status_1(capsys: pytest.CaptureFixt
     assert main([*words, "--redundancy-group", "1"]) == 2
 
 
+def test_an_asynchronous_torch_dist_save_blocks_for_the_whole_copy() -> None:
+    """Ours only for what the forward and backward pass does not hide."""
+    cluster = Cluster(pcie_gb_s=0.1, iteration_s=1e4)
+    result = plan(sizes(), cluster)
+    assert result.ours.blocked_s == cluster.blocked_s
+    assert result.torch_dist_async.blocked_s == cluster.async_blocked_s + result.stage_s
+    assert result.torch_dist_async.durable_s == result.ours.durable_s
+
+
 def test_bytes_per_day_follow_from_the_recommended_interval() -> None:
     result = plan(sizes(), Cluster())
     for way, nbytes in (
         (result.ours, sizes().total_nbytes),
+        (result.torch_dist_async, sizes().gathered_nbytes),
         (result.gather, sizes().gathered_nbytes),
     ):
         assert way.nbytes_per_day == pytest.approx(nbytes * 86400 / way.interval_s)
@@ -219,7 +229,9 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     assert main(["plan", "--gpus", "1024", "--", *MODEL]) == 0
     table = capsys.readouterr().out
     assert "70.554 billion" in table
-    assert re.search(r"^flashckpt +.*^gather +", table, re.MULTILINE | re.DOTALL)
+    assert re.search(
+        r"^flashckpt +.*^torch_dist async +.*^gather +", table, re.MULTILINE | re.DOTALL
+    )
     result = plan(sizes(), Cluster())
     per_day = human_size(int(result.ours.nbytes_per_day))
     (line,) = (line for line in table.splitlines() if line.startswith("--save-interval"))
