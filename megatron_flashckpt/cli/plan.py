@@ -366,7 +366,7 @@ def _print(
     titles = ("save", "blocks", "durable after", "Young", "Daly", "interval", "lost per day")
     rows = [
         ("flashckpt", *_cells(ours)),
-        ("torch_dist async", *_cells(result.torch_dist_async)),
+        ("stock async", *_cells(result.torch_dist_async)),
         ("gather", *_cells(gather)),
     ]
     cells = [list(column) for column in zip(*rows, strict=True)]

@@ -229,9 +229,7 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     assert main(["plan", "--gpus", "1024", "--", *MODEL]) == 0
     table = capsys.readouterr().out
     assert "70.554 billion" in table
-    assert re.search(
-        r"^flashckpt +.*^torch_dist async +.*^gather +", table, re.MULTILINE | re.DOTALL
-    )
+    assert re.search(r"^flashckpt +.*^stock async +.*^gather +", table, re.MULTILINE | re.DOTALL)
     result = plan(sizes(), Cluster())
     per_day = human_size(int(result.ours.nbytes_per_day))
     (line,) = (line for line in table.splitlines() if line.startswith("--save-interval"))
