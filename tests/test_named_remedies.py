@@ -24,6 +24,7 @@ from megatron_flashckpt.config import Config
 HOME = Path(megatron_flashckpt.__file__).parent
 #: Options of Megatron releases other than the installed one.
 OTHER_RELEASES = {
+    "--expert-tensor-parallel-num-weight-shards",
     "--freeze-all-layers",
     "--logits-save-dir",
     "--moe-use-legacy-grouped-gemm",
@@ -31,6 +32,7 @@ OTHER_RELEASES = {
     "--override-ckpt-iteration",
     "--retro-add-retriever",
     "--standalone-embedding-stage",
+    "--tensor-parallel-num-weight-shards",
     "--use-custom-fsdp",
 }
 #: Options of srun and torchrun, and the prefix that `agent.settings` adds to names.

@@ -8,12 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
+_SHARDED_WEIGHTS = "a rank holds a slice of its tensor rank's weights, which was never tried here"
 _SELF_SHARDING = "the model shards its parameters itself, which this release does not support"
 #: Flags under which Megatron itself saves and loads, and the reasons, by attribute of the args.
 _LEFT_TO_MEGATRON = {
     "use_megatron_fsdp": ("--use-megatron-fsdp", _SELF_SHARDING),
     "use_custom_fsdp": ("--use-custom-fsdp", _SELF_SHARDING),  # name until core 0.13
     "use_torch_fsdp2": ("--use-torch-fsdp2", _SELF_SHARDING),
+    # Of core 0.19. Megatron derives these numbers of slices from the flags.
+    "gtp_weight_remat_size": ("--tensor-parallel-num-weight-shards", _SHARDED_WEIGHTS),
+    "expert_gtp_weight_remat_size": (
+        "--expert-tensor-parallel-num-weight-shards",
+        _SHARDED_WEIGHTS,
+    ),
     "inprocess_restart": (
         "--inprocess-restart",
         "a process may train again as another rank, which this release does not support",
@@ -31,8 +38,14 @@ _LEFT_TO_MEGATRON = {
 
 def left_to_megatron(args: Any) -> str | None:
     """Return the given flag under which Megatron itself saves and loads; None without one."""
-    flags = (flag for name, (flag, _) in _LEFT_TO_MEGATRON.items() if getattr(args, name, False))
+    flags = (flag for name, (flag, _) in _LEFT_TO_MEGATRON.items() if _is_given(args, name))
     return next(flags, None)
+
+
+def _is_given(args: Any, name: str) -> bool:
+    """Return whether a flag is set, a path is named, or a number is above 1."""
+    value = getattr(args, name, None)
+    return value > 1 if isinstance(value, int) and not isinstance(value, bool) else bool(value)
 
 
 def why_left(flag: str) -> str:

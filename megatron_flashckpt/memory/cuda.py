@@ -1,4 +1,4 @@
-"""Prepares each thread of this package for CUDA calls.
+"""Prepares each thread of this package for CUDA calls, or for ROCm's, which torch calls CUDA too.
 
 CUDA keeps two settings per thread, and both start wrong in a new thread. The current device is 0,
 and the thread's calls may invalidate a graph capture of another thread.
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
 _RELAXED = 2
-#: A wheel adds a digest to the names of its bundled libraries.
-_NAME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
+#: A wheel adds a digest to the names of its bundled libraries. HIP is ROCm's runtime.
+_NAME = re.compile(r"lib(cudart|amdhip64)(-[0-9a-f]+)?\.so[.0-9]*")
+#: HIP's functions differ from CUDA's in the prefix only, and its relaxed mode is 2, too.
+_PREFIX = "hip" if torch.version.hip else "cuda"
 #: The library, set when it is first found.
 _runtime: Any = None
 
@@ -47,7 +49,7 @@ def is_error(error: RuntimeError) -> bool:
     """
     out_of_memory = torch.cuda.OutOfMemoryError
     classes = (out_of_memory, getattr(torch, "AcceleratorError", out_of_memory))
-    return isinstance(error, classes) or str(error).startswith("CUDA error")
+    return isinstance(error, classes) or str(error).startswith(("CUDA error", "HIP error"))
 
 
 @contextlib.contextmanager
@@ -86,13 +88,14 @@ def _leave_captures_alone() -> None:
     waits for events and their page-locking fail and invalidate the capture. PyTorch does the same
     for NCCL's watchdog (pytorch/pytorch#148594).
     """
-    exchange = getattr(runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
+    name = f"{_PREFIX}ThreadExchangeStreamCaptureMode"
+    exchange = getattr(runtime_library(), name, None)
     if exchange is None:
-        logger.debug("the CUDA runtime was not found: graph captures may fail during saves")
+        logger.debug("%s was not found: graph captures may fail during saves", name)
         return
     status = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
     if status:
-        logger.debug("cudaThreadExchangeStreamCaptureMode: status %d", status)
+        logger.debug("%s: status %d", name, status)
 
 
 def runtime_library() -> Any:

@@ -58,6 +58,16 @@ def test_jobs_that_capture_graphs_are_recognized(args: Namespace, captures: bool
         (Namespace(use_megatron_fsdp=True), "--use-megatron-fsdp", "shards its parameters itself"),
         (Namespace(inprocess_restart=True), "--inprocess-restart", "train again as another rank"),
         (Namespace(freeze_all_layers=True), "--freeze-all-layers", "only the position in the data"),
+        (
+            Namespace(gtp_weight_remat_size=2),
+            "--tensor-parallel-num-weight-shards",
+            "a slice of its tensor rank's weights",
+        ),
+        (
+            Namespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=4),
+            "--expert-tensor-parallel-num-weight-shards",
+            "a slice of its tensor rank's weights",
+        ),
         (Namespace(logits_save_dir="logits"), "--logits-save-dir", "writes the logits in its own"),
     ],
 )
@@ -70,4 +80,5 @@ def test_a_job_that_is_left_to_megatron_gets_a_reason(
 
 def test_other_jobs_are_not_left_to_megatron() -> None:
     assert left_to_megatron(Namespace(freeze_all_layers=False, logits_save_dir=None)) is None
+    assert left_to_megatron(Namespace(gtp_weight_remat_size=1)) is None
     assert left_to_megatron(Namespace()) is None

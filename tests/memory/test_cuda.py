@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -72,6 +72,31 @@ def test_a_thread_enters_the_device_of_its_rank() -> None:
 
         assert in_new_thread(work) == (5, "relaxed")
         assert capture_mode(node) == "global", "the training thread keeps its mode"
+
+
+def test_on_rocm_hip_s_function_of_the_same_meaning_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names and the value of the mode are those of hip_runtime_api.h; no ROCm machine ran this."""
+    modes: list[int] = []
+
+    class Hip:
+        @staticmethod
+        def hipThreadExchangeStreamCaptureMode(mode: Any) -> int:
+            modes.append(mode._obj.value)
+            return 0
+
+    with simulated_gpus(), monkeypatch.context() as changed:
+        changed.setattr(cuda, "_PREFIX", "hip")
+        changed.setattr(cuda, "runtime_library", Hip)
+        in_new_thread(lambda: cuda.enter_thread(1))
+    assert modes == [2]
+
+
+@pytest.mark.parametrize("text", ["CUDA error: an illegal access", "HIP error: an illegal access"])
+def test_errors_of_both_runtimes_are_recognized_by_their_text(text: str) -> None:
+    assert cuda.is_error(RuntimeError(text))
+    assert not cuda.is_error(RuntimeError(f"no {text}"))
 
 
 def test_a_thread_without_a_device_makes_no_cuda_call() -> None:
@@ -138,6 +163,7 @@ MAPS = """\
         "/home/a user/nvidia/cuda_runtime/lib/libcudart.so.13",
         "/venv/torch/lib/libcudart-9335f6a2.so.12",  # name of a library bundled in a wheel
         "/usr/lib/libcudart.so",
+        "/opt/rocm/lib/libamdhip64.so.7.0.70000",
     ],
 )
 def test_the_mapped_runtime_is_found(tmp_path: Path, path: str) -> None:
