@@ -92,6 +92,8 @@ setup(
         "docs": ["zensical>=0.0.70"],
         # The tests, and what they check code and scripts with.
         "dev": [
+            # Further object stores for the tests: 20 packages, 110 MB.
+            *(f"{name}; python_version >= '3.11'" for name in ("moto>=5.2", "flask", "flask-cors")),
             "hypothesis",
             "matplotlib>=3.7",
             "mypy",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TORCH, MEGATRON = "2.13.0", "0.17.1"
+TORCH, MEGATRON, AZURITE = "2.13.0", "0.17.1", "3.35.0"
 REPO = Path(__file__).resolve().parents[1]
 PYTHON = REPO / ".venv/bin/python"
 #: Packages that `megatron.training` imports.
@@ -31,6 +31,18 @@ def install_torch() -> bool:
     )
 
 
+def install_azurite() -> None:
+    """Install Microsoft's emulator of Azure (190 MB), where there is npm.
+
+    Its tests are skipped without it.
+    """
+    npm = shutil.which("npm")
+    options = "--ignore-scripts --no-audit --no-fund --omit=dev --omit=optional --loglevel=error"
+    command = [npm or "", "install", "--prefix", str(REPO / ".venv/azurite"), *options.split()]
+    if npm is None or subprocess.run([*command, f"azurite@{AZURITE}"], check=False).returncode:
+        print("scripts/install: without npm's package azurite, tests of Azure are skipped")
+
+
 def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 (the Python of the machine)
         sys.exit(
@@ -47,6 +59,7 @@ def main() -> None:
         # The package itself, and the tools of the tests.
         and pip_install("-e", ".[dev,redundancy]")
     )
+    install_azurite()
     sys.exit(not succeeded)
 
 

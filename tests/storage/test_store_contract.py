@@ -129,18 +129,22 @@ class FaultyBackend(MemoryBackend):
 
 
 class ObjectBackend:
-    """A prefix of a bucket of a real S3 server, inside an outer prefix."""
+    """A prefix of a bucket of a real server (moto), inside an outer prefix."""
 
     refuses = "\\\n"
+    url = "moto_url"
 
     def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
-        url = request.getfixturevalue("s3_url")
+        url = request.getfixturevalue(self.url)
         self.store: Store = ObjectStore(url)
         from obstore.store import from_url
 
         outer_url, _, self._root = url.rpartition("/")
-        endpoint = f"http://127.0.0.1:{request.getfixturevalue('s3_port')}"
-        self._bucket = from_url(outer_url, config={"aws_endpoint": endpoint})
+        self._bucket = from_url(outer_url, config=self.past_the_proxy(request))
+
+    def past_the_proxy(self, request: pytest.FixtureRequest) -> dict[str, str]:
+        """Return settings of a client that bypasses a proxy, if there is one."""
+        return {}
 
     def plant(self, name: str, data: bytes) -> None:
         self._bucket.put(f"{self._root}/{name}", data)
@@ -153,7 +157,18 @@ class ObjectBackend:
         }
 
 
-class FaultyObjectBackend(ObjectBackend):
+class AzureBackend(ObjectBackend):
+    url = "azure_url"
+
+
+class SeaweedBackend(ObjectBackend):
+    url = "s3_url"
+
+    def past_the_proxy(self, request: pytest.FixtureRequest) -> dict[str, str]:
+        return {"aws_endpoint": f"http://127.0.0.1:{request.getfixturevalue('s3_port')}"}
+
+
+class FaultyObjectBackend(SeaweedBackend):
     """The same with requests that fail, as `FaultyStore` does; uploads in parts are left alone."""
 
     def __init__(self, outer: Path, request: pytest.FixtureRequest) -> None:
@@ -170,8 +185,10 @@ BACKENDS: dict[str, Callable[[Path, pytest.FixtureRequest], Backend]] = {
     "posix without links": LinklessBackend,
     "memory": MemoryBackend,
     "retrying": FaultyBackend,
-    "s3": ObjectBackend,
+    "s3": SeaweedBackend,
     "s3 with faults": FaultyObjectBackend,
+    "moto": ObjectBackend,
+    "azure": AzureBackend,
 }
 DATA = bytes(range(256)) * 40
 #: Represents an absolute name inside the test's directory, where a faulty store does no harm.
@@ -180,7 +197,7 @@ ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", 
 
 
 #: Backends that start a server.
-SECOND_TIER = ("s3", "s3 with faults")
+SECOND_TIER = ("s3", "s3 with faults", "moto", "azure")
 
 
 @pytest.fixture(
@@ -434,7 +451,7 @@ def test_delete_removes_these_objects_only(backend):
 
 
 def test_delete_removes_directories_that_became_empty(backend):
-    if isinstance(backend, ObjectBackend):
+    if isinstance(backend, SeaweedBackend):
         # S3 has no directories. This server has, and keeps them for minutes.
         pytest.skip("SeaweedFS lists a prefix whose last object was deleted")
     for name in ("iter_1/a", "iter_1/b", "iter_10/a", "x/y/z"):

