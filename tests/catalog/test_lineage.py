@@ -73,6 +73,13 @@ def test_a_run_from_scratch_counts_once_it_has_left_a_checkpoint() -> None:
     assert choose(facts(runs=runs, held=[own])).candidates == (Candidate(own, in_memory=True),)
 
 
+def test_a_foreign_checkpoint_takes_the_place_of_one_in_memory_also_if_it_is_damaged() -> None:
+    """A load that falls back does not take what `unused` says it does not use."""
+    choice = choose(facts(stored=PATH[:3], held=[PATH[3]], foreign=[30]))
+    assert choice.candidates == tuple(map(in_storage, [Save(30, ""), *reversed(PATH[:3])]))
+    assert list(choice.unused) == [PATH[3]]
+
+
 def test_of_one_iteration_memory_comes_first() -> None:
     assert choose(facts(held=[PATH[-1]])).candidates[:2] == (
         Candidate(PATH[-1], in_memory=True),
