@@ -30,13 +30,37 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, pretrain
+from megatron.training import arguments, get_args, training
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.initialize import initialize_megatron
 
 # A tiny job sees a few hundred samples; the indices of Megatron's 100,000 documents take longer.
 MockGPTLowLevelDataset.size = 1000
 # The wheel ships the compiled dataset helper, but not the Makefile that Megatron would run.
 dataset_utils.compile_helpers = lambda: None
+_DEFAULTS = {"tokenizer_type": "NullTokenizer"}
+
+
+def initialize(**options: Any) -> None:
+    """Parse the command line and initialize Megatron, in the way of the installed release."""
+    if hasattr(arguments, "parse_and_validate_args"):  # since core 0.19
+        arguments.parse_and_validate_args(args_defaults=_DEFAULTS)
+        initialize_megatron(**options)
+    else:
+        initialize_megatron(args_defaults=_DEFAULTS, **options)
+
+
+def train(datasets: Any, model: Any, step: Any, **options: Any) -> None:
+    """Parse the command line and train, in the way of the installed release."""
+    kind = ModelType.encoder_or_decoder
+    if hasattr(arguments, "parse_and_validate_args"):  # since core 0.19
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        args = arguments.parse_and_validate_args(args_defaults=_DEFAULTS)
+        config = pretrain_cfg_container_from_args(args)
+        training.pretrain(config, datasets, kind, step, model_provider=model, **options)
+    else:
+        training.pretrain(datasets, model, kind, step, args_defaults=_DEFAULTS, **options)
 
 
 def model_provider(
@@ -103,10 +127,4 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
 if __name__ == "__main__":
     # With --deterministic-mode torch would fill each new tensor, the buffers of a load included.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    pretrain(
-        datasets_provider,
-        model_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
-    )
+    train(datasets_provider, model_provider, forward_step)

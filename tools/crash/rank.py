@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.training import get_args
-from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
 from megatron_flashckpt.agent.client import AgentClient
@@ -57,7 +56,7 @@ class Rank:
             world_size=int(os.environ["WORLD_SIZE"]),
         )
         sys.argv = ["pretrain", *TINY, *MODEL, "--save", plan.save]
-        initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+        tiny.initialize()
         logging.getLogger().setLevel(logging.INFO)
         self.args = get_args()
         self.args.save_retain_interval = plan.retain_interval

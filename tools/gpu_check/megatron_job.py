@@ -144,13 +144,7 @@ def main(arguments: list[str]) -> None:
         return step(*args, **kwargs)
 
     training.train_step = scheduled
-    training.pretrain(
-        tiny.datasets_provider,
-        tiny.model_provider,
-        tiny.ModelType.encoder_or_decoder,
-        tiny.forward_step,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
-    )
+    tiny.train(tiny.datasets_provider, tiny.model_provider, tiny.forward_step)
 
 
 if __name__ == "__main__":  # run by `megatron_flashckpt.launch`

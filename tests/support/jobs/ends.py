@@ -181,11 +181,5 @@ if __name__ == "__main__":
         training.save_checkpoint = traced_save(training.save_checkpoint)
     if "OLD_LOOP" in os.environ:
         step = traced_step(step)
-    training.pretrain(
-        tiny.datasets_provider,
-        tiny.model_provider,
-        tiny.ModelType.encoder_or_decoder,
-        step,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
-    )
+    tiny.train(tiny.datasets_provider, tiny.model_provider, step)
     end()

@@ -284,14 +284,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
     stand_in = STAND_INS.get(cell.get("stand_in"), contextlib.nullcontext)
     with contextlib.redirect_stdout(recorder.output), stand_in(), recorder.held_copies():
         try:
-            training.pretrain(
-                datasets,
-                recorder.model_provider,
-                tiny.ModelType.encoder_or_decoder,
-                recorder.forward_step,
-                args_defaults={"tokenizer_type": "NullTokenizer"},
-                store=store,
-            )
+            tiny.train(datasets, recorder.model_provider, recorder.forward_step, store=store)
         except SystemExit as end:
             ended = ["exit", end.code]
         except Exception as error:

@@ -35,7 +35,6 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import get_args
-from megatron.training.initialize import initialize_megatron
 from megatron.training.training import (
     get_megatron_optimizer_config,
     get_optimizer_param_scheduler,
@@ -45,6 +44,7 @@ from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 ROOT = Path(os.environ["ROOT"])
@@ -395,7 +395,7 @@ def load_thawed(case: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    tiny.initialize()
     args = get_args()
     (ROOT / LAYOUT).mkdir(exist_ok=True)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):

@@ -31,7 +31,6 @@ from typing import Any
 import msgspec
 import torch
 from megatron.training import checkpointing, get_args
-from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
 from megatron_flashckpt.agent.client import AgentClient
@@ -129,7 +128,7 @@ def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
 
 
 def main() -> None:
-    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    tiny.initialize()
     args = get_args()
     load, args.load = args.load, None
     model, optimizer, scheduler = setup_model_and_optimizer(

@@ -91,11 +91,11 @@ from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.training import async_utils, get_args  # noqa: E402
 from megatron.training import checkpointing as stock  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 from megatron_flashckpt import launch  # noqa: E402
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron_flashckpt.save.session import session  # noqa: E402
+from scripts import pretrain_gpt_tiny as tiny  # noqa: E402
 
 ROOT, LAYOUT = generated.ROOT, generated.LAYOUT
 WORDS = 256
@@ -396,7 +396,7 @@ MODES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def main() -> None:
-    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    tiny.initialize()
     (ROOT / LAYOUT).mkdir(exist_ok=True)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         if os.environ["MODE"] == "load":

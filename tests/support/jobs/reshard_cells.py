@@ -227,7 +227,7 @@ def enter_layout(world: int, arguments: list[str], store: dist.Store) -> None:
     gc.collect()
     os.environ["WORLD_SIZE"] = str(world)
     sys.argv = [*COMMAND_LINE, *arguments]
-    initialize.initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"}, store=store)
+    tiny.initialize(store=store)
 
 
 def run_cell(cell: dict[str, Any]) -> bool:

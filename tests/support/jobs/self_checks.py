@@ -25,7 +25,6 @@ import megatron.training.training as training
 import torch
 from megatron.core import parallel_state
 from megatron.training import checkpointing, get_args
-from megatron.training.initialize import initialize_megatron
 
 from megatron_flashckpt.checkpointing import save_checkpoint
 from megatron_flashckpt.memory.host_memory import Limit
@@ -341,7 +340,7 @@ def with_small_files(nbytes: int, job: Job) -> None:
 
 
 def main() -> None:
-    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    tiny.initialize()
     args = get_args()
     save, args.save = args.save, None
     model_type = tiny.ModelType.encoder_or_decoder

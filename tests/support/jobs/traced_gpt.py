@@ -476,10 +476,8 @@ if __name__ == "__main__":
         from tests.support.jobs import reference_model
 
         step = reference_model.loading_step(step, os.environ["REFERENCE"])
-    training.pretrain(
+    tiny.train(
         tiny.datasets_provider,
         freezing(tiny.model_provider) if "FREEZE" in os.environ else tiny.model_provider,
-        tiny.ModelType.encoder_or_decoder,
         measuring_step(step) if os.environ.get("MEASURE") else step,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
     )
