@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.megatron_lm.old_releases import optimizer_module
-
 Group = dict[str, Any]
 Saved = list[dict[str, Any]]
 """One entry per sub-optimizer: `param_groups` (without parameters), `step`, `grad_scaler`."""
@@ -23,16 +21,14 @@ Match = tuple[dict[str, Any], Group]
 """Saved entry, saved group."""
 Identity = tuple[Any, ...]
 
-#: Module attribute since core 0.14.
-IDENTIFIERS: tuple[str, ...] = getattr(
-    optimizer_module("optimizer"),
-    "param_group_identifier_keys",
-    ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
-)
+#: Marks of a group that are not rates. Core 0.19 counts rates among its own keys, and so refuses
+#: every new `--lr`; here a group has the same identity in all releases.
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 #: Mark of groups of experts. Without expert parallelism experts share the groups of others.
 EXPERT = "is_expert_parallel"
-#: Settings of the step's implementation in this job; a load does not change them.
-OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
+#: Settings of the step's implementation in this job; a load does not change them. `optimizer` names
+#: the class of a group's optimizer since core 0.19.
+OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused", "optimizer")
 #: Key of a saved group: global keys of the parameters that it held on the ranks that are read.
 #: Converted checkpoints do not have it.
 HELD = "held_parameters"
