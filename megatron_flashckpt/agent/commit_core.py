@@ -100,7 +100,7 @@ class MadeDurable:
 
 @dataclasses.dataclass(frozen=True)
 class Unseen:
-    """Shards with records are not visible. They may come late, or were removed."""
+    """Shards with records are not visible, nor is an end. They may come late, or were removed."""
 
     text: str
 

@@ -249,9 +249,6 @@ class Committer:
         """Carry out one action; return what was seen. Never raises."""
         try:
             return self._attempt(save, action)
-        except proposals.MissingShardsError as error:
-            logger.warning("iteration %d: trying again: %s", save.iteration, error)
-            return core.Unseen(str(error))
         except (FlashCkptError, OSError) as error:
             passes = self._node.may_pass(error) and not isinstance(error, CorruptCheckpointError)
             if passes:
@@ -287,9 +284,17 @@ class Committer:
                 names = [entry.name for entry in store.list(save.directory)]
                 with self._node.changed:
                     trained_s = self._node.trained_s(file_names.run_of(save_id))
-                ended, merged = proposals.propose_manifest(
-                    store, iteration, save_id, save.metas[0], names, trained_s
-                )
+                try:
+                    ended, merged = proposals.propose_manifest(
+                        store, iteration, save_id, save.metas[0], names, trained_s
+                    )
+                except proposals.MissingShardsError as error:
+                    # Shards are removed for a failed end, so nothing is waited for before the end
+                    # was asked for.
+                    if (end := proposals.look(store, iteration, save_id)) is not None:
+                        return end
+                    logger.warning("iteration %d: trying again: %s", save.iteration, error)
+                    return core.Unseen(str(error))
                 save.cost = merged.cost
                 return ended
             case core.Fail(failure, discarded):

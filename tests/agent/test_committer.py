@@ -15,7 +15,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.file_format.end import End
+from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
     run_file,
@@ -123,3 +123,15 @@ def test_a_shard_that_is_not_visible_yet_only_delays_the_commit() -> None:
     assert f"{shard_name(0, SAVE)} is missing" in seen.text
     save.store.objects[name] = shard
     assert committer._carried_out(save, core.Commit()) == core.Ended(End.COMMITTED, None, True)
+
+
+def test_a_save_whose_shards_are_gone_takes_its_end_as_soon_as_that_is_visible() -> None:
+    """A janitor ended the save and removed its shard; the name of the end came late."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    committer._node.trained_s = lambda _: None
+    save.metas[0] = persist(save.store, 10, SAVE, 0, 1, pieces_of(0, 1, "a weight", 10))
+    del save.store.objects[f"{save.directory}/{shard_name(0, SAVE)}"]
+    assert isinstance(committer._carried_out(save, core.Commit()), core.Unseen)
+    failure = Failure(failed="a later run has started")
+    save.store.create(save.end, encode_failure(failure))
+    assert committer._carried_out(save, core.Commit()) == core.Ended(End.FAILED, failure)
