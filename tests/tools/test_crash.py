@@ -8,13 +8,14 @@ jobs in one save directory. Cells of a family run their own scenario.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_flashckpt.failpoints import POINTS
 from tests.tiers import only_first
-from tools.crash import storage_faults, trouble
+from tools.crash import job, second_starts, storage_faults, trouble
 from tools.crash.cells import all_cells, sample
 from tools.crash.families import family_sample
 from tools.crash.family import FamilyCell
@@ -76,6 +77,26 @@ def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) ->
     assert trouble.failed_calls(tmp_path).count("fallocate") >= 4, (
         "the agents did not run on faulty storage"
     )
+
+
+@pytest.mark.second_tier
+def test_a_second_start_waits_only_for_what_a_stopped_agent_cannot_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that an error kept from its step serves the second process, and drops the first."""
+    awaited = []
+
+    def eventually(what: str, probe: Callable[[], bool]) -> bool:
+        awaited.append(what)
+        return job.eventually(what, probe)
+
+    monkeypatch.setattr(second_starts, "eventually", eventually)
+    cell = SecondStart("commit.done", 99)
+    trouble.prepare(tmp_path, 1, cell)
+    with trouble.everywhere():
+        cell.run(tmp_path)
+    assert trouble.has_missed_step(tmp_path), "nobody learns that the agent was not stopped"
+    assert not [what for what in awaited if "connects" in what]
 
 
 @pytest.mark.second_tier

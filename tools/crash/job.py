@@ -68,6 +68,7 @@ def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
                 ended_at = min(ended_at, time.monotonic())
             if time.monotonic() > ended_at + _LAST_S:
                 threading.Thread(target=_wake_at_its_step, args=(agent,), daemon=True).start()
+                trouble.note_missed_step(root)
                 return [0]
         return []
 
@@ -175,6 +176,7 @@ class Job:
             ):
                 ended_at = min(ended_at, time.monotonic())
                 if time.monotonic() > ended_at + _LAST_S:
+                    trouble.note_missed_step(self.save)
                     return [0]
             return []
 

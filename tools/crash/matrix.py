@@ -119,13 +119,14 @@ def run(
     if seed is not None:
         out.print(f"storage with faults, seed {seed}")
     met: collections.Counter[str] = collections.Counter()
+    missed: list[AnyCell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
     faults = contextlib.nullcontext() if seed is None else trouble.everywhere()
     with faults, bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         task = bar.add_task("crashing", total=len(cells))
         running = {
-            pool.submit(_run_cell, cell, home / str(n), keep, seed, met): cell
+            pool.submit(_run_cell, cell, home / str(n), keep, seed, met, missed): cell
             for n, cell in enumerate(cells)
         }
         try:
@@ -153,6 +154,8 @@ def run(
     if seed is not None:
         calls = ", ".join(f"{count} at {call}" for call, count in met.most_common())
         out.print(f"storage with faults, seed {seed}: {met.total()} calls were refused: {calls}")
+    for cell in missed:
+        out.print(f"an error kept the agent from the step of {cell}", markup=False)
     out.print(
         f"{passed}/{ended} cells of {len(cells)}; {restored.total()} restarts: {sources}; "
         f"{time.monotonic() - started:.0f} s"
@@ -166,6 +169,7 @@ def _run_cell(
     keep: Path | None,
     seed: int | None,
     met: collections.Counter[str],
+    missed: list[AnyCell],
 ) -> list[RestorePoint]:
     """Run a cell in the new directory `home`.
 
@@ -173,6 +177,7 @@ def _run_cell(
         keep: directory for a copy of the files of a failed cell.
         seed: seed of the faults of the storage; None means storage without faults.
         met: counter of the refused calls.
+        missed: cells whose agent did not come to its step, because of an error.
     """
     home.mkdir()
     if seed is not None:
@@ -193,4 +198,6 @@ def _run_cell(
         raise
     finally:
         met.update(trouble.failed_calls(home))
+        if trouble.has_missed_step(home):
+            missed.append(cell)
         shutil.rmtree(home)

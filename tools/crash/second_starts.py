@@ -215,7 +215,8 @@ class _Scenario:
         if self._cell.fails:
             with contextlib.suppress(FileNotFoundError):
                 self._blocking.rmdir()
-        second = self._start(2, connections=2)
+        # An agent that runs serves the second process at once, and hangs up on the first one.
+        second = self._start(2, connections=2 if stopped else 0)
         wake(stopped)
         resumed = second.answer()
         if resumed.iteration < self._cell.least or resumed.run not in (0, 1):

@@ -41,6 +41,7 @@ VARIABLES = ("LD_PRELOAD", "FAULTY_STORAGE")
 #: File with the rules of a cell, next to its save directory; `FaultyStorage` uses it too.
 _RULES = "faults"
 _SEED = "seed "
+_MISSED = "missed-step"
 #: Failing calls per 10,000. An agent makes some thousand calls in a cell.
 _RATE = 100
 _DONE_RATE = 300
@@ -133,6 +134,16 @@ def failed_calls(home: Path) -> list[str]:
     except FileNotFoundError:
         return []
     return [line.split(" ", 2)[1] for line in lines]
+
+
+def note_missed_step(root: Path) -> None:
+    """Note that an error kept the agent of a cell from its failpoint, so nothing was stopped."""
+    (root.parent / _MISSED).touch()
+
+
+def has_missed_step(home: Path) -> bool:
+    """Return whether a cell ended without reaching its failpoint."""
+    return (home / _MISSED).exists()
 
 
 @contextlib.contextmanager
