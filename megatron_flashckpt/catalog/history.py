@@ -3,8 +3,9 @@
 Manifests hold the timings of committed saves. The history also records saves that failed, or that
 retention has removed since, and from where each run has resumed. The agent of rank 0 appends saves,
 rank 0 itself appends starts, and `flashckpt report` reads them. Each line is one append, so no
-process overwrites the line of another one. No load and no commit depends on the file, so its errors
-are only logged.
+process overwrites the line of another one. An append begins with its line break, so what a full
+disk or a crash has left of a line costs no other line. No load and no commit depends on the file,
+so its errors are only logged.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ _EVENT = msgspec.json.Decoder(PastSave | PastStart)
 def append(store: Store, event: PastSave | PastStart) -> None:
     """Add a line to the history. Logs errors: a failed note must not fail a checkpoint."""
     with _errors_logged(store):
-        store.append(HISTORY, msgspec.json.encode(event) + b"\n")
+        store.append(HISTORY, b"\n" + msgspec.json.encode(event))
 
 
 def shorten(store: Store, keep: int) -> None:
@@ -93,7 +94,7 @@ def shorten(store: Store, keep: int) -> None:
         saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
         kept = sorted([*starts[-keep:], *saves[-keep:]])
         if len(kept) < len(past):
-            store.put(HISTORY, b"".join(msgspec.json.encode(past[n]) + b"\n" for n in kept))
+            store.put(HISTORY, b"\n".join(msgspec.json.encode(past[n]) for n in kept))
 
 
 @contextlib.contextmanager

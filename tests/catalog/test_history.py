@@ -114,6 +114,19 @@ def test_lines_that_cannot_be_decoded_are_skipped() -> None:
     assert history.read(store) == [past(9)]
 
 
+def test_a_torn_line_costs_no_other_line() -> None:
+    """The disk was full, or the machine lost power, after a part of the line."""
+    store = MemoryStore()
+    history.append(store, past(1))
+    history.append(store, past(2))
+    store.append(HISTORY, (b"\n" + msgspec.json.encode(past(3)))[:20])
+    history.append(store, past(4))
+    assert history.read(store) == [past(1), past(2), past(4)]
+    history.shorten(store, 2)
+    history.append(store, past(5))
+    assert history.read(store) == [past(2), past(4), past(5)]
+
+
 @pytest.mark.parametrize("what", ["link", "link to nothing", "directory", "pipe"])
 def test_what_stands_in_its_place_is_no_history_and_stays(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
